@@ -1,0 +1,101 @@
+"""Checkpoints whose every part tells its step, written by threads that stand for ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainwright.checkpoint.store import (
+    Checkpoint,
+    Piece,
+    write_checkpoint,
+)
+
+
+class Meeting:
+    """Exchanges between threads that stand for ranks."""
+
+    def __init__(self, world_size: int) -> None:
+        self.barrier = threading.Barrier(world_size, timeout=20)
+        self.payloads = [b""] * world_size
+
+    def exchange(self, rank: int, payload: bytes) -> list[bytes]:
+        self.payloads[rank] = payload
+        self.barrier.wait()
+        replies = list(self.payloads)
+        self.barrier.wait()
+        return replies
+
+
+class Seat:
+    """One rank's end of a meeting."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank = meeting, rank
+
+    def exchange(self, payload: bytes, *, timeout_seconds: float) -> list[bytes]:
+        return self.meeting.exchange(self.rank, payload)
+
+
+def write_step(path: Path | str, step: int = 1, world_size: int = 1) -> list[Exception | None]:
+    """Write a checkpoint that tells its step in every part; returns what each rank raised."""
+    meeting = Meeting(world_size)
+
+    def write(rank: int) -> None:
+        write_checkpoint(
+            str(path),
+            sections={"model": [Piece(f"w{i}", (3, 2), 0, torch.full((3, 2), float(step + i))) for i in range(2)]},
+            state={"step": step, "ema": torch.full((2,), float(step))},
+            rank_state={"rank": rank, "step": step},
+            header={"step": step, "epoch": step // 10, "strategy": "ddp"},
+            exchange=Seat(meeting, rank),
+            rank=rank,
+            world_size=world_size,
+        )
+
+    if world_size == 1:
+        write(0)
+        return [None]
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(write, rank) for rank in range(world_size)]
+    return [future.exception() for future in futures]  # type: ignore[misc]
+
+
+def check_step(checkpoint: Checkpoint, step: int) -> None:
+    """Assert that every part is of that step."""
+    assert (checkpoint.step, checkpoint.epoch, checkpoint.header["strategy"]) == (step, step // 10, "ddp")
+    for index in range(2):
+        assert torch.equal(checkpoint.read_tensor("model", f"w{index}"), torch.full((3, 2), float(step + index)))
+    state = checkpoint.state()
+    assert state["step"] == step
+    assert torch.equal(state["ema"], torch.full((2,), float(step)))
+    for rank in range(checkpoint.world_size):
+        assert checkpoint.rank_state(rank) == {"rank": rank, "step": step}
+
+
+@pytest.fixture
+def save() -> Callable[..., list[Exception | None]]:
+    """Writes the checkpoint of a step."""
+    return write_step
+
+
+@pytest.fixture
+def check() -> Callable[[Checkpoint, int], None]:
+    """Asserts that a checkpoint is wholly of a step."""
+    return check_step
+
+
+@pytest.fixture
+def seats() -> Callable[[int], list[Seat]]:
+    """Makes the ends of a meeting of so many ranks."""
+
+    def make(world_size: int) -> list[Seat]:
+        meeting = Meeting(world_size)
+        return [Seat(meeting, rank) for rank in range(world_size)]
+
+    return make

@@ -1,0 +1,201 @@
+"""Agreement over the key-value store, the board of failures, and the watch over the peers."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from trainwright.distributed import agreement as agreement_module
+from trainwright.distributed.agreement import (
+    PEER_FAILED_EXIT_CODE,
+    Agreement,
+    FailureBoard,
+    PeerWatch,
+    is_echo,
+    summarize,
+    write_error_file,
+)
+
+
+def make_store() -> Any:
+    return dist.HashStore()
+
+
+def run_ranks(world_size: int, work: Callable[[Agreement], Any]) -> list[Any]:
+    store = make_store()
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(work, [Agreement(store, rank, world_size) for rank in range(world_size)]))
+
+
+def test_all_ranks_get_all_payloads_in_order() -> None:
+    def work(agreement: Agreement) -> list[list[bytes]]:
+        return [agreement.exchange(b"%d/%d" % (agreement.rank, call), timeout_seconds=10) for call in range(20)]
+
+    expected = [[b"%d/%d" % (rank, call) for rank in range(3)] for call in range(20)]
+    assert run_ranks(3, work) == [expected] * 3
+
+
+def test_the_store_does_not_grow() -> None:
+    store = make_store()
+    agreements = [Agreement(store, rank, 2) for rank in range(2)]
+
+    def work(agreement: Agreement) -> None:
+        for _ in range(50):
+            agreement.exchange(b"\x00\xff", timeout_seconds=10)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, agreements))
+    assert store.num_keys() <= 4
+
+
+def test_rank_0_broadcasts() -> None:
+    def work(agreement: Agreement) -> bytes:
+        return agreement.broadcast(b"word" if agreement.rank == 0 else None, 10)
+
+    assert run_ranks(3, work) == [b"word"] * 3
+    with pytest.raises(TypeError, match="payload=None on rank 0"):
+        Agreement(None, 0, 1).broadcast(None, 1)
+
+
+def test_channels_do_not_mix() -> None:
+    def work(agreement: Agreement) -> list[bytes]:
+        first, second = agreement.channel("first"), agreement.channel("second")
+        order = [(first, b"first"), (second, b"second")]
+        # Threads of different ranks reach their channels in different orders.
+        with ThreadPoolExecutor(2) as pool:
+            turns = order if agreement.rank == 0 else order[::-1]
+            done = {text: pool.submit(channel.exchange, text, timeout_seconds=10) for channel, text in turns}
+            return [*done[b"first"].result(), *done[b"second"].result()]
+
+    assert run_ranks(2, work) == [[b"first", b"first", b"second", b"second"]] * 2
+
+
+def test_a_missing_rank_is_named() -> None:
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 0.05 s for rank\(s\) \[1\] of 2"):
+        Agreement(make_store(), 0, 2).exchange(b"", timeout_seconds=0.05)
+
+
+def test_more_than_one_rank_needs_a_store() -> None:
+    with pytest.raises(ValueError, match="store=None with world_size=2"):
+        Agreement(None, 0, 2)
+
+
+def test_the_first_failure_is_kept() -> None:
+    store = make_store()
+    board = FailureBoard(store)
+    assert board.first() is None
+    assert Agreement(store, 1, 2).report_failure(ValueError("bad\nmore")) == 1
+    assert Agreement(store, 0, 2).report_failure(KeyError("late")) == 2
+    report = board.first()
+    assert report is not None
+    assert (report.rank, report.summary, report.was_printed) == (1, "ValueError: bad", False)
+    assert "ValueError: bad\nmore" in report.traceback
+    board.mark_printed()
+    assert board.first() != report
+
+
+def test_an_echo_is_told_from_an_error() -> None:
+    lost = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+    assert is_echo(lost)
+    outer = ValueError("while saving")
+    outer.__cause__ = lost
+    assert is_echo(outer)
+    assert not is_echo(RuntimeError("shape mismatch"))
+    assert summarize(RuntimeError()) == "RuntimeError"
+
+
+def test_the_error_file_is_elastics(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    write_error_file(str(path), RuntimeError("boom"))
+    message = json.loads(path.read_text())["message"]
+    assert message["message"] == "RuntimeError: boom"
+    assert "boom" in message["extraInfo"]["py_callstack"]
+    assert abs(int(message["extraInfo"]["timestamp"]) - time.time()) < 60
+
+
+class Left(Exception):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    codes: list[int] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        if threading.current_thread() is threading.main_thread():
+            raise Left
+
+    monkeypatch.setattr(agreement_module, "leave", leave)
+    return codes
+
+
+def wait_until(is_done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not is_done() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert is_done()
+
+
+def test_a_failed_peer_ends_this_rank(exits: list[int]) -> None:
+    store = make_store()
+    watch = PeerWatch(store, 0, 2, poll_seconds=0.01)
+    watch.start()
+    time.sleep(0.05)
+    assert exits == []
+    FailureBoard(store).post(1, "RuntimeError: boom")
+    wait_until(lambda: PEER_FAILED_EXIT_CODE in exits)
+    watch.stop()
+
+
+def test_after_a_clean_close_nothing_ends_this_rank(exits: list[int]) -> None:
+    store = make_store()
+    host = PeerWatch(store, 0, 2, store_host=0, poll_seconds=0.01)
+    other = PeerWatch(store, 1, 2, store_host=0, poll_seconds=0.01)
+    host.start()
+    other.start()
+    began = time.monotonic()
+    host.stop(farewell_seconds=10)
+    assert time.monotonic() - began < 5  # the other one has said goodbye
+    other.stop()
+    FailureBoard(store).post(1, "too late")
+    time.sleep(0.05)
+    assert exits == []
+
+
+def test_an_uncaught_error_is_posted_then_printed(exits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
+    store = make_store()
+    first, second = PeerWatch(store, 1, 2), PeerWatch(store, 0, 2)
+    for watch, error in ((first, ValueError("one")), (second, ValueError("two"))):
+        watch.wrap_excepthook()
+        if watch is first:
+            sys.excepthook(ValueError, error, None)
+        else:
+            with pytest.raises(Left):  # it came second, so it leaves in silence
+                sys.excepthook(ValueError, error, None)
+    assert [str(error) for error in printed] == ["one"]
+    report = FailureBoard(store).first()
+    assert report is not None
+    assert (report.rank, report.was_printed) == (1, True)
+    assert exits == [PEER_FAILED_EXIT_CODE]
+
+
+def test_a_keyboard_interrupt_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
+    store = make_store()
+    PeerWatch(store, 1, 2).wrap_excepthook()
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert FailureBoard(store).count() == 0
+    assert printed == []  # rank 0 alone shows it

@@ -1,0 +1,126 @@
+"""Who this process is, and the one owner of the process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from trainwright.distributed.environment import Environment, open_process_group, pick_backend
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+
+# Rank 0 holds the store and ends first; rank 1 goes on for a while and must not take that for a failure.
+PLAIN_SCRIPT = """
+import sys, time
+import torch, torch.distributed as dist
+from trainwright.distributed.environment import Environment, open_process_group
+from trainwright.distributed.collectives import all_reduce
+
+environment = Environment.detect()
+if sys.argv[1] == "joined":
+    dist.init_process_group("gloo")
+connection = open_process_group(environment, "gloo")
+assert connection.owns_group == (sys.argv[1] != "joined")
+assert all_reduce(torch.ones(1)).item() == 2
+assert connection.agreement.exchange(b"%d" % environment.rank, timeout_seconds=30) == [b"0", b"1"]
+if sys.argv[1] == "reopened":
+    connection.close()
+    assert not dist.is_initialized()
+    connection = open_process_group(environment, "gloo")
+    assert all_reduce(torch.ones(1)).item() == 2
+    assert connection.agreement.exchange(b"x", timeout_seconds=30) == [b"x", b"x"]
+if sys.argv[1] == "joined":
+    connection.close()
+    assert dist.is_initialized()
+    dist.barrier()
+    dist.destroy_process_group()
+if environment.rank == 1:
+    time.sleep(1)
+print("done")
+"""
+
+
+def test_one_process_opens_nothing() -> None:
+    environment = Environment.detect({})
+    assert environment == Environment(rank=0, world_size=1, launched_by="single")
+    connection = open_process_group(environment, "gloo")
+    assert connection.store is None
+    assert not dist.is_initialized()
+    assert connection.agreement.exchange(b"alone", timeout_seconds=1) == [b"alone"]
+    connection.close()
+
+
+def test_torchrun_variables_are_read() -> None:
+    found = Environment.detect(TORCHRUN)
+    assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == (3, 1, 4, 2)
+    assert (found.node_rank, found.launched_by, found.restart_count) == (1, "torchrun", 2)
+    assert (found.main_address, found.main_port, found.has_agent_store) == ("10.0.0.1", 29500, True)
+    ours = Environment.detect({**TORCHRUN, "TRAINWRIGHT_JOB": "{}"})
+    assert ours.launched_by == "trainwright"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"WORLD_SIZE": None}, "but not WORLD_SIZE"),
+        ({"MASTER_ADDR": None, "MASTER_PORT": None}, "but not MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "one"}, "RANK='one'; a whole number"),
+        ({"RANK": "4"}, "RANK=4, WORLD_SIZE=4"),
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "4"}, "the local world is not larger"),
+    ],
+)
+def test_bad_variables_are_refused(changes: dict[str, str | None], text: str) -> None:
+    variables = {name: value for name, value in {**TORCHRUN, **changes}.items() if value is not None}
+    with pytest.raises(ValueError, match=text) as caught:
+        Environment.detect(variables)
+    assert "torchrun" in str(caught.value)
+
+
+def test_a_backend_is_picked_for_the_device() -> None:
+    assert pick_backend("cpu") == "gloo"
+    assert pick_backend("cuda") == "nccl"
+    with pytest.raises(ValueError, match="device_type='toaster' has no collective backend; choose from"):
+        pick_backend("toaster")
+
+
+@pytest.mark.parametrize("mode", ["joined", "reopened"])
+def test_a_job_without_an_agent_ends_quietly(tmp_path: Path, mode: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PLAIN_SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    processes = []
+    for rank in ("0", "1"):
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(script), mode],
+                env={**os.environ, **variables},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)] == [
+        (0, "done\n"),
+        (0, "done\n"),
+    ]

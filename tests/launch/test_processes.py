@@ -1,0 +1,295 @@
+"""The launcher with real processes: what a job prints, how it ends, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trainwright.errors import LaunchError
+from trainwright.launch.output import PrefixedOutput
+from trainwright.launch.processes import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+GONE_SECONDS = 20.0  # four times the goal of 5 s
+
+SCRIPT = """
+import json, os, signal, sys, time
+from trainwright.distributed.environment import Environment, open_process_group
+
+mode = sys.argv[1]
+environment = Environment.detect()
+if environment.world_size == 1:
+    from trainwright.launch.processes import launch
+    if mode == "succeed":
+        os.chdir("/")
+    launch(2, reason="Trainer(devices=2)")
+
+import torch
+from trainwright.distributed.collectives import all_reduce
+
+connection = open_process_group(environment, "gloo")
+assert open_process_group(environment, "gloo") is connection
+total = all_reduce(torch.tensor([environment.rank + 1.0])).item()
+
+if mode == "succeed":
+    import psutil
+    me, launcher = psutil.Process(), psutil.Process(os.getppid())
+    print(json.dumps({
+        "rank": environment.rank,
+        "total": total,
+        "launched_by": environment.launched_by,
+        "directory": os.getcwd(),
+        "threads": os.environ["OMP_NUM_THREADS"],
+        "listening": [c.laddr.ip for p in (me, launcher) for c in p.net_connections() if c.status == "LISTEN"],
+        "job": json.loads(os.environ["TRAINWRIGHT_JOB"]),
+        "launcher": launcher.pid,
+    }))
+    if environment.rank == 1:
+        sys.stdout.write("tail")
+    sys.exit(0)
+if mode == "both raise":
+    raise RuntimeError("boom everywhere")
+if environment.rank == 1:
+    print(f"at {time.time()}", flush=True)
+    if mode == "raise":
+        raise RuntimeError("boom\\nsecond line")
+    if mode == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+elif mode == "die":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+if environment.rank == 0 and mode in ("die", "wait"):
+    time.sleep(600)
+all_reduce(torch.zeros(1))
+"""
+
+
+class Job:
+    """One started script, with a temporary folder of its own and a tag by which all its processes are found."""
+
+    def __init__(self, folder: Path, *arguments: str, command: list[str] | None = None, **variables: str) -> None:
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir()
+        (folder / "sub").mkdir()
+        (folder / "sub" / "train.py").write_text(SCRIPT)
+        self.tag = uuid.uuid4().hex
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "PYTHON"))}
+        environment = {
+            **kept,
+            "PYTHONPATH": str(ROOT),
+            "TMPDIR": str(self.temporary),
+            "TEST_TAG": self.tag,
+            "OMP_NUM_THREADS": "1",
+            **variables,
+        }
+        self.process = subprocess.Popen(
+            [*(command or [sys.executable]), "sub/train.py", *arguments],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.stdout, self.stderr = "", ""
+
+    def wait(self) -> int:
+        self.stdout, self.stderr = self.process.communicate(timeout=60)
+        return self.process.returncode
+
+    def wait_for(self, text: str, times: int) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            times -= text in line
+            if times == 0:
+                return
+        pytest.fail(f"the job ended early: {self.wait()} {self.stderr}")
+
+    def processes(self) -> list[psutil.Process]:
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            is_ours = process.environ().get("TEST_TAG") == self.tag
+            return is_ours and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    def check_nothing_left(self) -> None:
+        deadline = time.monotonic() + GONE_SECONDS
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert self.processes() == []
+        assert list(self.temporary.iterdir()) == []
+
+    def close(self) -> None:
+        for process in self.processes():
+            process.kill()
+        if self.process.poll() is None or (self.process.stdout is not None and not self.process.stdout.closed):
+            self.process.communicate(timeout=60)
+
+
+def listening_ports() -> set[int]:
+    return {c.laddr.port for c in psutil.net_connections() if c.status == "LISTEN"}
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    started: list[Job] = []
+    yield started
+    for job in started:
+        job.close()
+
+
+def test_two_workers_run_the_script(tmp_path: Path, jobs: list[Job]) -> None:
+    # A file like a standard module, beside which the user works: the script's own run does not see it.
+    (tmp_path / "argparse.py").write_text("raise SystemExit('shadowed')")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        job = Job(tmp_path, "succeed", MASTER_PORT=str(taken.getsockname()[1]), OMP_NUM_THREADS="3")
+        jobs.append(job)
+        assert job.wait() == 0, job.stderr
+    assert job.stderr == ""
+    lines = job.stdout.splitlines()
+    assert "[rank1] tail\n" in job.stdout  # printed without a newline
+    for rank, prefix in enumerate(("", "[rank1] ")):
+        (line,) = [line for line in lines if line.startswith(prefix + "{")]
+        seen = json.loads(line.removeprefix(prefix))
+        assert seen["rank"] == rank
+        assert seen["total"] == 3.0
+        assert seen["launched_by"] == "trainwright"
+        assert seen["directory"] == str(tmp_path)  # where the user started it, not where the script had gone
+        assert seen["threads"] == "3"
+        assert set(seen["listening"]) == {"127.0.0.1"}
+        assert seen["job"] == {"version": 1, "launcher_pid": job.process.pid, "num_processes": 2, "loopback": True}
+        assert seen["launcher"] == job.process.pid
+    job.check_nothing_left()
+
+
+def test_a_rank_that_raises_ends_the_job_and_is_named(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, "raise")
+    jobs.append(job)
+    assert job.wait() == 1
+    at = next(float(line.split()[-1]) for line in job.stdout.splitlines() if line.startswith("[rank1] at"))
+    assert time.time() - at < GONE_SECONDS
+    assert "trainwright: rank 1 of 2 failed first (RuntimeError: boom); the job was ended." in job.stderr
+    assert job.stderr.count("Traceback") == 1  # rank 0 only lost its peer, and says nothing
+    assert "[rank1] RuntimeError: boom\n[rank1] second line\n" in job.stderr
+    assert "SignalException" not in job.stderr
+    job.check_nothing_left()
+
+
+def test_an_error_on_all_ranks_is_shown_once(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, "both raise")
+    jobs.append(job)
+    assert job.wait() == 1
+    assert "of 2 failed first (RuntimeError: boom everywhere)" in job.stderr
+    assert job.stderr.count("Traceback") == 1
+    job.check_nothing_left()
+
+
+def test_a_killed_rank_ends_the_job_even_where_sigterm_is_ignored(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, "die")
+    jobs.append(job)
+    assert job.wait() == 128 + signal.SIGKILL
+    at = next(float(line.split()[-1]) for line in job.stdout.splitlines() if line.startswith("[rank1] at"))
+    assert time.time() - at < GONE_SECONDS
+    assert job.stderr == (
+        "trainwright: rank 1 of 2 failed first (killed by SIGKILL; on Linux this is often the out-of-memory killer); "
+        "the job was ended.\n"
+    )
+    job.check_nothing_left()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_killed_launcher_takes_its_workers_with_it(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, "wait")
+    jobs.append(job)
+    job.wait_for("ready", times=2)
+    ports = {c.laddr.port for p in job.processes() for c in p.net_connections() if c.status == "LISTEN"}
+    assert len(job.processes()) == 3
+    assert len(ports) == 3
+    job.process.kill()
+    job.check_nothing_left()
+    deadline = time.monotonic() + GONE_SECONDS
+    while ports & listening_ports() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not ports & listening_ports()
+    job.wait()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_launcher_ends_all(tmp_path: Path, jobs: list[Job], number: int, code: int) -> None:
+    job = Job(tmp_path, "wait")
+    jobs.append(job)
+    job.wait_for("ready", times=2)
+    began = time.monotonic()
+    job.process.send_signal(number)
+    assert job.wait() == code
+    assert time.monotonic() - began < GONE_SECONDS
+    assert job.stderr.count("KeyboardInterrupt") == (number == signal.SIGINT)  # rank 0's own
+    assert "RuntimeError" not in job.stderr
+    assert "trainwright" not in job.stderr  # no traceback of the launcher, no summary
+    job.check_nothing_left()
+
+
+def test_torchrun_is_joined_and_shows_the_first_error(tmp_path: Path, jobs: list[Job]) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    job = Job(tmp_path, "raise", command=torchrun)
+    jobs.append(job)
+    assert job.wait() == 1
+    assert "boom" in job.stderr
+    root_cause = job.stderr.partition("Root Cause (first observed failure)")[2]
+    assert "rank      : 1 " in root_cause
+    assert "Connection closed" not in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["-"], "from standard input"),
+        (["-i", "-c", "from trainwright.launch.processes import launch; launch(2)"], "inter"),
+    ],
+)
+def test_a_command_that_cannot_run_again_is_refused(arguments: list[str], text: str) -> None:
+    program = "from trainwright.launch.processes import launch\nlaunch(2, reason='Trainer(devices=2)')\n"
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        input=program if arguments == ["-"] else "",
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "LaunchError" in done.stderr
+    assert text in done.stderr
+    assert "torchrun" in done.stderr
+
+
+def test_a_test_runner_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"Trainer\(devices=2\) needs several processes.*test runner \(pytest\)"):
+        launch(2, reason="Trainer(devices=2)")
+    with pytest.raises(ValueError, match=r"num_processes=1; 2 or more"):
+        launch(1)
+
+
+def test_the_output_of_a_rank_is_prefixed_by_line(capfd: pytest.CaptureFixture[str]) -> None:
+    output = PrefixedOutput()
+    path = output.open_pipe("[rank1] ", sys.__stdout__)
+    with open(path, "wb", buffering=0) as pipe:
+        output.start()
+        for chunk in (b"one\ntw", b"o\n\n", b"10%\r50%\r100%\r\n", b"end"):
+            pipe.write(chunk)
+    output.finish()
+    assert capfd.readouterr().out == "[rank1] one\n[rank1] two\n[rank1] \n[rank1] 100%\n[rank1] end\n"

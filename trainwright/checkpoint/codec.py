@@ -1,0 +1,209 @@
+"""Typed plain data: Python values to JSON and back, with the tensors among them set aside.
+
+What JSON has is written as it is. Everything else is an object with one key that starts with `$` and names its type;
+the types are the table in this file, so that decoding imports nothing and calls nothing that the data names.
+
+Some kinds come back as the plainer one: OrderedDict, defaultdict and Counter as dict, a Parameter as a tensor, every
+path as a pathlib.Path.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import datetime
+import enum
+import json
+import math
+import pathlib
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from trainwright.errors import CheckpointError
+
+MAX_DEPTH = 64
+ACCEPTED = (
+    "None, bool, int, float, str, bytes, list, tuple, dict, set, frozenset, tensors, numpy arrays and scalars, "
+    "torch.Size, torch.dtype, torch.device, pathlib.Path and datetime.timedelta"
+)
+_TORCH_DTYPES = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+_NUMPY_SCALARS = frozenset(
+    ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
+)
+_JSON_INTEGERS = 1 << 63
+
+
+def encode(value: Any, name: str = "state") -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the value as plain JSON-able data, and the tensors that it refers to by name.
+
+    Raises:
+        TypeError: something in it is of another type; the message says where, and what is accepted.
+    """
+    encoder = _Encoder()
+    return encoder.encode(value, name, 0), encoder.tensors
+
+
+def decode(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the value that `encode` was given.
+
+    Raises:
+        CheckpointError: the data is not what `encode` makes.
+    """
+    try:
+        return _Decoder(tensors).decode(plain, 0)
+    except (ValueError, TypeError, KeyError, OverflowError, RuntimeError, binascii.Error) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"the checkpoint's plain data is not valid: {type(error).__name__}: {error}") from error
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def encode(self, value: Any, path: str, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise TypeError(f"{path[:200]} is nested deeper than {MAX_DEPTH} levels, or contains itself.")
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            return value if -_JSON_INTEGERS <= value < _JSON_INTEGERS else {"$int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if kind is list:
+            return self._items(value, path, depth)
+        if kind in (dict, OrderedDict, defaultdict, Counter):
+            return self._dict(value, path, depth)
+        if kind in (tuple, torch.Size):
+            return {"$tuple" if kind is tuple else "$size": self._items(value, path, depth)}
+        if kind in (set, frozenset):
+            members = [self.encode(member, f"{path}{{{index}}}", depth + 1) for index, member in enumerate(value)]
+            return {f"${kind.__name__}": sorted(members, key=json.dumps)}
+        if kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            return {"$tensor": self._set_aside(value, path)}
+        return self._leaf(value, path)
+
+    def _items(self, value: list[Any] | tuple[Any, ...], path: str, depth: int) -> list[Any]:
+        return [self.encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
+
+    def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
+        plain = all(type(key) is str and not key.startswith("$") for key in value)
+        pairs = []
+        for key, item in value.items():
+            where = f"{path}.{key}" if type(key) is str else f"{path}[{key!r:.40}]"
+            encoded = key if plain else self.encode(key, f"the key {key!r:.40} of {path}", depth + 1)
+            if isinstance(key, torch.Tensor):
+                raise TypeError(f"a key of {path} is a tensor; keys are plain values.")
+            pairs.append([encoded, self.encode(item, where, depth + 1)])
+        return dict(pairs) if plain else {"$dict": pairs}
+
+    def _leaf(self, value: Any, path: str) -> Any:
+        if isinstance(value, enum.Enum):
+            raise TypeError(f"{path} is the enum member {value!s}; store its .value or .name, and rebuild it on load.")
+        if isinstance(value, bytes) and type(value) is bytes:
+            return {"$bytes": base64.b64encode(value).decode()}
+        if isinstance(value, torch.dtype):
+            return {"$dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"$device": str(value)}
+        if isinstance(value, pathlib.PurePath):
+            return {"$path": str(value)}
+        if type(value) is datetime.timedelta:
+            return {"$timedelta": [value.days, value.seconds, value.microseconds]}
+        if type(value).__module__ == "numpy":
+            return self._numpy(value, path)
+        raise TypeError(
+            f"{path} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint stores {ACCEPTED}."
+        )
+
+    def _numpy(self, value: Any, path: str) -> Any:
+        import numpy
+
+        if isinstance(value, numpy.generic) and value.dtype.name in _NUMPY_SCALARS:
+            return {"$numpy": [value.dtype.name, self.encode(value.item(), path, 0)]}
+        if type(value) is numpy.ndarray and (value.dtype.name in _NUMPY_SCALARS or value.dtype == numpy.complex64):
+            copied = numpy.array(value, dtype=value.dtype.newbyteorder("="), order="C", copy=True)
+            return {"$array": self._set_aside(torch.from_numpy(copied), path)}
+        dtype = getattr(value, "dtype", None)
+        raise TypeError(
+            f"{path} is a numpy.{type(value).__name__} of {dtype}; stored are numbers and bool up to 64 bits."
+        )
+
+    def _set_aside(self, tensor: torch.Tensor, path: str) -> str:
+        key = path
+        while key in self.tensors:
+            key += "+"
+        self.tensors[key] = tensor.detach()
+        return key
+
+
+class _Decoder:
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._leaves: dict[str, Callable[[Any], Any]] = {
+            "$int": _integer,
+            "$float": _special_float,
+            "$bytes": lambda text: base64.b64decode(_expect(text, str), validate=True),
+            "$dtype": lambda text: _TORCH_DTYPES[text],
+            "$device": lambda text: torch.device(_expect(text, str)),
+            "$path": lambda text: pathlib.Path(_expect(text, str)),
+            "$timedelta": lambda parts: datetime.timedelta(*(_expect(part, int) for part in _expect(parts, list, 3))),
+            "$tensor": lambda key: self._tensors[key],
+            "$array": lambda key: self._tensors[key].numpy(),
+            "$numpy": lambda parts: self._numpy(*_expect(parts, list, 2)),
+        }
+        self._collections: dict[str, Callable[[list[Any]], Any]] = {
+            "$tuple": tuple,
+            "$size": torch.Size,
+            "$set": set,
+            "$frozenset": frozenset,
+        }
+
+    def decode(self, plain: Any, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise CheckpointError(f"the checkpoint's plain data is nested deeper than {MAX_DEPTH} levels.")
+        if isinstance(plain, list):
+            return [self.decode(item, depth + 1) for item in plain]
+        if not isinstance(plain, dict):
+            return plain
+        tag = next(iter(plain), "")
+        if not tag.startswith("$"):
+            return {key: self.decode(item, depth + 1) for key, item in plain.items()}
+        content = plain[tag]
+        if len(plain) == 1 and tag in self._leaves:
+            return self._leaves[tag](content)
+        if len(plain) == 1 and tag in self._collections:
+            return self._collections[tag](self.decode(_expect(content, list), depth))
+        if len(plain) == 1 and tag == "$dict":
+            pairs = [_expect(pair, list, 2) for pair in _expect(content, list)]
+            return {self.decode(key, depth + 1): self.decode(item, depth + 1) for key, item in pairs}
+        raise CheckpointError(f"the checkpoint's plain data has a type {tag!r} that this version does not know.")
+
+    def _numpy(self, name: Any, value: Any) -> Any:
+        import numpy
+
+        if name not in _NUMPY_SCALARS:
+            raise ValueError(f"{name!r} is no numpy type of the format")
+        return numpy.array(self.decode(value, MAX_DEPTH - 1), dtype=name)[()]
+
+
+def _expect(value: Any, kind: type[Any], length: int | None = None) -> Any:
+    if type(value) is not kind or (length is not None and len(value) != length):
+        raise ValueError(f"a {type(value).__name__} stands where a {kind.__name__} was expected")
+    return value
+
+
+def _integer(text: Any) -> int:
+    return int(_expect(text, str), 16)
+
+
+def _special_float(text: Any) -> float:
+    if text not in ("nan", "inf", "-inf"):
+        raise ValueError(f"{text!r} is no special float")
+    return float(text)

@@ -1,0 +1,68 @@
+"""Contents: what a run puts into its checkpoint, and where.
+
+    manifest.json               step, epoch, world size, strategy; every tensor's shape, dtype and pieces; every digest
+    state.json                  "optimizers": parameter groups and what is no tensor in their state
+                                "precision": the loss scale        "seed": what the data's order starts from
+                                "trainer": counters, schedulers, callbacks
+    model-RRRRR.safetensors     parameters and buffers by their state_dict names
+    optimizer-RRRRR.safetensors per-parameter tensors as "optimizer number/parameter/key"
+    rank-RRRRR.json             "rng": the generators of that rank
+
+RRRRR is the number of the rank that wrote the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainwright.errors import CheckpointError
+
+
+def describe_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], left_out: Collection[str]) -> dict[str, Any]:
+    """Return the optimizer's parameter groups (parameters by name) and the plain values in its state."""
+    groups = []
+    plain: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        stored = {key: value for key, value in group.items() if key not in left_out}
+        groups.append({**stored, "params": [names[parameter] for parameter in group["params"]]})
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            values = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+            if values:
+                plain[names[parameter]] = values
+    return {"type": type(optimizer).__name__, "groups": groups, "plain": plain}
+
+
+def check_optimizer(
+    number: int, optimizer: Optimizer, names: Mapping[Tensor, str], described: Mapping[str, Any], path: str
+) -> None:
+    """Refuse to restore an optimizer from the state of one that steps other parameters (CheckpointError)."""
+    stored = [name for group in described["groups"] for name in group["params"]]
+    present = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    if len(described["groups"]) != len(optimizer.param_groups) or sorted(stored) != sorted(present):
+        odd = sorted(set(stored) ^ set(present))[:5]
+        raise CheckpointError(
+            f"{path}: optimizer {number} was saved with {len(described['groups'])} parameter groups of {len(stored)} "
+            f"parameters, but this run's has {len(optimizer.param_groups)} groups of {len(present)}"
+            + (f" (unlike: {', '.join(odd)})" if odd else "")
+            + ". Build the same optimizer to resume, or load the weights alone."
+        )
+    if described["type"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"{path}: optimizer {number} was saved by {described['type']}, but this run's is a {type(optimizer).__name__}. "
+            "Build the same optimizer to resume, or load the weights alone."
+        )
+
+
+def restore_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], described: Mapping[str, Any]) -> None:
+    """Set the parameter groups' values and the plain values of the state; tensors are read into the pieces."""
+    for group, stored in zip(optimizer.param_groups, described["groups"], strict=True):
+        for key, value in stored.items():
+            if key != "params":
+                group[key] = value
+        for parameter in group["params"]:
+            optimizer.state[parameter].update(described["plain"].get(names[parameter], {}))

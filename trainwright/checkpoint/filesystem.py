@@ -1,0 +1,210 @@
+"""The two kinds of place a checkpoint can lie in: a local directory, with fsync and rename, or any other fsspec one.
+
+Both offer the same few operations. A local place is written under a temporary name and renamed; elsewhere, where there
+may be no atomic rename, files are written in place and the manifest, put last in one piece, is the commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Protocol, cast
+
+import fsspec.core
+
+RETRY_DELAYS_SECONDS = (0.5, 2.0)
+_NOT_RETRIED = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
+_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+
+
+class Files(Protocol):
+    """The operations on files that a checkpoint needs; paths are those that `resolve` returned, joined by `/`."""
+
+    has_rename: bool
+
+    def exists(self, path: str) -> bool:
+        """Return whether anything has this name."""
+
+    def listing(self, path: str) -> dict[str, int | None]:
+        """Return the names in a directory with the size of each plain file, and None for anything else."""
+
+    def make_directories(self, path: str) -> None:
+        """Create a directory and its missing parents, durably."""
+
+    def make_new_directory(self, path: str) -> None:
+        """Create a directory in one that exists; one that is there already is an error."""
+
+    def create(self, path: str) -> contextlib.AbstractContextManager[BinaryIO]:
+        """Open a new file for writing; on leaving the context it is flushed, synced and closed."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a small file durably, in one piece where the place knows such a thing."""
+
+    def open(self, path: str) -> BinaryIO:
+        """Open a file for reading."""
+
+    def sync_directory(self, path: str) -> None:
+        """Make the names in a directory durable."""
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename a directory; a target that exists is an error."""
+
+    def remove_file(self, path: str) -> None:
+        """Remove a file."""
+
+    def remove_tree(self, path: str) -> None:
+        """Remove a directory and what it holds."""
+
+    def remove_empty(self, path: str) -> None:
+        """Remove a directory where it is empty."""
+
+
+class LocalFiles:
+    """A local file system, through `os`."""
+
+    has_rename = True
+
+    def exists(self, path: str) -> bool:
+        return os.path.lexists(path)
+
+    def listing(self, path: str) -> dict[str, int | None]:
+        found: dict[str, int | None] = {}
+        with os.scandir(path) as entries:
+            for entry in entries:
+                status = entry.stat(follow_symlinks=False)
+                found[entry.name] = status.st_size if stat.S_ISREG(status.st_mode) else None
+        return found
+
+    def make_directories(self, path: str) -> None:
+        if path and not os.path.isdir(path):
+            parent = os.path.dirname(path)
+            self.make_directories(parent)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path)
+            self.sync_directory(parent)
+
+    def make_new_directory(self, path: str) -> None:
+        os.mkdir(path)
+
+    @contextlib.contextmanager
+    def create(self, path: str) -> Iterator[BinaryIO]:
+        with open(path, "xb", buffering=0) as stream:
+            yield cast(BinaryIO, stream)
+            os.fsync(stream.fileno())
+
+    def put(self, path: str, data: bytes) -> None:
+        view = memoryview(data)
+        with self.create(path) as stream:
+            while view:
+                view = view[stream.write(view) :]
+
+    def open(self, path: str) -> BinaryIO:
+        return cast(BinaryIO, open(path, "rb", buffering=0))
+
+    def sync_directory(self, path: str) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:  # some network file systems know no fsync of a directory
+                raise
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: str, target: str) -> None:
+        os.rename(source, target)
+
+    def remove_file(self, path: str) -> None:
+        os.unlink(path)
+
+    def remove_tree(self, path: str) -> None:
+        shutil.rmtree(path)
+
+    def remove_empty(self, path: str) -> None:
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+
+
+class RemoteFiles:
+    """Any other fsspec file system (an object store, memory); a file exists once it is closed."""
+
+    has_rename = False
+
+    def __init__(self, filesystem: Any) -> None:
+        self._fs = filesystem
+
+    def exists(self, path: str) -> bool:
+        self._fs.invalidate_cache()
+        return bool(self._fs.exists(path))
+
+    def listing(self, path: str) -> dict[str, int | None]:
+        self._fs.invalidate_cache()
+        found: dict[str, int | None] = {}
+        for item in self._fs.ls(path, detail=True):
+            name = item["name"].rstrip("/").rsplit("/", 1)[-1]
+            found[name] = int(item["size"]) if item["type"] == "file" and not item.get("islink") else None
+        return found
+
+    def make_directories(self, path: str) -> None:
+        self._fs.makedirs(path, exist_ok=True)
+
+    def make_new_directory(self, path: str) -> None:
+        self._fs.makedirs(path, exist_ok=False)
+
+    @contextlib.contextmanager
+    def create(self, path: str) -> Iterator[BinaryIO]:
+        with self._fs.open(path, "wb") as stream:
+            yield stream
+
+    def put(self, path: str, data: bytes) -> None:
+        for delay in (*RETRY_DELAYS_SECONDS, None):
+            try:
+                self._fs.pipe_file(path, data)
+                return
+            except OSError as error:
+                if delay is None or isinstance(error, _NOT_RETRIED):
+                    raise
+                time.sleep(delay)
+
+    def open(self, path: str) -> BinaryIO:
+        return cast(BinaryIO, self._fs.open(path, "rb"))
+
+    def sync_directory(self, path: str) -> None:
+        pass
+
+    def rename(self, source: str, target: str) -> None:
+        raise NotImplementedError("an object store has no rename of a directory")
+
+    def remove_file(self, path: str) -> None:
+        self._fs.rm_file(path)
+
+    def remove_tree(self, path: str) -> None:
+        self._fs.rm(path, recursive=True)
+
+    def remove_empty(self, path: str) -> None:
+        with contextlib.suppress(OSError, NotImplementedError):
+            self._fs.rmdir(path)
+
+
+def resolve(path: str) -> tuple[Files, str]:
+    """Return the files that a path or URL lies in, and the path there."""
+    filesystem, inside = fsspec.core.url_to_fs(os.fspath(path))
+    protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
+    inside = str(inside).rstrip("/") or "/"
+    return (LocalFiles() if protocols & {"file", "local"} else RemoteFiles(filesystem)), inside
+
+
+def describe(error: BaseException, path: str) -> str:
+    """Return what went wrong with a file; for a full disk also how much is free."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = ""
+        with contextlib.suppress(OSError):
+            free = f"; {shutil.disk_usage(os.path.dirname(path)).free >> 20} MiB are free"
+        return f"the disk is full ({text}{free}). Free space there or write checkpoints to another directory"
+    return text

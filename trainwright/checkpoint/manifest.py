@@ -1,0 +1,186 @@
+"""The manifest: the one file that makes a directory a checkpoint, and what may stand in it.
+
+It is JSON that carries the digest of itself, every file's size and digest, and every tensor's shape, dtype and pieces.
+A digest shows damage, not malice, so everything that is read is also checked for sense before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainwright.checkpoint.shards import FileRecord
+from trainwright.checkpoint.tensors import DTYPE_NAMES, DTYPES, StoredPiece, TensorEntry, check_coverage
+from trainwright.errors import CheckpointError
+
+FORMAT = "trainwright-checkpoint"
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+MAX_JSON_BYTES = 512 << 20
+MAX_DIMENSIONS = 64
+_HEAD = b'{"sha256": "%s", "manifest": '
+_TAIL = b"}\n"
+_HEAD_BYTES = len(_HEAD) - 2 + 64
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}", re.ASCII)
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Args:
+        header: what the writer says of it: step, epoch, world_size and more, plain JSON.
+        files: the size and digest of each file by its name.
+        sections: the tensors of each section by name.
+    """
+
+    header: dict[str, Any]
+    files: dict[str, FileRecord]
+    sections: dict[str, dict[str, TensorEntry]]
+
+
+def render(manifest: Manifest) -> bytes:
+    """Return the file's bytes; a flipped bit anywhere in them is noticed by `parse`."""
+    body = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "header": manifest.header,
+        "files": {name: [record.size, record.sha256] for name, record in sorted(manifest.files.items())},
+        "sections": {name: table_to_json(table) for name, table in sorted(manifest.sections.items())},
+    }
+    text = dump_json(body, MANIFEST_NAME)
+    return _HEAD % hashlib.sha256(text).hexdigest().encode() + text + _TAIL
+
+
+def dump_json(value: Any, name: str) -> bytes:
+    """Return compact JSON, refused where it would be too long to be read back."""
+    data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    if len(data) > MAX_JSON_BYTES - 256:
+        raise CheckpointError(f"{name} would take {len(data) >> 20} MiB; keep large values in tensors or numpy arrays.")
+    return data
+
+
+def load_json(data: bytes, name: str) -> Any:
+    """Return what a JSON file holds; damage and nesting without end are a CheckpointError."""
+    try:
+        return json.loads(data.decode(), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{name} is not valid JSON ({type(error).__name__}: {error}); the file is damaged."
+        ) from error
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def table_to_json(table: Mapping[str, TensorEntry]) -> dict[str, Any]:
+    """Return the tensors of a section as JSON-able data."""
+    return {
+        name: {
+            "shape": list(entry.shape),
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "pieces": [[piece.file, piece.key, piece.start, piece.numel] for piece in entry.pieces],
+        }
+        for name, entry in table.items()
+    }
+
+
+def table_from_json(table: Mapping[str, Any]) -> dict[str, TensorEntry]:
+    """Return the tensors of a section; raises the built-in exceptions where the data has another form."""
+    entries = {}
+    for name, item in table.items():
+        shape = item["shape"]
+        _check(
+            type(shape) is list and len(shape) <= MAX_DIMENSIONS and all(map(_is_count, shape)), name, "shape", shape
+        )
+        pieces = [StoredPiece(*piece) for piece in item["pieces"]]
+        for piece in pieces:
+            sane = isinstance(piece.file, str) and isinstance(piece.key, str)
+            _check(sane and _is_count(piece.start) and _is_count(piece.numel), name, "piece", piece)
+        entries[name] = TensorEntry(tuple(shape), DTYPES[item["dtype"]], tuple(pieces))
+    return entries
+
+
+def parse(data: bytes) -> Manifest:
+    """Return the manifest that a file holds.
+
+    Raises:
+        CheckpointError: the file is damaged, of another format or a newer version, or says something that cannot be.
+    """
+    digest = data[_HEAD.index(b"%s") :][:64]
+    body = data[_HEAD_BYTES : -len(_TAIL)]
+    if data != _HEAD % digest + body + _TAIL or hashlib.sha256(body).hexdigest().encode() != digest:
+        raise CheckpointError(
+            f"{MANIFEST_NAME} does not match its own digest: it is damaged, or not a manifest of ours."
+        )
+    content = load_json(body, MANIFEST_NAME)
+    try:
+        _check_format(content)
+        header = content["header"]
+        for field in ("step", "epoch", "world_size"):
+            _check(_is_count(header[field]), "header", field, header[field])
+        files = {name: _parse_record(name, record) for name, record in content["files"].items()}
+        sections = {name: table_from_json(table) for name, table in content["sections"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{MANIFEST_NAME} is malformed: {type(error).__name__}: {error}") from error
+    manifest = Manifest(header, files, sections)
+    check_tensors(manifest)
+    return manifest
+
+
+def _check_format(content: Mapping[str, Any]) -> None:
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"{MANIFEST_NAME} has format {content['format']!r}; this version reads {FORMAT!r}.")
+    version = content["format_version"]
+    _check(_is_count(version), "manifest", "format_version", version)
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{MANIFEST_NAME} has format version {version}; this trainwright reads version {FORMAT_VERSION}. "
+            f"Install a trainwright that reads version {version}."
+        )
+
+
+def _parse_record(name: str, record: Any) -> FileRecord:
+    if not _FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
+        raise CheckpointError(
+            f"{MANIFEST_NAME} names the file {name[:200]!r}; accepted are plain file names inside the directory. "
+            "Do not use this checkpoint: it was not written by trainwright."
+        )
+    size, digest = record
+    _check(_is_count(size), name, "size", size)
+    _check(isinstance(digest, str) and _SHA256.fullmatch(digest) is not None, name, "digest", digest)
+    return FileRecord(size, digest)
+
+
+def check_tensors(manifest: Manifest) -> None:
+    """Check that every tensor lies whole within files that are large enough to hold it."""
+    total = sum(record.size for record in manifest.files.values())
+    for table in manifest.sections.values():
+        for name, entry in table.items():
+            for piece in entry.pieces:
+                record = manifest.files.get(piece.file)
+                if record is None:
+                    raise CheckpointError(
+                        f"tensor {name!r} lies in {piece.file[:200]!r}, which {MANIFEST_NAME} does not list."
+                    )
+                if piece.numel * entry.dtype.itemsize > record.size:
+                    raise CheckpointError(f"tensor {name!r} claims {piece.numel} elements of the smaller {piece.file}.")
+            if math.prod(entry.shape) * entry.dtype.itemsize > total:
+                raise CheckpointError(f"tensor {name!r} claims shape {entry.shape}, more than all files hold.")
+            check_coverage(name, entry.numel, entry.pieces)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _check(good: bool, name: str, what: str, value: Any) -> None:
+    if not good:
+        raise ValueError(f"{name[:200]!r} has {what} {str(value)[:200]!r}")

@@ -1,0 +1,297 @@
+"""An opened checkpoint: verified first, then read; nothing of the destination changes before every check has passed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO, Literal, NamedTuple, get_args
+
+import torch
+
+from trainwright.checkpoint.codec import decode
+from trainwright.checkpoint.discovery import read_manifest
+from trainwright.checkpoint.filesystem import Files, resolve
+from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, Manifest, load_json
+from trainwright.checkpoint.outcomes import Exchange, Outcomes
+from trainwright.checkpoint.shards import (
+    CHUNK_BYTES,
+    Copy,
+    FileRecord,
+    StoredArray,
+    copy_into,
+    plan_copies,
+    read_header,
+)
+from trainwright.checkpoint.tensors import Piece, TensorEntry
+from trainwright.errors import CheckpointError
+
+Verify = Literal["full", "size", "off"]
+MAX_OPEN_FILES = 128
+REMEDY = "Use another checkpoint, or a good copy of this one."
+
+
+class ReadReport(NamedTuple):
+    """What a read left out: asked for and not stored (`missing`), stored and not asked for (`unexpected`)."""
+
+    missing: list[str]
+    unexpected: list[str]
+
+
+class Checkpoint:
+    """A verified checkpoint; made by `open_checkpoint`.
+
+    Args:
+        files: the place it lies in.
+        path: the path or URL that the user gave.
+        inside: the path as `files` takes it.
+        manifest: its manifest.
+        verify: how much was verified.
+        extra_files: names in the directory that are not the checkpoint's.
+    """
+
+    def __init__(
+        self, files: Files, path: str, inside: str, manifest: Manifest, verify: Verify, extra_files: Sequence[str]
+    ) -> None:
+        self.path = path
+        self.header = manifest.header
+        self.step: int = manifest.header["step"]
+        self.epoch: int = manifest.header["epoch"]
+        self.world_size: int = manifest.header["world_size"]
+        self.extra_files = list(extra_files)
+        self.sections = [name for name in manifest.sections if not _is_internal(name)]
+        self._files = files
+        self._inside = inside
+        self._manifest = manifest
+        self._verify = verify
+        self._headers: dict[str, dict[str, StoredArray]] = {}
+
+    def tensors(self, section: str) -> dict[str, TensorEntry]:
+        """Return the tensors of a section by name."""
+        if section not in self._manifest.sections:
+            raise CheckpointError(
+                f"{self.path} has no section {section!r}; it has {', '.join(self.sections) or 'none'}."
+            )
+        return dict(self._manifest.sections[section])
+
+    def read_into(self, section: str, pieces: Sequence[Piece], strict: bool = True) -> ReadReport:
+        """Fill the tensors of the pieces in place, reading only what overlaps them.
+
+        A destination of another dtype than the stored one is converted. Whatever the ranks and strategies of the writer
+        were, each rank asks for its own pieces, with no word to the others. All is checked before the first write.
+
+        Args:
+            section: the section to read.
+            pieces: the destinations.
+            strict: refuse a destination that the checkpoint does not have; else it is left as it is and reported.
+        """
+        entries = self.tensors(section)
+        wanted = {piece.name for piece in pieces}
+        missing = sorted(wanted - entries.keys())
+        if missing and strict:
+            raise CheckpointError(
+                f"{self.path} has no {section} tensor {', '.join(map(repr, missing[:5]))} ({len(missing)} in all). "
+                "Build the model as it was when the checkpoint was written, or read with strict=False."
+            )
+        with _OpenShards(self._files, self._inside, self._manifest, self._headers) as shards:
+            try:
+                plans = [(piece, plan_copies(entries, piece)) for piece in pieces if piece.name in entries]
+                for piece, copies in plans:
+                    for copy in copies:
+                        _check_copy(copy, entries[piece.name], shards)
+                for piece, copies in plans:
+                    copy_into(piece, entries[piece.name].dtype, copies, shards.locate)
+            except (CheckpointError, OSError) as error:
+                raise CheckpointError(f"{self.path}: {error}") from error
+        # A name tied to one that was read was read with it.
+        places = {(piece.file, piece.key) for name in wanted & entries.keys() for piece in entries[name].pieces}
+        rest = [name for name in entries if name not in wanted]
+        tied = {
+            name
+            for name in rest
+            if entries[name].pieces and all((p.file, p.key) in places for p in entries[name].pieces)
+        }
+        return ReadReport(missing, sorted(name for name in rest if name not in tied))
+
+    def read_tensor(self, section: str, name: str) -> torch.Tensor:
+        """Return one tensor whole, in host memory."""
+        entry = self.tensors(section).get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.path} has no {section} tensor {name!r}.")
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read_into(section, [Piece(name, entry.shape, 0, tensor)])
+        return tensor
+
+    def state(self) -> Any:
+        """Return the plain state that the run stored."""
+        return self._read_plain("state")
+
+    def rank_state(self, rank: int) -> Any | None:
+        """Return the plain state that a rank stored for itself; None where it stored none or there was no such rank."""
+        name = rank_section(rank)
+        return self._read_plain(name) if f"{name}.json" in self._manifest.files else None
+
+    def _read_plain(self, section: str) -> Any:
+        name = f"{section}.json"
+        record = self._manifest.files.get(name)
+        if record is None or record.size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{self.path}: {name} is missing or too large to be plain data.")
+        try:
+            with self._files.open(f"{self._inside}/{name}") as stream:
+                data = stream.read()
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from error
+        if self._verify != "off" and hashlib.sha256(data).hexdigest() != record.sha256:
+            raise CheckpointError(f"{self.path}: {name} does not match its digest: it is damaged. {REMEDY}")
+        entries = self._manifest.sections.get(section, {})
+        tensors = {key: torch.empty(entry.shape, dtype=entry.dtype) for key, entry in entries.items()}
+        if tensors:
+            self.read_into(section, [Piece(key, entries[key].shape, 0, tensor) for key, tensor in tensors.items()])
+        try:
+            return decode(load_json(data, name), tensors)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {name}: {error}") from error
+
+
+def rank_section(rank: int) -> str:
+    """Return the name under which a rank's own state is stored."""
+    return f"rank-{rank:05d}"
+
+
+def _is_internal(section: str) -> bool:
+    return section == "state" or section.startswith("rank-")
+
+
+class _OpenShards:
+    """The safetensors files that one read has open, a bounded number of them."""
+
+    def __init__(
+        self, files: Files, inside: str, manifest: Manifest, headers: dict[str, dict[str, StoredArray]]
+    ) -> None:
+        self._files = files
+        self._inside = inside
+        self._manifest = manifest
+        self._headers = headers
+        self._opened: dict[str, BinaryIO] = {}
+
+    def __enter__(self) -> _OpenShards:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._opened:
+            self._opened.popitem()[1].close()
+
+    def header(self, file: str) -> dict[str, StoredArray]:
+        """Return what a file holds, its header read and checked once."""
+        if file not in self._headers:
+            self._headers[file] = read_header(self._open(file), file, self._manifest.files[file].size)
+        return self._headers[file]
+
+    def locate(self, file: str, key: str) -> tuple[BinaryIO, StoredArray]:
+        """Return the open file and the place in it of a key."""
+        array = self.header(file)[key]
+        return self._open(file), array
+
+    def _open(self, file: str) -> BinaryIO:
+        if file not in self._opened:
+            if len(self._opened) >= MAX_OPEN_FILES:
+                self._opened.pop(next(iter(self._opened))).close()
+            self._opened[file] = self._files.open(f"{self._inside}/{file}")
+        return self._opened[file]
+
+
+def _check_copy(copy: Copy, entry: TensorEntry, shards: _OpenShards) -> None:
+    source = copy.source
+    array = shards.header(source.file).get(source.key)
+    if array is None:
+        raise CheckpointError(f"{source.file} holds no {source.key!r}, though {MANIFEST_NAME} places a tensor there.")
+    if (array.dtype, array.numel) != (entry.dtype, source.numel):
+        raise CheckpointError(
+            f"{source.file} holds {array.numel} elements of {array.dtype} as {source.key!r}; {MANIFEST_NAME} says "
+            f"{source.numel} of {entry.dtype}."
+        )
+
+
+def open_checkpoint(
+    path: str,
+    verify: Verify = "full",
+    *,
+    exchange: Exchange | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    timeout_seconds: float = 1800.0,
+) -> Checkpoint:
+    """Verify a checkpoint and return it, ready to be read.
+
+    With an `exchange` the files are shared out: each is hashed by one rank, and all ranks raise the same error.
+    Collective then: call on every rank.
+
+    Args:
+        path: the checkpoint's directory, or its URL.
+        verify: "full" hashes every file, "size" compares sizes, "off" only looks whether they are there.
+        exchange: what carries outcomes between the ranks; None where this process opens it alone.
+        rank: this process's rank.
+        world_size: the number of ranks that take part.
+        timeout_seconds: how long to wait for the slowest rank.
+
+    Raises:
+        CheckpointError: it is no checkpoint, it is damaged, or its format is newer than this version reads.
+    """
+    if verify not in get_args(Verify):
+        raise ValueError(f"verify={verify!r} is unknown; choose from {', '.join(get_args(Verify))}.")
+    files, inside = resolve(path)
+    found: list[Checkpoint] = []
+
+    def examine() -> str:
+        manifest = read_manifest(files, inside)
+        try:
+            listed = files.listing(inside)
+            _check_sizes(path, manifest, listed, compare=verify != "off")
+            if verify == "full":
+                for name in _share(manifest.files, rank, world_size if exchange else 1):
+                    _check_digest(files, path, f"{inside}/{name}", name, manifest.files[name])
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        extra = sorted(listed.keys() - manifest.files.keys() - {MANIFEST_NAME})
+        found.append(Checkpoint(files, str(path), inside, manifest, verify, extra))
+        return hashlib.sha256(repr(sorted(manifest.files.items())).encode()).hexdigest()
+
+    if exchange is None:
+        examine()
+        return found[0]
+    seen = Outcomes(exchange, f"checkpoint {path} was not opened", inside, timeout_seconds).settle(examine)
+    if len(set(seen)) > 1:
+        raise CheckpointError(f"the ranks see different checkpoints at {path}; give a path that all of them share.")
+    return found[0]
+
+
+def _check_sizes(path: str, manifest: Manifest, listed: Mapping[str, int | None], compare: bool) -> None:
+    for name, record in manifest.files.items():
+        if name not in listed:
+            raise CheckpointError(f"{path}: {name} is missing. {REMEDY}")
+        size = listed[name]
+        if size is None:
+            raise CheckpointError(f"{path}: {name} is not a plain file (a link or a directory). {REMEDY}")
+        if compare and size != record.size:
+            raise CheckpointError(
+                f"{path}: {name} has {size} bytes and should have {record.size}: it is damaged. {REMEDY}"
+            )
+
+
+def _share(records: Mapping[str, FileRecord], rank: int, world_size: int) -> list[str]:
+    loads, mine = [0] * world_size, []
+    for name in sorted(records, key=lambda name: (-records[name].size, name)):
+        chosen = loads.index(min(loads))
+        loads[chosen] += records[name].size + 1
+        if chosen == rank:
+            mine.append(name)
+    return mine
+
+
+def _check_digest(files: Files, path: str, inside: str, name: str, record: FileRecord) -> None:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, record.size + 1)))
+    with files.open(inside) as stream:
+        while count := stream.readinto(buffer):  # type: ignore[attr-defined]
+            digest.update(buffer[:count])
+    if digest.hexdigest() != record.sha256:
+        raise CheckpointError(f"{path}: {name} does not match its digest: it is damaged. {REMEDY}")

@@ -1,0 +1,259 @@
+"""Safetensors files: one written piece by piece and hashed on the way, and ranges of it read back in place.
+
+Reading is by byte ranges, so the same code serves a local file and a remote one, reads no more than the overlap of what
+is stored and what is wanted, and meets a file that was cut short with an error (a memory map would end the process).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import torch
+
+from trainwright.checkpoint.tensors import DTYPE_NAMES, DTYPES, Piece, StoredPiece, TensorEntry, tied_groups
+from trainwright.errors import CheckpointError
+
+CHUNK_BYTES = 8 << 20
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library reads no longer header
+METADATA_KEY = "__metadata__"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """The size and digest of a file, as the manifest records them."""
+
+    size: int
+    sha256: str
+
+
+class HashingStream:
+    """A binary file being written, with its size and SHA-256 so far."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream = stream
+        self.size = 0
+        self._digest = hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write all of the data, a few MiB at a time: what is hashed is still in the processor's cache."""
+        view = memoryview(data)
+        for begin in range(0, len(view), CHUNK_BYTES):
+            chunk = view[begin : begin + CHUNK_BYTES]
+            self._digest.update(chunk)
+            while chunk:
+                chunk = chunk[self.stream.write(chunk) :]
+        self.size += len(view)
+
+    def record(self) -> FileRecord:
+        """Return the size and digest of what was written."""
+        return FileRecord(self.size, self._digest.hexdigest())
+
+
+def write_shard(out: HashingStream, file_name: str, pieces: Sequence[Piece]) -> dict[str, TensorEntry]:
+    """Write the pieces as one safetensors file and return what it holds, by tensor name.
+
+    Tied names are stored once: the entries of both point at one key. A piece without elements is left out where the
+    tensor has some. At most one tensor at a time is copied to host memory.
+
+    Raises:
+        CheckpointError: a tensor's kind or dtype has no place in a safetensors file.
+    """
+    entries: dict[str, TensorEntry] = {}
+    stored: list[tuple[str, Piece]] = []
+    keys = {METADATA_KEY}
+    for group in tied_groups(pieces):
+        first = group[0]
+        _check_storable(first)
+        key = first.name if first.is_whole else f"{first.name}[{first.start}:{first.stop}]"
+        while key in keys:
+            key += "+"
+        keys.add(key)
+        kept = first.tensor.numel() > 0 or first.is_whole
+        if kept:
+            stored.append((key, first))
+        for piece in group:
+            place = (StoredPiece(file_name, key, piece.start, piece.tensor.numel()),) if kept else ()
+            shape, dtype = tuple(piece.shape), piece.tensor.dtype
+            known = entries.get(piece.name, TensorEntry(shape, dtype))
+            if (known.shape, known.dtype) != (shape, dtype):
+                raise CheckpointError(f"two pieces of tensor {piece.name!r} differ in the shape or dtype of the whole.")
+            entries[piece.name] = TensorEntry(shape, dtype, known.pieces + place)
+    stored.sort(key=lambda item: -item[1].tensor.element_size())  # keeps every tensor aligned, as the library does
+    out.write(_render_header(file_name, stored))
+    for _, piece in stored:
+        out.write(host_bytes(piece.tensor))
+    return entries
+
+
+def _check_storable(piece: Piece) -> None:
+    tensor = piece.tensor
+    if tensor.dtype not in DTYPE_NAMES:
+        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
+        raise CheckpointError(f"tensor {piece.name!r} is {tensor.dtype}; a checkpoint stores {accepted}.")
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        raise CheckpointError(
+            f"tensor {piece.name!r} is {tensor.layout} on {tensor.device}; a checkpoint stores dense tensors with data."
+        )
+    if tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:
+        raise CheckpointError(f"tensor {piece.name!r} has its memory freed; gather it, or give this rank's own range.")
+
+
+def _render_header(file_name: str, stored: Sequence[tuple[str, Piece]]) -> bytes:
+    table: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}
+    offset = 0
+    for key, piece in stored:
+        size = piece.tensor.numel() * piece.tensor.element_size()
+        table[key] = {
+            "dtype": DTYPE_NAMES[piece.tensor.dtype],
+            "shape": list(piece.shape if piece.is_whole else piece.tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=True).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{file_name} would hold {len(stored)} tensors, more than a safetensors header can list.")
+    return len(text).to_bytes(8, "little") + text
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the elements in row-major order as bytes; memory is copied only off a device or out of another layout."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """Where the bytes of one key lie in a safetensors file."""
+
+    dtype: torch.dtype
+    numel: int
+    offset: int
+
+
+def read_header(stream: BinaryIO, name: str, size: int) -> dict[str, StoredArray]:
+    """Read the table of a safetensors file of `size` bytes: sizes, bounds, no hole and no overlap are checked.
+
+    Raises:
+        CheckpointError: the header is not one, or does not fit the file.
+    """
+    prefix = _read_exactly(stream, 8, name)
+    length = int.from_bytes(prefix, "little")
+    if length > min(MAX_HEADER_BYTES, size - 8):
+        raise CheckpointError(f"{name}: the header claims {length} bytes in a file of {size}; the file is damaged.")
+    try:
+        table = json.loads(_read_exactly(stream, length, name).decode())
+        arrays = _parse_header(table)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{name}: its safetensors header is not valid ({error}); the file is damaged.") from error
+    reached = 0
+    for array, stop in sorted(arrays.values(), key=lambda item: (item[0].offset, item[1])):
+        if array.offset != reached or stop - array.offset != array.numel * array.dtype.itemsize:
+            raise CheckpointError(
+                f"{name}: its tensors overlap, leave a hole or have a wrong size; the file is damaged."
+            )
+        reached = stop
+    if reached != size - 8 - length:
+        raise CheckpointError(f"{name}: its tensors end at byte {reached} of {size - 8 - length}; the file is damaged.")
+    return {key: StoredArray(array.dtype, array.numel, 8 + length + array.offset) for key, (array, _) in arrays.items()}
+
+
+def _parse_header(table: Mapping[str, Any]) -> dict[str, tuple[StoredArray, int]]:
+    arrays: dict[str, tuple[StoredArray, int]] = {}
+    for key, item in table.items():
+        if key == METADATA_KEY:
+            continue
+        shape, (begin, stop) = item["shape"], item["data_offsets"]
+        if any(type(number) is not int or number < 0 for number in (*shape, begin, stop)):
+            raise ValueError(f"{key!r} has a size that is no count")
+        arrays[key] = (StoredArray(DTYPES[item["dtype"]], math.prod(shape), begin), stop)
+    return arrays
+
+
+def _read_exactly(stream: BinaryIO, count: int, name: str) -> bytes:
+    data = bytearray(count)
+    fill(stream, memoryview(data), name)
+    return bytes(data)
+
+
+def fill(stream: BinaryIO, view: memoryview, name: str) -> None:
+    """Read exactly as many bytes as the view has room for."""
+    while view:
+        count = stream.readinto(view)  # type: ignore[attr-defined]
+        if not count:
+            raise CheckpointError(f"{name} ends {len(view)} bytes early; the file is damaged or being changed.")
+        view = view[count:]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Elements to read: `numel` of them from `first` on under the key of `source`, to `to` in the destination."""
+
+    source: StoredPiece
+    first: int
+    to: int
+    numel: int
+
+
+def plan_copies(entries: Mapping[str, TensorEntry], piece: Piece) -> list[Copy]:
+    """Return the stored ranges that fill a destination.
+
+    Raises:
+        CheckpointError: the tensor has another shape, or an element of the destination is in no file.
+    """
+    entry = entries[piece.name]
+    if tuple(piece.shape) != entry.shape:
+        raise CheckpointError(
+            f"tensor {piece.name!r} has shape {entry.shape} in the checkpoint and {tuple(piece.shape)} here. "
+            "Build the model as it was when the checkpoint was written."
+        )
+    copies, reached = [], piece.start
+    for source in entry.pieces:
+        begin, stop = max(source.start, piece.start), min(source.start + source.numel, piece.stop)
+        if begin < stop and begin == reached:
+            copies.append(Copy(source, begin - source.start, begin - piece.start, stop - begin))
+            reached = stop
+    if reached != piece.stop:
+        raise CheckpointError(
+            f"tensor {piece.name!r} is incomplete: element {reached} is in no file of the checkpoint."
+        )
+    return copies
+
+
+def copy_into(
+    piece: Piece,
+    dtype: torch.dtype,
+    copies: Iterable[Copy],
+    locate: Callable[[str, str], tuple[BinaryIO, StoredArray]],
+) -> None:
+    """Fill a destination in place from the files; a destination of another dtype than the stored one is converted.
+
+    `locate` returns the open file and the place in it of a (file, key).
+    """
+    target = piece.tensor.detach()
+    if target.numel() == 0:
+        return
+    straight = target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous() and not target.is_neg()
+    buffer = target if straight and not target.is_conj() else torch.empty(target.shape, dtype=dtype)
+    view = buffer.view(-1).view(torch.uint8).numpy().data
+    for copy in copies:
+        stream, array = locate(copy.source.file, copy.source.key)
+        stream.seek(array.offset + copy.first * dtype.itemsize)
+        fill(stream, view[copy.to * dtype.itemsize : (copy.to + copy.numel) * dtype.itemsize], copy.source.file)
+    if buffer is target:
+        return
+    try:
+        target.copy_(buffer)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"tensor {piece.name!r} is {dtype} and cannot be read as {target.dtype}: {error}"
+        ) from error

@@ -1,0 +1,230 @@
+"""Writing a checkpoint so that it exists whole or not at all; the public names of this part are gathered here.
+
+Rank 0 makes a temporary directory beside the target; every rank writes its own files there, hashed on the way and
+synced; rank 0 writes the manifest last, renames the directory and syncs its parent. After each of the three the ranks
+exchange their outcomes: every rank reaches each exchange, whatever happened to it, and a failure anywhere is the same
+error on all. Where there is no rename (object stores) the files are written in place and the manifest, put last, is
+the commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trainwright.checkpoint.codec import encode
+from trainwright.checkpoint.discovery import (
+    CheckpointEntry,
+    find_checkpoints,
+    is_checkpoint,
+    latest_checkpoint,
+    remove_checkpoint,
+    sweep_temporaries,
+    temporary_beside,
+)
+from trainwright.checkpoint.filesystem import Files, describe, resolve
+from trainwright.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    check_tensors,
+    dump_json,
+    render,
+    table_from_json,
+    table_to_json,
+)
+from trainwright.checkpoint.opening import Checkpoint, ReadReport, open_checkpoint, rank_section
+from trainwright.checkpoint.outcomes import Exchange, Outcomes
+from trainwright.checkpoint.shards import FileRecord, HashingStream, write_shard
+from trainwright.checkpoint.tensors import Piece, TensorEntry, deal, merge
+from trainwright.errors import CheckpointError
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointEntry",
+    "Exchange",
+    "Piece",
+    "ReadReport",
+    "TensorEntry",
+    "find_checkpoints",
+    "is_checkpoint",
+    "latest_checkpoint",
+    "open_checkpoint",
+    "remove_checkpoint",
+    "sweep_temporaries",
+    "write_checkpoint",
+]
+
+_SECTION = re.compile(r"(?!(?:state|rank|manifest)$)[a-z][a-z0-9_]{0,63}", re.ASCII)
+
+
+def write_checkpoint(
+    path: str,
+    *,
+    sections: Mapping[str, Sequence[Piece]],
+    state: Any,
+    rank_state: Any,
+    header: Mapping[str, Any],
+    exchange: Exchange,
+    rank: int,
+    world_size: int,
+    timeout_seconds: float = 1800.0,
+) -> None:
+    """Write a checkpoint; when this returns, on any rank, it is durable. Collective: call on every rank.
+
+    Args:
+        path: the directory or URL to write, which must not exist yet.
+        sections: this rank's pieces by section (model, optimizer, ...).
+        state: plain data of the whole run; rank 0's is stored.
+        rank_state: plain data of this rank; None stores nothing.
+        header: plain JSON for the manifest, with at least `step` and `epoch`; rank 0's is stored.
+        exchange: what carries outcomes between the ranks.
+        rank: this process's rank.
+        world_size: the number of ranks.
+        timeout_seconds: how long to wait for the slowest rank.
+
+    Raises:
+        CheckpointError: on every rank with the same text; nothing was changed, earlier checkpoints least of all.
+    """
+    files, target = resolve(path)
+    outcomes = Outcomes(exchange, f"checkpoint {path} was not written", target, timeout_seconds)
+    full_header = {"world_size": world_size, **header}
+    place = outcomes.settle((lambda: _begin(files, target, full_header)) if rank == 0 else None)[0]
+    writer = _Writer(files, place)
+
+    def write_own() -> dict[str, Any]:
+        for name, pieces in sections.items():
+            if not _SECTION.fullmatch(name):
+                raise CheckpointError(f"the section name {name!r} is not accepted: small letters, digits and _ are.")
+            writer.write_shard(name, f"{name}-{rank:05d}", deal(pieces, rank, world_size))
+        if rank == 0:
+            writer.write_plain("state", state)
+        if rank_state is not None:
+            writer.write_plain(rank_section(rank), rank_state)
+        return writer.table()
+
+    try:
+        tables = outcomes.settle(write_own)
+        outcomes.settle((lambda: _commit(files, place, target, full_header, tables)) if rank == 0 else None)
+    except Exception as error:
+        if files.has_rename:
+            if rank == 0:
+                _discard(files, place)
+        elif isinstance(error, CheckpointError):  # else it is not known whether rank 0 has committed
+            writer.discard()
+        raise
+
+
+class _Writer:
+    """The files that this rank writes, and what they hold."""
+
+    def __init__(self, files: Files, place: str) -> None:
+        self._files = files
+        self._place = place
+        self._created: list[str] = []
+        self._records: dict[str, FileRecord] = {}
+        self._sections: dict[str, dict[str, TensorEntry]] = {}
+
+    def write_shard(self, section: str, stem: str, pieces: Sequence[Piece]) -> None:
+        """Write the pieces as one file; none where there is nothing to store."""
+        if pieces:
+            name = f"{stem}.safetensors"
+            self._sections[section] = self._write(name, lambda out: write_shard(out, name, pieces))
+
+    def write_plain(self, name: str, value: Any) -> None:
+        """Write plain data, and the tensors in it beside it."""
+        plain, tensors = encode(value, name)
+        data = dump_json(plain, f"{name}.json")
+        self._write(f"{name}.json", lambda out: out.write(data))
+        self.write_shard(name, name, [Piece(key, tuple(tensor.shape), 0, tensor) for key, tensor in tensors.items()])
+
+    def table(self) -> dict[str, Any]:
+        """Return what was written, for the manifest."""
+        return {
+            "files": {name: [record.size, record.sha256] for name, record in self._records.items()},
+            "sections": {name: table_to_json(table) for name, table in self._sections.items()},
+        }
+
+    def discard(self) -> None:
+        """Remove this rank's files again, as far as that goes."""
+        for name in self._created:
+            with contextlib.suppress(Exception):
+                self._files.remove_file(f"{self._place}/{name}")
+
+    def _write(self, name: str, write: Callable[[HashingStream], Any]) -> Any:
+        path = f"{self._place}/{name}"
+        self._created.append(name)
+        try:
+            with self._files.create(path) as stream:
+                out = HashingStream(stream)
+                result = write(out)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{name}: the directory that rank 0 made is not there ({error}). "
+                "Write to a file system that all ranks share."
+            ) from error
+        except OSError as error:
+            raise CheckpointError(f"{path}: {describe(error, path)}. Earlier checkpoints are unchanged.") from error
+        self._records[name] = out.record()
+        return result
+
+
+def _begin(files: Files, target: str, header: Mapping[str, Any]) -> str:
+    """Check the target and return the directory to write into, made."""
+    for field in ("step", "epoch", "world_size"):
+        if type(header.get(field)) is not int or header[field] < 0:
+            raise CheckpointError(f"the header's {field} is {header.get(field)!r}; a number from 0 on is accepted.")
+    dump_json(dict(header), "the header")
+    if files.exists(target if files.has_rename else f"{target}/{MANIFEST_NAME}"):
+        raise CheckpointError(
+            f"{target} exists already; a checkpoint is never overwritten. Remove it or choose another name."
+        )
+    if not files.has_rename:
+        files.make_directories(target)
+        return target
+    place = temporary_beside(target)
+    files.make_directories(os.path.dirname(place))
+    files.make_new_directory(place)
+    return place
+
+
+def _commit(files: Files, place: str, target: str, header: Mapping[str, Any], tables: Sequence[Any]) -> None:
+    """Write the manifest and give the directory its name."""
+    records = {name: FileRecord(*record) for table in tables for name, record in table["files"].items()}
+    names = sorted({name for table in tables for name in table["sections"]})
+    parts = [{name: table_from_json(part) for name, part in table["sections"].items()} for table in tables]
+    merged = {name: merge(part[name] for part in parts if name in part) for name in names}
+    manifest = Manifest(dict(header), records, merged)
+    check_tensors(manifest)
+    listed = files.listing(place)
+    for name, record in records.items():
+        if listed.get(name) != record.size:
+            raise CheckpointError(
+                f"{name} was written with {record.size} bytes and rank 0 finds {listed.get(name, 'no file')}. "
+                "Write to a file system that all ranks share."
+            )
+    data = render(manifest)
+    if not files.has_rename:
+        try:
+            files.put(f"{target}/{MANIFEST_NAME}", data)
+        except Exception:
+            with contextlib.suppress(Exception):
+                files.remove_file(f"{target}/{MANIFEST_NAME}")  # it may have arrived all the same
+            raise
+        return
+    files.put(f"{place}/{MANIFEST_NAME}", data)
+    files.sync_directory(place)
+    files.rename(place, target)
+    try:
+        files.sync_directory(os.path.dirname(target))
+    except Exception:
+        with contextlib.suppress(OSError):
+            files.rename(target, place)  # not known to be durable, so it is taken back
+        raise
+
+
+def _discard(files: Files, place: str) -> None:
+    with contextlib.suppress(OSError):
+        files.remove_tree(place)

@@ -1,0 +1,188 @@
+"""Pieces of tensors: what a rank holds of each tensor, who writes which, and what a checkpoint has stored.
+
+A piece is one contiguous range of a tensor flattened in row-major order. Every strategy's share of a tensor can be said
+that way, so a checkpoint written under one strategy is read under another by copying the overlaps of two lists of
+pieces. The files themselves are `shards.py`'s.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainwright.errors import CheckpointError
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One contiguous range of a tensor, as this rank holds it; a load writes it in place.
+
+    Args:
+        name: the tensor's name in its section.
+        shape: the shape of the whole tensor.
+        start: where the range begins in the flattened whole tensor.
+        tensor: the elements: either the whole tensor in any layout, or a 1-D tensor with the range.
+        writer: the rank that writes it; None where every rank holds an equal copy, so that the writer is dealt out.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    tensor: torch.Tensor
+    writer: int | None = None
+
+    def __post_init__(self) -> None:
+        whole = self.start == 0 and tuple(self.tensor.shape) == tuple(self.shape)
+        stop = self.start + self.tensor.numel()
+        if not whole and (self.tensor.dim() != 1 or self.start < 0 or stop > math.prod(self.shape)):
+            raise ValueError(
+                f"the piece of {self.name!r} that starts at {self.start} has shape {tuple(self.tensor.shape)}; "
+                f"accepted are the whole tensor of shape {tuple(self.shape)} at 0, or a 1-D range within its "
+                f"{math.prod(self.shape)} elements."
+            )
+
+    @property
+    def stop(self) -> int:
+        """The offset after the last element."""
+        return self.start + self.tensor.numel()
+
+    @property
+    def is_whole(self) -> bool:
+        """True where the range covers the tensor."""
+        return self.start == 0 and self.tensor.numel() == math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A range of a tensor in a file: `numel` elements from `start` on lie there under `key`."""
+
+    file: str
+    key: str
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor in a checkpoint: its whole shape, its dtype, and where its pieces lie (ordered by their starts)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[StoredPiece, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the whole tensor."""
+        return math.prod(self.shape)
+
+
+def tied_groups(pieces: Iterable[Piece]) -> list[list[Piece]]:
+    """Group the pieces that are the same memory read in the same way (tied names); most groups hold one piece."""
+    groups: dict[Hashable, list[Piece]] = {}
+    for index, piece in enumerate(pieces):
+        groups.setdefault(_identity(piece) or index, []).append(piece)
+    return list(groups.values())
+
+
+def _identity(piece: Piece) -> Hashable:
+    tensor = piece.tensor
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == 0:
+        return None
+    memory = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+    return (*memory, tensor.dtype, tuple(tensor.shape), tensor.stride(), tuple(piece.shape), piece.start)
+
+
+def deal(pieces: Sequence[Piece], rank: int, world_size: int) -> list[Piece]:
+    """Return the pieces that this rank writes: its own, and its part of the replicated ones, balanced by bytes.
+
+    The same answer on every rank without a word exchanged, whatever the order of the pieces. Tied names go to one rank.
+    """
+    strays = [piece for piece in pieces if piece.writer is not None and not 0 <= piece.writer < world_size]
+    if strays:
+        raise ValueError(
+            f"the piece of {strays[0].name!r} has writer={strays[0].writer}; accepted are None and 0 to "
+            f"{world_size - 1}."
+        )
+    groups = tied_groups(piece for piece in pieces if piece.writer is None)
+    ordered = sorted(groups, key=lambda group: (-_bytes(group[0]), min((piece.name, piece.start) for piece in group)))
+    loads = [(0, other) for other in range(world_size)]
+    mine = {id(piece) for piece in pieces if piece.writer == rank}
+    for group in ordered:
+        load, chosen = heapq.heappop(loads)
+        heapq.heappush(loads, (load + _bytes(group[0]), chosen))
+        if chosen == rank:
+            mine.update(id(piece) for piece in group)
+    return [piece for piece in pieces if id(piece) in mine]
+
+
+def _bytes(piece: Piece) -> int:
+    return piece.tensor.numel() * piece.tensor.element_size()
+
+
+def merge(tables: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
+    """Join what several files hold of the tensors of one section, and check that each is there whole and once.
+
+    Raises:
+        CheckpointError: two parts disagree on a shape or dtype, elements are missing, or some are stored twice.
+    """
+    merged: dict[str, TensorEntry] = {}
+    found: dict[str, list[StoredPiece]] = {}
+    for table in tables:
+        for name, entry in table.items():
+            known = merged.setdefault(name, TensorEntry(entry.shape, entry.dtype))
+            if (known.shape, known.dtype) != (entry.shape, entry.dtype):
+                raise CheckpointError(
+                    f"the ranks disagree on tensor {name!r}: shape {known.shape} and {known.dtype} on one, shape "
+                    f"{entry.shape} and {entry.dtype} on another. Give its pieces the shape of the whole tensor."
+                )
+            found.setdefault(name, []).extend(entry.pieces)
+    for name, entry in merged.items():
+        pieces = sorted(found[name], key=lambda piece: (piece.start, piece.numel))
+        if entry.numel == 0:
+            pieces = pieces[:1]
+        check_coverage(name, entry.numel, pieces)
+        merged[name] = TensorEntry(entry.shape, entry.dtype, tuple(pieces))
+    return merged
+
+
+def check_coverage(name: str, numel: int, pieces: Sequence[StoredPiece]) -> None:
+    """Raise where the pieces, ordered by start, do not cover each of `numel` elements exactly once."""
+    reached = 0
+    for piece in pieces:
+        if piece.start > reached:
+            break
+        if piece.start < reached:
+            raise CheckpointError(
+                f"tensor {name!r}: elements from {piece.start} on are stored twice (once in {piece.file}). Each range "
+                "has one writer."
+            )
+        reached = piece.start + piece.numel
+    if reached != numel:
+        raise CheckpointError(f"tensor {name!r} is incomplete: element {reached} of {numel} is in no file.")

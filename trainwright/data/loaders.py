@@ -1,0 +1,124 @@
+"""Loaders: a user's DataLoader with this rank's share of its samples, in an order that is known beforehand.
+
+The user's loader is copied, never built anew, and only its index stream is replaced: a subclass keeps its constructor,
+its collate function, its workers and whatever else it carries.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from trainwright.data.index_stream import IndexStream, Mode
+
+
+class ShardedLoader:
+    """One rank's share of a loader.
+
+    Args:
+        loader: a DataLoader over a map-style dataset; on one process any iterable of batches.
+        rank, world_size: whose share.
+        seed: with the epoch, it decides the order.
+        mode: "train", "evaluate", "ghost" or "even" (see index_stream.py).
+
+    Raises:
+        TypeError: no iterable, or one that several ranks cannot share.
+        ValueError: data that cannot be shared out over this many ranks.
+    """
+
+    def __init__(self, loader: Iterable[Any], *, rank: int, world_size: int, seed: int, mode: Mode) -> None:
+        if not isinstance(loader, Iterable):
+            raise TypeError(
+                f"a loader was expected, but {type(loader).__name__} is no iterable; pass a torch DataLoader, or a list "
+                "of batches."
+            )
+        self.loader = loader
+        self.world_size, self.rank, self.mode = world_size, rank, mode
+        self.epoch = 0
+        self.start_batch = 0
+        self.stream: IndexStream | None = None
+        self._source: Iterable[Any] = loader
+        if _replaceable(loader, world_size):
+            assert isinstance(loader, DataLoader)
+            self._source = self._with_stream(loader, seed)
+
+    def _with_stream(self, loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+        batched = loader.batch_sampler is not None
+        source = loader.batch_sampler if batched else loader.sampler
+        self.stream = IndexStream(
+            source, batched=batched, rank=self.rank, world_size=self.world_size, seed=seed, mode=self.mode
+        )
+        clone = copy.copy(loader)
+        # Through __dict__: a DataLoader refuses to have its sampler set, and a subclass may have properties of its own.
+        clone.__dict__["batch_sampler" if batched else "sampler"] = self.stream
+        clone.__dict__["_iterator"] = None  # a used persistent loader would go on with its old index stream
+        return clone
+
+    def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
+        """Choose the epoch whose order the next `iter` has, and the batch that it starts with."""
+        self.epoch, self.start_batch = epoch, start_batch
+        if self.stream is not None:
+            self.stream.set_epoch(epoch, start_batch)
+            return
+        sampler = getattr(self.loader, "sampler", None)
+        if isinstance(sampler, DistributedSampler):
+            sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._source)
+        if self.stream is None and self.start_batch:
+            return islice(batches, self.start_batch, None)
+        return batches
+
+    @property
+    def length(self) -> int | None:
+        """Return how many batches this rank has in a whole epoch; None where the loader has no length."""
+        try:
+            return len(self.stream if self.stream is not None else self._source)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
+
+    @property
+    def real_length(self) -> int | None:
+        """Return how many of this rank's batches count in an evaluation; None where the loader has no length."""
+        return self.length if self.length is None or self.stream is None else self.stream.real_length
+
+    def __len__(self) -> int:
+        length = self.length
+        if length is None:
+            raise TypeError(f"this {type(self.loader).__name__} has no length.")
+        return length
+
+    @property
+    def last_weight(self) -> float:
+        """Return the factor by which this rank's part in the last round differs from an equal one."""
+        return self.stream.last_weight if self.stream is not None else 1.0
+
+    @property
+    def last_sizes(self) -> list[int] | None:
+        """Return, per rank, how many samples of the last round are no repeats; None where all are."""
+        return self.stream.real_sizes if self.stream is not None else None
+
+
+def _replaceable(loader: Iterable[Any], world_size: int) -> bool:
+    """Return whether the loader's index stream is ours to replace; refuse what several ranks cannot share (TypeError)."""
+    reason = ""
+    if not isinstance(loader, DataLoader):
+        reason = f"a {type(loader).__name__} is no DataLoader"
+    elif isinstance(loader.dataset, IterableDataset):
+        reason = "its dataset is an IterableDataset, which has no indices"
+    elif type(loader).__iter__ is not DataLoader.__iter__:
+        reason = f"{type(loader).__name__} has an __iter__ of its own"
+    elif isinstance(loader.sampler, DistributedSampler) and loader.sampler.num_replicas == world_size:
+        return False  # sharded already, by the user
+    if reason and world_size > 1:
+        raise TypeError(
+            f"this loader cannot be shared by {world_size} ranks: {reason}. Pass a torch DataLoader over a map-style "
+            "dataset, or run on one device."
+        )
+    return not reason

@@ -1,0 +1,148 @@
+"""Thin functions on the default process group; each is the identity in a job of one process.
+
+Opening the group is left to `environment.py`. Nothing here is pickled: objects travel as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_MAX_DIMS = 8  # how many dimensions the exchange of shapes has room for
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+def all_gather(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors of all ranks, by rank; shapes and dtypes must be equal. Collective: call on every rank."""
+    if _world_size() == 1:
+        return [tensor]
+    own = _to_group(tensor.detach())
+    gathered = [torch.empty_like(own) for _ in range(_world_size())]
+    dist.all_gather(gathered, own)
+    return [piece.to(tensor.device) for piece in gathered]
+
+
+def gather_uneven(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors of all ranks, by rank; the first dimension may differ. Collective: call on every rank."""
+    if not 0 < tensor.dim() <= _MAX_DIMS:
+        raise ValueError(
+            f"gather_uneven got a tensor of {tensor.dim()} dimensions; 1 to {_MAX_DIMS} are accepted. "
+            "Add a dimension with unsqueeze(0), or reshape it."
+        )
+    if _world_size() == 1:
+        return [tensor]
+    shapes = _gather_shapes(tensor)
+    if any(shape[1:] != shapes[0][1:] for shape in shapes):
+        listed = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
+        raise ValueError(
+            f"gather_uneven got shapes that differ beyond the first dimension ({listed}); only the first may differ. "
+            "Pad or reshape the tensors first."
+        )
+    longest = max(shape[0] for shape in shapes)
+    padded = tensor.detach().new_zeros((longest, *tensor.shape[1:]))
+    padded[: tensor.shape[0]] = tensor.detach()
+    if padded.numel() == 0:
+        return [padded.new_empty(shape) for shape in shapes]
+    # The copy lets go of the padding.
+    return [piece[: shape[0]].clone() for piece, shape in zip(all_gather(padded), shapes, strict=True)]
+
+
+def gather_object(obj: object) -> list[object]:
+    """Return the plain data (None, bool, numbers, str, list, dict) of all ranks. Collective: call on every rank."""
+    _check_plain(obj, "obj")
+    text = json.dumps(obj)
+    if _world_size() == 1:
+        return [json.loads(text)]
+    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return [json.loads(bytes(piece.tolist())) for piece in gather_uneven(encoded)]
+
+
+def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
+    """Return the elementwise sum, mean, min or max over all ranks as a new tensor. Collective: call on every rank."""
+    if op not in _REDUCE_OPS:
+        raise ValueError(f"op={op!r} is unknown; choose from {', '.join(_REDUCE_OPS)}.")
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise TypeError(
+            f"op='mean' got a {tensor.dtype} tensor; floating-point numbers are accepted. Use .double() first."
+        )
+    result = tensor.detach().clone()
+    if _world_size() == 1:
+        return result
+    result = _to_group(result)
+    dist.all_reduce(result, _REDUCE_OPS[op])
+    if op == "mean":
+        result /= _world_size()
+    return result.to(tensor.device)
+
+
+def broadcast(tensor: Tensor, source: int = 0) -> Tensor:
+    """Return rank `source`'s tensor as a new tensor; shapes must be equal. Collective: call on every rank."""
+    if not 0 <= source < _world_size():
+        raise ValueError(f"source={source} is not a rank; choose from 0 to {_world_size() - 1}.")
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if _world_size() == 1:
+        return result
+    result = _to_group(result)
+    dist.broadcast(result, source)
+    return result.to(tensor.device)
+
+
+def barrier() -> None:
+    """Wait until every rank has come here. Collective: call on every rank."""
+    if _world_size() == 1:
+        return
+    token = _to_group(torch.zeros(1))
+    dist.all_reduce(token)  # a reduction, because NCCL's own barrier guesses the device and warns
+    token.item()  # NOTE: waits for the device too
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _to_group(tensor: Tensor) -> Tensor:
+    """Move a tensor to a device that the group's backend can read."""
+    devices = [entry.split(":")[0] for entry in dist.get_backend_config().split(",")]
+    backend = dist.get_backend()
+    if backend == "gloo":  # gloo has only some of its collectives for other devices
+        return tensor.cpu().contiguous()
+    if tensor.device.type in devices:
+        return tensor.contiguous()
+    return tensor.to(torch.device(devices[0], torch.get_device_module(devices[0]).current_device())).contiguous()
+
+
+def _gather_shapes(tensor: Tensor) -> list[tuple[int, ...]]:
+    # The dtype travels as a checksum of its name: bytes of different dtypes would be read wrongly, or wait for ever.
+    numbers = [tensor.dim(), *tensor.shape] + [-1] * (_MAX_DIMS - tensor.dim())
+    packed = torch.tensor([*numbers, zlib.crc32(str(tensor.dtype).encode())])
+    rows = [row.tolist() for row in all_gather(packed)]
+    others = [rank for rank, row in enumerate(rows) if row[-1] != rows[0][-1]]
+    if others:
+        raise TypeError(
+            f"gather_uneven got another dtype on rank(s) {others} than on rank 0 (here {tensor.dtype}); all must be "
+            "equal. Convert the tensors first."
+        )
+    return [tuple(row[1 : 1 + row[0]]) for row in rows]
+
+
+def _check_plain(obj: object, path: str) -> None:
+    if obj is None or isinstance(obj, (bool, int, float, str)):
+        return
+    if isinstance(obj, list):
+        for index, item in enumerate(obj):
+            _check_plain(item, f"{path}[{index}]")
+        return
+    if isinstance(obj, dict):
+        for key, value in obj.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{path} has the key {key!r}; keys must be str. Convert it with str(key).")
+            _check_plain(value, f"{path}[{key!r}]")
+        return
+    raise TypeError(
+        f"{path} is a {type(obj).__name__}; None, bool, int, float, str, list and dict are accepted, as nothing is "
+        "pickled. Convert it first, or gather tensors with all_gather."
+    )

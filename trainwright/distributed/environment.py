@@ -1,0 +1,289 @@
+"""Which process of which job this is, and the one owner of the process group.
+
+This is the only reader of the environment outside `launch/`. Starting processes is left to `launch/`, what is sent over
+the group to `collectives.py`, and agreement over the store to `agreement.py`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, cast
+
+from trainwright.distributed.agreement import Agreement, FailureBoard, PeerWatch, Store
+
+JOB_VARIABLE = "TRAINWRIGHT_JOB"
+"""One JSON object: what our launcher tells its workers."""
+
+STORE_PREFIX = "trainwright"
+"""All our keys in the job's store stand under this prefix and the number of the restart."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The place of this process in its job."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    node_rank: int = 0
+    launched_by: str = "single"
+    """Who started this process: "single" (nobody), "trainwright" (our launcher) or "torchrun"."""
+    main_address: str | None = None
+    main_port: int | None = None
+    has_agent_store: bool = False
+    """Whether the launcher's agent holds the store; if not, rank 0 holds it."""
+    restart_count: int = 0
+    error_file: str | None = None
+    """Where torchrun expects the error of this process."""
+
+    @classmethod
+    def detect(cls, variables: Mapping[str, str] | None = None) -> Environment:
+        """Read the environment variables of this process, or those given."""
+        variables = os.environ if variables is None else variables
+        for read in _READERS:
+            found = read(variables)
+            if found is not None:
+                return found
+        return cls()
+
+
+def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
+    """Read the variables that torch elastic sets, under torchrun and under our own launcher."""
+    if not any(name in variables for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
+        return None
+    needed = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    if variables.get("WORLD_SIZE") == "1":
+        needed = needed[:4]
+    missing = [name for name in needed if not variables.get(name)]
+    if missing:
+        given = ", ".join(f"{name}={variables[name]}" for name in needed if name in variables)
+        raise ValueError(
+            f"the environment has {given} but not {', '.join(missing)}; a job of several processes needs "
+            f"{', '.join(needed)}. Start it with torchrun, or unset these variables to run as one process."
+        )
+    numbers = {name: _read_number(variables, name) for name in needed if name != "MASTER_ADDR"}
+    rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
+    local_rank, local_world_size = numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"]
+    if not (rank < world_size and local_rank < local_world_size <= world_size):
+        raise ValueError(
+            f"the environment has RANK={rank}, WORLD_SIZE={world_size}, LOCAL_RANK={local_rank}, "
+            f"LOCAL_WORLD_SIZE={local_world_size}; ranks count from 0 and stay below their world size, and the local "
+            "world is not larger than the world. Start the job with torchrun, or unset these variables for one process."
+        )
+    node_rank = _read_number(variables, "GROUP_RANK") if variables.get("GROUP_RANK") else rank // local_world_size
+    restarts = _read_number(variables, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in variables else 0
+    return Environment(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        launched_by="trainwright" if JOB_VARIABLE in variables else "torchrun",
+        main_address=variables.get("MASTER_ADDR"),
+        main_port=numbers.get("MASTER_PORT"),
+        has_agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
+        restart_count=restarts,
+        error_file=variables.get("TORCHELASTIC_ERROR_FILE") or None,
+    )
+
+
+def _read_number(variables: Mapping[str, str], name: str) -> int:
+    try:
+        number = int(variables[name])
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise ValueError(
+            f"the environment has {name}={variables[name]!r}; a whole number from 0 is accepted. "
+            "Start the job with torchrun, or unset the variable to run as one process."
+        )
+    return number
+
+
+# The first reader that finds itself at home wins. Other launchers (SLURM, MPI) are one more line here.
+_READERS: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (_read_torchrun,)
+
+
+def pick_backend(device_type: str) -> str:
+    """Return the collective backend for a kind of device: "nccl" for "cuda", "gloo" for "cpu"."""
+    import torch.distributed as dist
+
+    if device_type == "cpu":
+        return "gloo"
+    if device_type == "cuda":
+        return "nccl"
+    backend = dist.Backend.default_device_backend_map.get(device_type)
+    if backend is None:
+        accepted = ", ".join(sorted(dist.Backend.default_device_backend_map))
+        raise ValueError(
+            f"device_type={device_type!r} has no collective backend; choose from {accepted}, "
+            "or register a backend for it with torch.distributed."
+        )
+    return str(backend)
+
+
+@dataclass
+class Connection:
+    """This process's connection to its job: the process group, the store and the agreement over it."""
+
+    environment: Environment
+    backend: str | None
+    agreement: Agreement
+    store: Store | None = None
+    owns_group: bool = False
+    """False where the user's script opened the group; then it also closes it."""
+    _watch: PeerWatch | None = field(default=None, repr=False)
+    _pid: int = field(default_factory=os.getpid, repr=False)
+    _is_closed: bool = field(default=False, repr=False)
+
+    def close(self) -> None:
+        """Stop watching the peers and close the process group, if it was opened here. Safe to call twice."""
+        global _connection
+        if self._is_closed or os.getpid() != self._pid:  # a forked child inherits the object, not the group
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        if self._watch is not None:
+            atexit.unregister(self._watch.stop)
+        if _connection is self:
+            _connection = None
+        if self._watch is None:
+            return
+        self._watch.stop()
+        # After a failure no communication is attempted: a peer that is gone would make it hang.
+        if self.owns_group and not self._watch.has_failed:
+            import torch.distributed as dist
+
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+_connection: Connection | None = None
+_hosted_store: Store | None = None  # kept until the process ends: the other ranks may still read it
+_generation = 0  # how often this process opened a group; equal on all ranks, as opening is collective
+
+
+def open_process_group(environment: Environment, backend: str, timeout_seconds: float = 1800.0) -> Connection:
+    """Open this process's connection to its job, or return the one already open. Collective: call on every rank.
+
+    A group that the script opened itself is joined and left open at the end. One process alone opens nothing.
+    """
+    global _connection, _generation
+    if environment.world_size == 1:
+        return Connection(environment, None, Agreement(None, environment.rank, 1))
+    if _connection is not None:
+        if _connection.environment != environment:
+            raise RuntimeError(
+                f"a process group is already open for {_connection.environment}, not for {environment}; "
+                "a process belongs to one job. Close the first connection before opening another."
+            )
+        return _connection
+
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=timeout_seconds)
+    is_joined = dist.is_initialized()
+    if is_joined:
+        _check_joined_group(environment)
+    base, store_host = _open_store(environment, timeout, is_joined)
+    job = _stores().PrefixStore(f"{STORE_PREFIX}/{environment.restart_count}", base)
+    # NOTE: a blocking call of one thread holds its connection, so the group, the agreement and the watch have one each.
+    control = job.clone()
+    watch = PeerWatch(
+        job.clone(),
+        environment.rank,
+        environment.world_size,
+        name=str(_generation),
+        store_host=store_host,
+        error_file=environment.error_file if environment.launched_by == "torchrun" else None,
+    )
+    watch.start()
+    atexit.register(watch.stop)
+    plain_hook = sys.excepthook
+    try:
+        if not is_joined:
+            dist.init_process_group(
+                backend,
+                store=_stores().PrefixStore(f"group/{_generation}", job),
+                rank=environment.rank,
+                world_size=environment.world_size,
+                timeout=timeout,
+            )
+    finally:
+        # torch hooks in to put the rank before each line of a traceback; our launcher does that for all output.
+        if environment.launched_by == "trainwright":
+            sys.excepthook = plain_hook
+        watch.wrap_excepthook()
+    agreement = Agreement(
+        _stores().PrefixStore(f"generation/{_generation}", control),
+        environment.rank,
+        environment.world_size,
+        failures=FailureBoard(control),
+    )
+    _generation += 1
+    opened = Connection(environment, dist.get_backend(), agreement, control, owns_group=not is_joined, _watch=watch)
+    _connection = opened
+    atexit.register(opened.close)
+    return opened
+
+
+def _check_joined_group(environment: Environment) -> None:
+    import torch.distributed as dist
+
+    found = (dist.get_rank(), dist.get_world_size())
+    if found != (environment.rank, environment.world_size):
+        raise RuntimeError(
+            f"torch.distributed is initialised as rank {found[0]} of {found[1]}, but the environment says "
+            f"rank {environment.rank} of {environment.world_size}; both must agree. Leave the initialisation to us."
+        )
+
+
+def _open_store(environment: Environment, timeout: timedelta, is_joined: bool) -> tuple[Store, int | None]:
+    """Connect to the job's store; return it with the rank that holds it, None where the launcher does."""
+    global _hosted_store
+    limit = min(timeout, timedelta(seconds=300))
+    if is_joined and not environment.has_agent_store:
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return cast(Store, _get_default_store()), 0
+    address, port = environment.main_address, environment.main_port
+    assert address is not None
+    assert port is not None
+    if environment.has_agent_store or environment.rank != 0:
+        store = _stores().TCPStore(address, port, None, False, timeout=limit, wait_for_workers=False)
+        return store, None if environment.has_agent_store else 0
+    if _hosted_store is None:
+        _hosted_store = _host_store(address, port, limit)
+    return _hosted_store, 0
+
+
+def _stores() -> Any:
+    # torch exports its stores in a way that type checkers do not see.
+    import torch.distributed as dist
+
+    return dist
+
+
+def _host_store(address: str, port: int, timeout: timedelta) -> Store:
+    """Hold the job's store in this process; on the loopback interface alone where the job's address is there."""
+    store: Store
+    if address not in ("127.0.0.1", "localhost"):
+        store = _stores().TCPStore(address, port, None, True, timeout=timeout, wait_for_workers=False)
+        return store
+    # Given only an address, TCPStore listens on all interfaces.
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    listener.listen()
+    listener_fd = listener.detach()  # from here on the store's
+    store = _stores().TCPStore(
+        address, port, None, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener_fd
+    )
+    return store

@@ -1,0 +1,62 @@
+"""Devices: how many processes a job has and which device each of them computes on."""
+
+from __future__ import annotations
+
+import torch
+
+from trainwright.distributed.environment import Environment
+
+ACCELERATORS = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda"}
+
+
+def resolve_device_type(accelerator: str) -> str:
+    """Return "cpu" or "cuda"; "auto" is cuda where there is a GPU.
+
+    Raises:
+        ValueError: the name is unknown.
+        RuntimeError: a GPU is asked for and none is there.
+    """
+    if accelerator == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if accelerator not in ACCELERATORS:
+        raise ValueError(f"accelerator={accelerator!r} is unknown; choose from auto, {', '.join(ACCELERATORS)}.")
+    if ACCELERATORS[accelerator] == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"accelerator={accelerator!r} was asked for, but torch sees no CUDA device; check the driver and the torch build, "
+            "or pass accelerator='cpu'."
+        )
+    return ACCELERATORS[accelerator]
+
+
+def resolve_num_processes(devices: int | str, device_type: str, environment: Environment) -> int:
+    """Return how many processes this job has on this node: one a device.
+
+    "auto" is what the launcher of this job started, else every GPU, else one process on the CPU. -1 is every GPU, or
+    every core.
+
+    Raises:
+        TypeError: neither an int nor "auto".
+        ValueError: below 1, more than the GPUs there are, or unlike the job that this process was launched in.
+    """
+    launched = environment.local_world_size if environment.launched_by != "single" else None
+    present = torch.cuda.device_count() if device_type == "cuda" else None
+    if devices == "auto":
+        return launched or present or 1
+    if isinstance(devices, str) and devices.lstrip("-").isdigit():
+        devices = int(devices)
+    if isinstance(devices, bool) or not isinstance(devices, int):
+        raise TypeError(
+            f"devices={devices!r} is a {type(devices).__name__}; accepted are a number of devices, -1 for all, or 'auto'."
+        )
+    if devices == -1:
+        devices = launched or present or torch.get_num_threads()
+    if devices < 1:
+        raise ValueError(f"devices={devices} is below 1; pass a number of devices, -1 for all, or 'auto'.")
+    if present is not None and devices > present:
+        raise ValueError(f"devices={devices} GPUs were asked for, but torch sees {present}; pass at most that many.")
+    if launched is not None and devices != launched:
+        raise ValueError(
+            f"devices={devices} was asked for, but this job was launched with {launched} processes on this node; pass "
+            f"devices={launched} or devices='auto', or launch {devices}."
+        )
+    return devices

@@ -1,0 +1,295 @@
+"""The Engine: one strategy, one precision and the data of one job, behind a dozen methods.
+
+The Trainer and the Accelerator are both written on it, so that a loop of one's own has the same parts and checkpoints.
+What a method does on several ranks is the strategy's; the Engine itself asks for nothing but its contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.checkpoint.contents import check_optimizer, describe_optimizer, restore_optimizer
+from trainwright.checkpoint.store import Checkpoint, open_checkpoint, write_checkpoint
+from trainwright.checkpoint.tensors import Piece, TensorEntry
+from trainwright.data.index_stream import Mode
+from trainwright.data.loaders import ShardedLoader
+from trainwright.data.seeding import rng_state
+from trainwright.distributed import collectives
+from trainwright.distributed.environment import Environment, open_process_group, pick_backend
+from trainwright.engine.devices import resolve_device_type, resolve_num_processes
+from trainwright.errors import CheckpointError
+from trainwright.precision import Precision, StepResult, resolve_precision
+from trainwright.strategies import Strategy, resolve_strategy
+from trainwright.strategies.base import STORED_NEVER, Optimization, clean_name
+
+
+class Restored(NamedTuple):
+    """What a load gives back: the caller's own state, and this rank's generators where the checkpoint has them."""
+
+    state: dict[str, Any]
+    rng: dict[str, Any] | None
+
+
+class Engine:
+    """Joins, or starts, the job's processes and holds its parts.
+
+    Args:
+        devices: processes on this node, one a device; "auto" is what was launched, else every GPU, else one.
+        strategy: a name or a Strategy.
+        precision: a name, 16 or 32, or a Precision.
+        accelerator: "auto", "cpu" or "cuda".
+        timeout_seconds: how long a rank waits for the others in a collective.
+
+    Raises:
+        ValueError, TypeError: a setting is wrong; said before any process is started.
+        LaunchError: the processes of the job could not be started.
+    """
+
+    def __init__(
+        self,
+        *,
+        devices: int | str = "auto",
+        strategy: str | Strategy = "auto",
+        precision: str | int | Precision | None = None,
+        accelerator: str = "auto",
+        timeout_seconds: float = 1800.0,
+    ) -> None:
+        environment = Environment.detect()
+        device_type = resolve_device_type(accelerator)
+        num_processes = resolve_num_processes(devices, device_type, environment)
+        alone = environment.launched_by == "single"
+        self.strategy = resolve_strategy(strategy, num_processes if alone else environment.world_size)
+        self.precision = resolve_precision(precision, device_type)
+        if alone and num_processes > 1:
+            from trainwright.launch.processes import launch
+
+            launch(num_processes)
+        self.environment = environment
+        self.device = torch.device(device_type, environment.local_rank) if device_type == "cuda" else torch.device("cpu")
+        if device_type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.connection = open_process_group(environment, pick_backend(device_type), timeout_seconds)
+        self.agreement = self.connection.agreement
+        self.timeout_seconds = timeout_seconds
+        self.strategy.connect(environment.rank, environment.world_size, self.device, self.precision)
+        seed = self.agreement.broadcast(str(torch.initial_seed() % 2**63).encode(), timeout_seconds)
+        self.seed = int(seed)
+        """What the order of the data starts from: rank 0's torch seed, alike on every rank."""
+        self.modules: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self.optimization = Optimization()
+
+    # -- where this process is ---------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """Return this process's number in the job, from 0."""
+        return self.environment.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Return this process's number on its node, from 0."""
+        return self.environment.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Return how many processes the job has."""
+        return self.environment.world_size
+
+    # -- preparing ---------------------------------------------------------------------------------------------------
+
+    def prepare_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        """Move a module to the device and let the strategy wrap it. Collective: call on every rank.
+
+        `optimization` says how it will be trained; None where it will be evaluated only.
+        """
+        if optimization is not None:
+            self.optimization = optimization
+        module.to(self.device)
+        self.strategy.setup_module(module, optimization)
+        self.modules.append(module)
+
+    def prepare_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        """Let the strategy prepare the optimizers of the prepared modules; return those to step, in the same order."""
+        self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
+        return self.optimizers
+
+    def prepare_loader(self, loader: Iterable[Any], mode: Mode) -> ShardedLoader:
+        """Return this rank's share of a loader."""
+        return ShardedLoader(loader, rank=self.rank, world_size=self.world_size, seed=self.seed, mode=mode)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def run(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a named step of a prepared module, or its "forward", in the precision's context."""
+        return self.strategy.run(module, name, args, kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Send a loss backward, scaled and averaged over the ranks where that is due."""
+        self.strategy.backward(loss)
+
+    def sync_gradients(self, enabled: bool) -> None:
+        """Say, before a forward, whether its backward ends an accumulation window (else the ranks stay apart)."""
+        self.strategy.sync_gradients(enabled)
+
+    def step(self, optimizer: Optimizer, *, clip_norm: float | None = None, clip_value: float | None = None) -> StepResult:
+        """Clip where asked and step; return the gradient norm where it was taken, and whether the step was skipped."""
+        clip = None
+        if clip_norm is not None or clip_value is not None:
+            clip = partial(self.strategy.clip_gradients, norm=clip_norm, value=clip_value)
+        return self.strategy.step(optimizer, clip)
+
+    # -- between ranks -----------------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks joined along their first dimension, rank by rank; a 0-dim one becomes a row.
+
+        Collective: call on every rank.
+        """
+        return torch.cat(collectives.gather_uneven(tensor.reshape(1) if tensor.dim() == 0 else tensor))
+
+    def reduce(self, tensor: Tensor, op: str = "mean") -> Tensor:
+        """Return the elementwise mean, sum, min or max over the ranks. Collective: call on every rank."""
+        return collectives.all_reduce(tensor, op)
+
+    def agreed(self, text: str) -> str:
+        """Return rank 0's text on every rank, over the key-value store. Call on every rank."""
+        return self.agreement.broadcast(text.encode(), self.timeout_seconds).decode()
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str, *, step: int, epoch: int, state: dict[str, Any], weights_only: bool = False) -> None:
+        """Write a checkpoint of the modules, the optimizers and the caller's state. Collective: call on every rank.
+
+        Raises:
+            CheckpointError: on every rank alike; nothing is left at the path then.
+        """
+        sections = {"model": self._model_pieces()}
+        contents: dict[str, Any] = {"seed": self.seed, **state}
+        if not weights_only:
+            sections["optimizer"] = self._optimizer_pieces()
+            contents["precision"] = self.precision.state_dict()
+            contents["optimizers"] = [
+                describe_optimizer(optimizer, names, STORED_NEVER) for optimizer, names in self._named_optimizers()
+            ]
+        write_checkpoint(
+            path,
+            sections=sections,
+            state=contents,
+            rank_state=None if weights_only else {"rng": rng_state()},
+            header={"step": step, "epoch": epoch, "world_size": self.world_size, "strategy": self.strategy.name},
+            exchange=self.agreement,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout_seconds=self.timeout_seconds,
+        )
+
+    def load(self, path: str, *, weights_only: bool = False) -> Restored:
+        """Verify a checkpoint, then take the state of the modules and the optimizers from it.
+
+        It may come from any strategy and any number of ranks. Nothing is changed unless all of it has been verified and
+        fits. Collective: call on every rank.
+
+        Raises:
+            CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
+        """
+        checkpoint = open_checkpoint(path, exchange=self.agreement, rank=self.rank, world_size=self.world_size)
+        state = checkpoint.state()
+        pieces = self._model_pieces()
+        _check_model(checkpoint, pieces)
+        if not weights_only:
+            self._load_optimizers(checkpoint, state)
+        checkpoint.read_into("model", pieces)
+        self.strategy.after_load(self.modules, self.optimizers)
+        if weights_only:
+            return Restored(state, None)
+        self.precision.load_state_dict(state.get("precision", {}))
+        self.seed = int(state.get("seed", self.seed))
+        rank_state = checkpoint.rank_state(self.rank) or {}
+        return Restored(state, rank_state.get("rng"))
+
+    def close(self) -> None:
+        """Give back the modules and optimizers; the process group stays open for the next run of this process."""
+        self.strategy.close()
+        self.modules, self.optimizers = [], []
+
+    def _load_optimizers(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+        described = state.get("optimizers")
+        if described is None:
+            raise CheckpointError(
+                f"{checkpoint.path}: it holds weights only, so a run cannot go on from it; load it as weights, or resume from "
+                "a full checkpoint."
+            )
+        named = self._named_optimizers()
+        if len(described) != len(named):
+            raise CheckpointError(
+                f"{checkpoint.path}: it holds {len(described)} optimizers, but this run has {len(named)}. Build the same "
+                "optimizers to resume, or load the weights alone."
+            )
+        for number, (optimizer, names) in enumerate(named):
+            check_optimizer(number, optimizer, names, described[number], checkpoint.path)
+        entries = checkpoint.tensors("optimizer")
+        for number, (optimizer, names) in enumerate(named):
+            own: dict[str, TensorEntry] = {
+                name.split("/", 1)[1]: entry for name, entry in entries.items() if name.startswith(f"{number}/")
+            }
+            self.strategy.allocate_optimizer_state(optimizer, names, own)
+            restore_optimizer(optimizer, names, described[number])
+        checkpoint.read_into("optimizer", self._optimizer_pieces())
+
+    def _model_pieces(self) -> list[Piece]:
+        return [
+            _prefixed(piece, f"{number}." if number else "")
+            for number, module in enumerate(self.modules)
+            for piece in self.strategy.model_pieces(module)
+        ]
+
+    def _optimizer_pieces(self) -> list[Piece]:
+        return [
+            _prefixed(piece, f"{number}/")
+            for number, (optimizer, names) in enumerate(self._named_optimizers())
+            for piece in self.strategy.optimizer_pieces(optimizer, names)
+        ]
+
+    def _named_optimizers(self) -> list[tuple[Optimizer, dict[Tensor, str]]]:
+        names: dict[Tensor, str] = {}
+        for number, module in enumerate(self.modules):
+            for name, parameter in module.named_parameters():
+                names.setdefault(parameter, (f"{number}." if number else "") + clean_name(name))
+        for number, optimizer in enumerate(self.optimizers):
+            for position, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+                names.setdefault(parameter, f"parameter {number}.{position}")  # not the module's own
+        return [(optimizer, names) for optimizer in self.optimizers]
+
+
+def _prefixed(piece: Piece, prefix: str) -> Piece:
+    return Piece(prefix + piece.name, piece.shape, piece.start, piece.tensor, piece.writer) if prefix else piece
+
+
+def _check_model(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> None:
+    """Refuse a checkpoint of another model (CheckpointError), naming what differs."""
+    stored = checkpoint.tensors("model")
+    present = {piece.name: piece.shape for piece in pieces}
+    missing = sorted(set(present) - set(stored))
+    unexpected = sorted(set(stored) - set(present))
+    unlike = [
+        f"{name} {tuple(stored[name].shape)} there, {tuple(shape)} here"
+        for name, shape in present.items()
+        if name in stored and tuple(stored[name].shape) != tuple(shape)
+    ]
+    problems = [
+        f"{title}: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+        for title, names in (("not in it", missing), ("only in it", unexpected), ("other shape", unlike))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint.path}: it is of another model ({'; '.join(problems)}). Build the model that was saved, or choose "
+            "another checkpoint."
+        )

@@ -1,0 +1,88 @@
+"""Whether and how this process's own command can be run again, once for each worker."""
+
+from __future__ import annotations
+
+import builtins
+import multiprocessing
+import os
+import sys
+from dataclasses import dataclass
+from types import FrameType
+
+from trainwright.distributed.environment import JOB_VARIABLE
+from trainwright.errors import LaunchError
+
+TEST_RUNNERS = ("_pytest", "unittest.case", "unittest.suite", "unittest.main", "doctest")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line and the directory in which it was started."""
+
+    arguments: list[str]
+    directory: str
+
+
+def own_command(reason: str) -> Command:
+    """Return the command that started this process, or raise a LaunchError where it cannot be run again."""
+    obstacle = _find_obstacle()
+    if obstacle is not None:
+        found, advice = obstacle
+        raise LaunchError(
+            f"{reason} needs several processes, and this process was started {found}; only a script, a module (-m) or "
+            f"-c code can be run again in each of them. {advice}"
+        )
+    return Command([sys.executable, *sys.orig_argv[1:]], _start_directory())
+
+
+def _find_obstacle() -> tuple[str, str] | None:
+    """Return what stands against running the command again, and what to do about it."""
+    script = "Put the code into a script, or start it with torchrun."
+    if hasattr(sys, "ps1") or sys.flags.interactive or hasattr(builtins, "__IPYTHON__"):
+        return "interactively", script
+    if multiprocessing.parent_process() is not None:
+        guard = "Put the script's work under `if __name__ == '__main__':`, so that helper processes do not repeat it."
+        return "by multiprocessing", guard
+    runner = _find_test_runner()
+    if runner is not None:
+        return f"by a test runner ({runner})", "Run a script in a subprocess of the test, or start it with torchrun."
+    if JOB_VARIABLE in os.environ or "RANK" in os.environ:
+        return "as one worker of a job", "Ask for as many devices as the job has processes."
+    if os.name != "posix":
+        return f"on {sys.platform}", "Start the script with torchrun."
+    if not sys.executable:
+        return "inside another program", script
+    main_file = getattr(sys.modules["__main__"], "__file__", None)
+    if main_file == "<stdin>" or (main_file is None and "-c" not in sys.orig_argv):
+        return "from standard input", script
+    if main_file is not None and not (os.path.isfile(main_file) or "__main__" in main_file):
+        return f"from {main_file}, which can be read only once", script
+    return None
+
+
+def _find_test_runner() -> str | None:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        for runner in TEST_RUNNERS:
+            if module == runner or module.startswith(f"{runner}."):
+                return runner.strip("_").split(".")[0]
+        frame = frame.f_back
+    return None
+
+
+def _start_directory() -> str:
+    """Return the directory in which the command was started, even where the script has changed it since."""
+    main = sys.modules["__main__"]
+    main_file = getattr(main, "__file__", None)
+    if main_file is None or not os.path.isabs(main_file) or getattr(main, "__spec__", None) is not None:
+        return os.getcwd()
+    # Python makes __main__.__file__ absolute at the start: what the argument does not hold of it is the directory.
+    for argument in sys.orig_argv[1:]:
+        relative = argument.removeprefix("./")
+        if not os.path.isabs(argument) and main_file.endswith(f"/{relative}"):
+            directory = main_file[: -len(relative) - 1].removesuffix("/.") or "/"
+            joined = os.path.join(directory, argument)
+            if os.path.exists(joined) and os.path.samefile(joined, main_file):
+                return directory
+    return os.getcwd()

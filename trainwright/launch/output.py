@@ -1,0 +1,87 @@
+"""What the workers print: rank 0 on the terminal itself, the others line by line with the rank in front.
+
+The lines travel through pipes. Nothing is written to disk, so nothing is left there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import threading
+import time
+from dataclasses import dataclass
+from typing import TextIO
+
+MAX_LINE_BYTES = 1 << 20  # a longer line is cut, or a rank that prints no newline would fill the memory
+
+
+@dataclass
+class _Source:
+    prefix: bytes
+    target: TextIO
+    pending: bytes = b""
+
+
+class PrefixedOutput:
+    """Prints the lines that arrive in its pipes, each with its own prefix, from one thread."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._write_fds: list[int] = []
+        self._deadline = float("inf")
+        self._thread = threading.Thread(target=self._run, name="trainwright-output", daemon=True)
+
+    def open_pipe(self, prefix: str, target: TextIO) -> str:
+        """Return a path that a worker's stream can be opened on."""
+        read_fd, write_fd = os.pipe()
+        self._write_fds.append(write_fd)
+        self._selector.register(read_fd, selectors.EVENT_READ, _Source(prefix.encode(), target))
+        return f"/dev/fd/{write_fd}"
+
+    def start(self) -> None:
+        """Start to print, and give up the launcher's own write ends: a pipe then ends with its worker."""
+        for fd in self._write_fds:
+            os.close(fd)
+        self._write_fds.clear()
+        self._thread.start()
+
+    def finish(self, timeout_seconds: float = 1.0) -> None:
+        """Print what is left and stop; a process that outlives its rank may still hold a pipe, hence the limit."""
+        self._deadline = time.monotonic() + timeout_seconds
+        if self._thread.is_alive():
+            self._thread.join(timeout_seconds + 1.0)
+
+    def _run(self) -> None:
+        while self._selector.get_map() and time.monotonic() < self._deadline:
+            for key, _ in self._selector.select(timeout=0.1):
+                chunk = os.read(key.fd, 1 << 16)
+                if chunk:
+                    self._take(key.data, chunk)
+                    continue
+                self._selector.unregister(key.fd)
+                os.close(key.fd)
+                self._end(key.data)
+        for key in list(self._selector.get_map().values()):
+            self._end(key.data)
+
+    def _take(self, source: _Source, chunk: bytes) -> None:
+        *lines, source.pending = (source.pending + chunk).split(b"\n")
+        if len(source.pending) > MAX_LINE_BYTES:
+            lines.append(source.pending)
+            source.pending = b""
+        self._write(source, lines)
+
+    def _end(self, source: _Source) -> None:
+        if source.pending:
+            self._write(source, [source.pending])
+            source.pending = b""
+
+    def _write(self, source: _Source, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        # A progress bar redraws its line after each carriage return: print its last state only.
+        shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
+        with contextlib.suppress(OSError, ValueError):  # the reader of our output may have gone; keep the pipes empty
+            source.target.buffer.write(b"".join(source.prefix + line + b"\n" for line in shown))
+            source.target.buffer.flush()

@@ -1,0 +1,86 @@
+"""Mixed precision: the forward in float16 or bfloat16 under torch.autocast, the weights in float32."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainwright.precision.base import Clipper, Precision, StepResult
+
+
+class MixedPrecision(Precision):
+    """Autocast, and for float16 a loss scale (Micikevicius et al., 2018, "Mixed Precision Training").
+
+    Args:
+        name: "16-mixed" or "bf16-mixed".
+        device_type: "cpu" or "cuda".
+        scaler: the GradScaler to use with "16-mixed"; by default torch's own settings.
+    """
+
+    def __init__(self, name: str, device_type: str, scaler: torch.amp.GradScaler | None = None) -> None:
+        self.name = name
+        self.autocast_dtype = torch.float16 if name == "16-mixed" else torch.bfloat16
+        if scaler is not None and name != "16-mixed":
+            raise ValueError(f"precision {name!r} needs no loss scale: pass scaler= with '16-mixed' only.")
+        if name == "16-mixed" and scaler is None:
+            scaler = torch.amp.GradScaler(device_type)
+        self.scaler = scaler
+        # One object is entered again and again: building an autocast costs more than entering it.
+        self._autocast = torch.autocast(device_type, self.autocast_dtype)
+        self._unscaled: set[int] = set()
+        self._update_due = False
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self._autocast
+
+    def backward(self, loss: Tensor) -> None:
+        if self.scaler is not None:
+            self._update_scale()
+            loss = self.scaler.scale(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        if self.scaler is not None and id(optimizer) not in self._unscaled:
+            self.scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: Optimizer, clip: Clipper | None) -> StepResult:
+        """Unscale, clip, and step unless a gradient is not finite.
+
+        NOTE: the one host-device sync is here: the host has to know whether to step.
+        """
+        if self.scaler is None:
+            return super().step(optimizer, clip)
+        self.unscale(optimizer)
+        self._unscaled.discard(id(optimizer))
+        norm = clip(optimizer) if clip is not None else None
+        found = self.scaler._found_inf_per_device(optimizer)
+        skipped = any(bool(value.item()) for value in found.values())
+        if not skipped:
+            optimizer.step()
+        self._update_due = self._update_due or bool(found)
+        return StepResult(norm, skipped)
+
+    def _update_scale(self) -> None:
+        """Adapt the scale to what the steps found.
+
+        Done before the next loss is scaled, not after each step: two optimizers that step after one backward are then
+        unscaled by the scale that their loss was scaled with.
+        """
+        if self._update_due and self.scaler is not None and not self._unscaled:
+            self.scaler.update()
+            self._update_due = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.scaler is None:
+            return {}
+        self._update_scale()
+        return dict(self.scaler.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(state)

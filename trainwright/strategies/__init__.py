@@ -1,0 +1,48 @@
+"""Strategies by name: how the processes of a job share one training run.
+
+To give a strategy a name, add one line to `STRATEGIES`; the class is imported only when it is chosen.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+
+from trainwright.strategies.base import Strategy
+
+STRATEGIES = {
+    "single_device": "trainwright.strategies.base:Strategy",
+    "ddp": "trainwright.strategies.ddp:DDPStrategy",
+}
+
+
+def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
+    """Return the strategy that a name or an instance stands for; "auto" is single_device, or ddp for several processes.
+
+    Raises:
+        ValueError: the name is unknown, or the strategy cannot run on that many processes.
+        TypeError: neither a name nor a Strategy.
+    """
+    if isinstance(strategy, str):
+        name = strategy
+        if name == "auto":
+            name = "single_device" if num_processes == 1 else "ddp"
+        if name not in STRATEGIES:
+            close = difflib.get_close_matches(name, STRATEGIES, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ValueError(
+                f"strategy={strategy!r} is unknown; choose from auto, {', '.join(STRATEGIES)}, or pass a Strategy "
+                f"instance.{hint}"
+            )
+        module_name, class_name = STRATEGIES[name].split(":")
+        strategy = getattr(importlib.import_module(module_name), class_name)()
+    if not isinstance(strategy, Strategy):
+        raise TypeError(
+            f"strategy={strategy!r} is a {type(strategy).__name__}; accepted are a name ({', '.join(STRATEGIES)}) or a "
+            "Strategy instance. Pass an instance, not its class."
+        )
+    strategy.check(num_processes)
+    return strategy
+
+
+__all__ = ["STRATEGIES", "Strategy", "resolve_strategy"]

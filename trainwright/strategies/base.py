@@ -1,0 +1,193 @@
+"""The strategy contract, with one process as its default.
+
+A strategy owns what the processes of a job do together around one model: wrap it, run a step through the wrapper, send a
+loss backward, clip and step, and hand out its share of the state as checkpoint pieces. The numbers that it computes in
+are the precision's. A new strategy overrides two to six methods; nothing outside this folder asks which one it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.checkpoint.tensors import Piece, TensorEntry
+from trainwright.precision.base import Clipper, Precision, StepResult
+
+STORED_NEVER = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
+"""Keys of a parameter group that a checkpoint leaves out: its tensors, and how the optimizer is computed here."""
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """What a strategy has to know of the optimization before it is set up.
+
+    `automatic` is False where the user's own training_step sends losses backward and steps; `clip_norm` and `clip_value`
+    are the gradient limits of automatic optimization (None: unlimited); `accumulate` is the usual number of batches a step.
+    """
+
+    automatic: bool = True
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    accumulate: int = 1
+
+
+class StepForward(nn.Module):
+    """A module whose forward is the named step of another, for wrappers that watch one forward (DDP, DeepSpeed)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return call_step(self.module, name, args, kwargs)
+
+
+def call_step(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a method of the module by name; "forward" goes through `module(...)`, so that its hooks run."""
+    if name == "forward":
+        return module(*args, **kwargs)
+    return getattr(module, name)(*args, **kwargs)
+
+
+class Strategy:
+    """One process, one device.
+
+    Every method is called on every rank, in the same order.
+    """
+
+    name = "single_device"
+    forward_is_collective = False
+    """True where a forward needs every rank, so that a rank out of evaluation batches has to go on taking part."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.world_size = 1
+        self.device = torch.device("cpu")
+        self.precision = Precision()
+
+    # -- before a run ------------------------------------------------------------------------------------------------
+
+    def check(self, num_processes: int) -> None:
+        """Refuse a number of processes that this strategy cannot run on (ValueError)."""
+        if num_processes != 1:
+            raise ValueError(
+                f"strategy='single_device' runs on one process, but {num_processes} were asked for; "
+                "pass devices=1, or a strategy for several such as 'ddp'."
+            )
+
+    def connect(self, rank: int, world_size: int, device: torch.device, precision: Precision) -> None:
+        """Take the place that this process has in the job; the process group is open by now."""
+        self.rank, self.world_size, self.device, self.precision = rank, world_size, device, precision
+
+    def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        """Wrap or shard a module, which is on the device by now; called before its optimizers are made.
+
+        `optimization` is None where the module will be evaluated only.
+        """
+
+    def setup_optimizers(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
+    ) -> list[Optimizer]:
+        """Return the optimizers to step, one for each given."""
+        return list(optimizers)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a named step of the module (or its "forward") through the wrapper and in the precision's context."""
+        context = self.precision.forward_context()
+        if context is None:
+            return call_step(module, name, args, kwargs)
+        with context:
+            return call_step(module, name, args, kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Send a loss backward; gradients are averaged over the ranks unless `sync_gradients(False)` was said."""
+        self.precision.backward(loss)
+
+    def sync_gradients(self, enabled: bool) -> None:
+        """Say, before a forward, whether the backward that follows it ends an accumulation window."""
+
+    def step(self, optimizer: Optimizer, clip: Clipper | None) -> StepResult:
+        """Clip where asked and step."""
+        return self.precision.step(optimizer, clip)
+
+    def clip_gradients(self, optimizer: Optimizer, norm: float | None, value: float | None) -> Tensor | None:
+        """Clip the gradients in place, by value and then by total norm; return the total norm before that, if taken."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if value is not None:
+            torch.nn.utils.clip_grad_value_(parameters, value)
+        if norm is not None:
+            return torch.nn.utils.clip_grad_norm_(parameters, norm)
+        return None
+
+    def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
+        """Make every rank evaluate the same model (running statistics may differ between ranks)."""
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def model_pieces(self, module: nn.Module) -> list[Piece]:
+        """Return this rank's share of the module's state_dict, as views that a load writes into."""
+        pieces = []
+        for name, value in module.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor):
+                # A buffer may differ between ranks (running statistics): rank 0's is the one that counts.
+                writer = None if isinstance(value, nn.Parameter) else 0
+                pieces.append(self.piece(clean_name(name), value, writer))
+        return pieces
+
+    def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
+        """Return this rank's share of the optimizer's per-parameter tensors, named "parameter/key".
+
+        `names` maps this module's parameters to their names in its state_dict.
+        """
+        pieces = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        pieces.append(self.piece(f"{names[parameter]}/{key}", value, None))
+        return pieces
+
+    def allocate_optimizer_state(
+        self, optimizer: Optimizer, names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry]
+    ) -> None:
+        """Make the state tensors that a load will fill, where the optimizer has not stepped yet.
+
+        `entries` are the stored tensors by name ("parameter/key"), with whole shapes.
+        """
+        by_parameter: dict[str, dict[str, TensorEntry]] = {}
+        for name, entry in entries.items():
+            parameter_name, key = name.rsplit("/", 1)
+            by_parameter.setdefault(parameter_name, {})[key] = entry
+        for group in optimizer.param_groups:
+            on_device = bool(group.get("fused") or group.get("capturable"))
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                state.clear()
+                for key, entry in by_parameter.get(names[parameter], {}).items():
+                    if tuple(parameter.shape) == tuple(entry.shape) and key != "step":
+                        state[key] = torch.zeros_like(parameter, dtype=entry.dtype)
+                    else:
+                        device = parameter.device if on_device or key != "step" else "cpu"
+                        state[key] = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
+
+    def piece(self, name: str, value: Tensor, writer: int | None) -> Piece:
+        """Return one tensor of the state as a piece; a sharded one as the range that this rank holds."""
+        return Piece(name, tuple(value.shape), 0, value.detach(), writer)
+
+    def after_load(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Follow up on state that a load has written into the pieces."""
+
+    def close(self) -> None:
+        """Give back what this strategy holds; the process group is closed by its owner."""
+
+
+def clean_name(name: str) -> str:
+    """Return a state_dict key without the prefix that torch.compile gives to a wrapped module."""
+    return name.replace("_orig_mod.", "")

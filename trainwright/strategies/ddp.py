@@ -1,0 +1,100 @@
+"""DDP: each rank holds the whole model, gradients are averaged during backward (torch DistributedDataParallel)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
+
+from trainwright.strategies.base import Optimization, StepForward, Strategy
+
+
+class DDPStrategy(Strategy):
+    """Data parallelism over the ranks of a job, on one process too.
+
+    Args:
+        find_unused_parameters: look for parameters that a step did not use; costs a walk over the graph each step. Always
+            on under manual optimization, where one loss seldom uses every parameter.
+        static_graph: promise that each step uses the same parameters in the same way.
+        gradient_as_bucket_view: let gradients be views into the communication buckets, saving one copy of them.
+        bucket_cap_mb: size of a bucket in MiB; None is torch's own default.
+    """
+
+    name = "ddp"
+
+    def __init__(
+        self,
+        *,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
+        bucket_cap_mb: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.bucket_cap_mb = bucket_cap_mb
+        self._wrapped: dict[nn.Module, DistributedDataParallel] = {}
+        self._automatic = True
+
+    def check(self, num_processes: int) -> None:
+        """Any number of processes will do."""
+
+    def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        if optimization is None or self.world_size == 1 or not any(p.requires_grad for p in module.parameters()):
+            return
+        self._automatic = optimization.automatic
+        self._wrapped[module] = DistributedDataParallel(
+            StepForward(module),
+            find_unused_parameters=self.find_unused_parameters or not optimization.automatic,
+            static_graph=self.static_graph,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            bucket_cap_mb=self.bucket_cap_mb,
+        )
+
+    def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the step as the wrapper's forward while training.
+
+        Without gradients the wrapper is left out: it would broadcast buffers, and ranks evaluate unequal numbers of
+        batches. So it is under manual optimization, where `backward` prepares the reducer (a backward inside the wrapper's
+        forward comes before the wrapper prepares it, and its gradients would silently not be averaged).
+        """
+        wrapped = self._wrapped.get(module)
+        if wrapped is None or not torch.is_grad_enabled() or not self._automatic:
+            return super().run(module, name, args, kwargs)
+        context = self.precision.forward_context()
+        if context is None:
+            return wrapped(name, *args, **kwargs)
+        with context:
+            return wrapped(name, *args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        if not self._automatic:
+            for wrapped in self._wrapped.values():
+                if wrapped.require_backward_grad_sync:
+                    wrapped.reducer._rebuild_buckets()
+                    wrapped.reducer.prepare_for_backward(list(_find_tensors(loss)))  # type: ignore[no-untyped-call]
+        self.precision.backward(loss)
+
+    def sync_gradients(self, enabled: bool) -> None:
+        # The switch behind DDP.no_sync, without a context: forward and backward both read it.
+        for wrapped in self._wrapped.values():
+            wrapped.require_backward_grad_sync = enabled
+
+    def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
+        """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""
+        if self.world_size == 1:
+            return
+        for module in modules:
+            buffers = [buffer for buffer in module.buffers() if buffer.numel() > 0]
+            if buffers:
+                dist._broadcast_coalesced(dist.group.WORLD, buffers, 32 * 1024 * 1024, 0)
+
+    def close(self) -> None:
+        self._wrapped.clear()

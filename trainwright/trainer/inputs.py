@@ -1,0 +1,70 @@
+"""Inputs: what fit, validate and test are given, checked before anything is done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.checkpoint.store import latest_checkpoint
+from trainwright.errors import CheckpointError
+from trainwright.module import Module, is_overridden
+
+
+def check_module(module: Any, needed: list[str], call: str) -> None:
+    """Refuse what is no Module, or one without the methods that the call needs (TypeError)."""
+    if module is None:
+        raise TypeError(f"trainer.{call} was given no module, and none was run before; pass an instance of trainwright.Module.")
+    if isinstance(module, type) and issubclass(module, Module):
+        raise TypeError(f"trainer.{call} was given the class {module.__name__}; pass an instance of it.")
+    if not isinstance(module, Module):
+        hint = " Subclass trainwright.Module, or use trainwright.Accelerator in a loop of your own."
+        raise TypeError(
+            f"trainer.{call} was given a {type(module).__name__}; accepted is an instance of trainwright.Module."
+            + (hint if isinstance(module, nn.Module) else "")
+        )
+    missing = [name for name in needed if not is_overridden(name, module, Module)]
+    if missing:
+        raise TypeError(f"trainer.{call} needs {' and '.join(missing)}, which {type(module).__name__} does not define.")
+    if not hasattr(module, "_trainer"):
+        raise TypeError(f"{type(module).__name__}.__init__ did not call super().__init__(); call it first.")
+
+
+def check_loader(loader: Any, argument: str, call: str) -> None:
+    """Refuse what is no loader (TypeError)."""
+    if loader is None:
+        raise TypeError(f"trainer.{call} was given no {argument}; pass a torch DataLoader, or an iterable of batches.")
+    if isinstance(loader, (Mapping, str)) or not isinstance(loader, Iterable):
+        raise TypeError(
+            f"{argument}= is a {type(loader).__name__}; accepted is one torch DataLoader, or an iterable of batches."
+        )
+
+
+def choose_checkpoint(ckpt_path: str | None, callback: ModelCheckpoint | None) -> str | None:
+    """Return the path that ckpt_path stands for: itself, or the "best" or the "last" checkpoint of the callback.
+
+    Raises:
+        ValueError: "best" or "last" without a ModelCheckpoint.
+        CheckpointError: it has saved none.
+    """
+    if ckpt_path not in ("best", "last"):
+        return None if ckpt_path is None else str(ckpt_path)
+    if callback is None:
+        raise ValueError(
+            f"ckpt_path={ckpt_path!r} asks for a checkpoint of a ModelCheckpoint, but this trainer has none; pass a path, or "
+            "leave enable_checkpointing at True."
+        )
+    if ckpt_path == "best":
+        path = callback.best_model_path
+    else:
+        entry = latest_checkpoint(callback.dirpath) if callback.dirpath is not None else None
+        path = entry.path if entry is not None else ""
+    if not path:
+        raise CheckpointError(
+            f"ckpt_path={ckpt_path!r}: no checkpoint was saved"
+            + (f" in {callback.dirpath}" if callback.dirpath else " yet; give ModelCheckpoint a dirpath to find earlier ones")
+            + ". Run fit first, or pass a path."
+        )
+    return path

@@ -1,0 +1,72 @@
+"""Preparation: a module, a loader and the trainer's settings made ready for the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from trainwright.engine.compilation import compile_children
+from trainwright.engine.optimizers import read_optimizers
+from trainwright.engine.prepared import PreparedOptimizer
+from trainwright.module import Module
+from trainwright.precision import StepResult
+from trainwright.strategies.base import Optimization
+from trainwright.trainer.evaluate import limited
+from trainwright.trainer.fit import TrainingRun
+
+if TYPE_CHECKING:
+    from trainwright.trainer.trainer import Trainer
+
+
+def prepare_fit(trainer: Trainer, module: Module, train_dataloaders: Iterable[Any]) -> TrainingRun:
+    """Shard the data, wrap the module, make its optimizers, and gather what the loop reads. Collective.
+
+    Raises:
+        ValueError: no batch to train on, or settings that this module's kind of optimization cannot follow.
+    """
+    settings, engine, state = trainer.settings, trainer.engine, trainer.state
+    automatic = module.automatic_optimization
+    if not automatic and (settings.accumulate_grad_batches > 1 or settings.gradient_clip_val is not None):
+        raise ValueError(
+            "accumulate_grad_batches and gradient_clip_val are automatic optimization's, but this module has "
+            "automatic_optimization = False; accumulate and clip in training_step, and leave them at their defaults."
+        )
+    loader = engine.prepare_loader(train_dataloaders, "train")
+    trainer.num_training_batches = limited(loader.length, settings.limit_train_batches)
+    if trainer.num_training_batches == 0:
+        raise ValueError(
+            "the training loader has no batch (its dataset is empty, drop_last dropped all, or limit_train_batches is too "
+            "small); give it data."
+        )
+    engine.prepare_module(
+        module, Optimization(automatic, settings.clip_norm, settings.clip_value, settings.accumulate_grad_batches)
+    )
+    if settings.compile:
+        compile_children(module, settings.compile if isinstance(settings.compile, dict) else {})
+    optimizers, trainer.lr_scheduler_configs = read_optimizers(module.configure_optimizers())
+    if automatic and len(optimizers) > 1:
+        raise ValueError(
+            f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization steps one; set "
+            "automatic_optimization = False in the module and step them in training_step."
+        )
+    trainer.optimizers = engine.prepare_optimizers(optimizers)
+
+    def count(result: StepResult) -> None:
+        state.step += 1
+        state.skipped_steps += result.skipped
+
+    trainer.prepared_optimizers = [PreparedOptimizer(engine, each, after_step=count) for each in trainer.optimizers]
+    return TrainingRun(
+        trainer=trainer,
+        engine=engine,
+        module=module,
+        hooks=trainer.hooks,
+        state=state,
+        loader=loader,
+        optimizer=trainer.optimizers[0] if automatic else None,
+        schedulers=trainer.lr_scheduler_configs,
+        num_batches=trainer.num_training_batches,
+        accumulate=settings.accumulate_grad_batches,
+        clip_norm=settings.clip_norm,
+        clip_value=settings.clip_value,
+    )
