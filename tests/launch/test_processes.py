@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GONE_SECONDS = 20.0  # four times the goal of 5 s
 
 SCRIPT = """
-import json, os, signal, sys, time
+import json, os, signal, sys, threading, time
 from trainwright.distributed.environment import Environment, open_process_group
 
 mode = sys.argv[1]
@@ -60,6 +60,11 @@ if mode == "succeed":
     sys.exit(0)
 if mode == "both raise":
     raise RuntimeError("boom everywhere")
+if mode == "linger":
+    if environment.rank == 0:
+        sys.exit(0)
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    raise RuntimeError("boom, and a thread goes on")
 if environment.rank == 1:
     print(f"at {time.time()}", flush=True)
     if mode == "raise":
@@ -195,6 +200,14 @@ def test_an_error_on_all_ranks_is_shown_once(tmp_path: Path, jobs: list[Job]) ->
     assert job.wait() == 1
     assert "of 2 failed first (RuntimeError: boom everywhere)" in job.stderr
     assert job.stderr.count("Traceback") == 1
+    job.check_nothing_left()
+
+
+def test_a_failed_rank_that_does_not_end_is_ended(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, "linger")
+    jobs.append(job)
+    assert job.wait() == 1
+    assert "rank 1 of 2 failed first (RuntimeError: boom, and a thread goes on)" in job.stderr
     job.check_nothing_left()
 
 

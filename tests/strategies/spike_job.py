@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, __file__.rsplit("/", 1)[0])
 from spike_strategies import DeepSpeedSpike, FSDPSpike
 
-from trainwright.checkpoint.tensors import StoredPiece, TensorEntry, check_coverage
+import trainwright as tw
+from trainwright.checkpoint.tensors import Piece, StoredPiece, TensorEntry, check_coverage
 from trainwright.precision.base import Precision
 from trainwright.strategies.base import Optimization, Strategy
 from trainwright.strategies.ddp import DDPStrategy
@@ -117,7 +120,9 @@ def decay(step: int) -> float:
 class Loop:
     """What an engine does with a strategy, and no more."""
 
-    def __init__(self, strategy: Strategy, module: nn.Module, optimization: Optimization, *, alone: bool = False) -> None:
+    def __init__(
+        self, strategy: Strategy, module: nn.Module, optimization: Optimization, *, alone: bool = False
+    ) -> None:
         self.strategy, self.module, self.optimization = strategy, module, optimization
         rank, world_size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
         strategy.connect(rank, world_size, torch.device("cpu"), Precision())
@@ -179,27 +184,7 @@ class Loop:
 
     def state(self, *, alone: bool = False) -> State:
         """Collective: every tensor whole, from the pieces of all ranks; each element must be there exactly once."""
-        mine = {
-            section: [(p.name, tuple(p.shape), p.start, p.tensor.detach().clone().reshape(-1), p.writer) for p in pieces]
-            for section, pieces in self.sections().items()
-        }
-        ranks = [mine]
-        if not alone:
-            ranks = [{} for _ in range(dist.get_world_size())]
-            dist.all_gather_object(ranks, mine)
-        state: State = {}
-        for section in mine:
-            ranges: dict[str, list[StoredPiece]] = {}
-            for rank, sections in enumerate(ranks):
-                for name, shape, start, flat, writer in sections[section]:
-                    if writer is None and rank == 0 or writer == rank:
-                        whole = state.setdefault(section, {}).setdefault(name, torch.empty(shape, dtype=flat.dtype))
-                        whole.view(-1)[start : start + flat.numel()] = flat
-                        ranges.setdefault(name, []).append(StoredPiece(str(rank), name, start, flat.numel()))
-            for name, pieces in ranges.items():
-                filled = sorted((p for p in pieces if p.numel), key=lambda p: p.start)
-                check_coverage(name, state[section][name].numel(), filled)
-        return state
+        return gathered(self.sections(), alone=alone)
 
     def load(self, state: State, step: int) -> None:
         for index, optimizer in enumerate(self.optimizers):
@@ -217,6 +202,30 @@ class Loop:
         self.strategy.after_load([self.module], self.optimizers)
 
 
+def gathered(sections: dict[str, list[Piece]], *, alone: bool = False) -> State:
+    mine = {
+        section: [(p.name, p.shape, p.start, p.tensor.detach().clone().reshape(-1), p.writer) for p in pieces]
+        for section, pieces in sections.items()
+    }
+    ranks: list[Any] = [mine]
+    if not alone:
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+    state: State = {}
+    for section in mine:
+        ranges: dict[str, list[StoredPiece]] = {}
+        for rank, shares in enumerate(ranks):
+            for name, shape, start, flat, writer in shares[section]:
+                if (writer is None and rank == 0) or writer == rank:
+                    whole = state.setdefault(section, {}).setdefault(name, torch.empty(shape, dtype=flat.dtype))
+                    whole.view(-1)[start : start + flat.numel()] = flat
+                    ranges.setdefault(name, []).append(StoredPiece(str(rank), name, start, flat.numel()))
+        for name, stored in ranges.items():
+            filled = sorted((p for p in stored if p.numel), key=lambda p: p.start)
+            check_coverage(name, state[section][name].numel(), filled)
+    return state
+
+
 def words(step: int, micro: int, rank: int | None) -> Tensor:
     """The batch of a rank, or of the one process that does the work of both."""
     shares = [
@@ -228,7 +237,8 @@ def words(step: int, micro: int, rank: int | None) -> Tensor:
 
 def numbers(step: int, rank: int | None) -> Tensor:
     shares = [
-        torch.randn(4, 8, generator=torch.Generator().manual_seed(77 * step + each)) for each in range(dist.get_world_size())
+        torch.randn(4, 8, generator=torch.Generator().manual_seed(77 * step + each))
+        for each in range(dist.get_world_size())
     ]
     return torch.cat(shares) if rank is None else shares[rank]
 
@@ -390,6 +400,100 @@ def check_crossing(sources: dict[str, Callable[[], Strategy]], targets: dict[str
                 second.strategy.close()
 
 
+class TrainerLM(tw.Module):
+    """The language model as a user writes it for the Trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = TinyLM()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.net.training_step(batch[0])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.net.training_step(batch[0]), batch_size=len(batch[0]))
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Optimizer:
+        return AdamW(self.parameters(), lr=0.02)
+
+
+class TrainerPair(tw.Module):
+    """Two players under manual optimization."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Pair()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        critic_optimizer, maker_optimizer = self.optimizers()
+        made = self.pair.make(batch[0][:, :3])
+        critic_optimizer.zero_grad()
+        self.manual_backward(F.softplus(-self.pair.critic(batch[0][:, 3:])).mean())
+        self.manual_backward(F.softplus(self.pair.critic(made.detach())).mean())
+        critic_optimizer.step()
+        maker_optimizer.zero_grad()
+        self.manual_backward(F.softplus(-self.pair.critic(made)).mean())
+        maker_optimizer.step()
+
+    def configure_optimizers(self) -> list[Optimizer]:
+        return self.pair.configure_optimizers()
+
+
+def check_trainer(make: Callable[[], Strategy], folder: str) -> None:
+    """The same through `Trainer.fit`, against one rank's strategy-free loop where there is one."""
+    tokens = torch.randint(0, WORDS, (26, 6), generator=torch.Generator().manual_seed(3))
+    draws = torch.randn(16, 8, generator=torch.Generator().manual_seed(4))
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+    }
+
+    def run(
+        model: Any, data: Tensor, strategy: Strategy, epochs: int, ckpt_path: str | None = None, **options: Any
+    ) -> Any:
+        torch.manual_seed(0)
+        trainer = tw.Trainer(strategy=strategy, devices=dist.get_world_size(), max_epochs=epochs, **quiet, **options)
+        trainer.fit(model, DataLoader(TensorDataset(data), batch_size=2), ckpt_path=ckpt_path)
+        return trainer
+
+    def weights(trainer: Any) -> State:
+        return gathered({"model": trainer.engine.strategy.model_pieces(trainer.module)})
+
+    for label, model, data, options in (
+        ("automatic", TrainerLM, tokens[:24], {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2}),
+        ("manual", TrainerPair, draws, {}),
+    ):
+        expected = weights(run(model(), data, DDPStrategy(), 2, **options))
+        straight = run(model(), data, make(), 2, **options)
+        end = weights(straight)
+        report(f"Trainer {label} against ddp", distance(end, expected), 1e-5)
+        if label == "automatic":
+            sets = DataLoader(TensorDataset(tokens), batch_size=4)
+            (metrics,) = straight.test(straight.module, sets)
+            whole = TinyLM()
+            whole.load_state_dict({n.removeprefix("net."): t for n, t in end["model"].items()})
+            report("Trainer test loss", abs(metrics["val_loss"] - whole.training_step(tokens).item()), 1e-5)
+            report("Trainer test leaves the weights", distance(weights(straight), end), 0.0)
+        half = run(model(), data, make(), 1, **options)
+        path = f"{folder}/{half.engine.strategy.name}-{label}.ckpt"
+        half.save_checkpoint(path)
+        resumed = run(model(), data, make(), 2, ckpt_path=path, **options)
+        report(f"Trainer {label} resumed (bitwise)", distance(weights(resumed), end), 0.0)
+        if label == "automatic":
+            fresh = tw.Trainer(strategy=make(), devices=dist.get_world_size(), **quiet)
+            (again,) = fresh.test(model(), sets, ckpt_path=path)  # evaluation only: no optimizer is ever set up
+            (metrics,) = half.test(half.module, sets)
+            report("Trainer test of a checkpoint", abs(again["val_loss"] - metrics["val_loss"]), 1e-6)
+        crossed = run(model(), data, DDPStrategy(), 2, ckpt_path=path, **options)
+        report(f"Trainer {label} resumed under ddp", distance(weights(crossed), end), 1e-5)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -401,7 +505,7 @@ def main() -> None:
         "zero3": lambda: DeepSpeedSpike(3),
     }
     chosen = sys.argv[1]
-    only = sys.argv[2:] or ["automatic", "manual", "evaluation", "resume", "crossing"]
+    only = sys.argv[2:] or ["automatic", "manual", "evaluation", "resume", "crossing", "trainer"]
     make = strategies[chosen]
     if "automatic" in only:
         check_automatic(make)
@@ -411,6 +515,12 @@ def main() -> None:
         check_evaluation(make)
     if "resume" in only:
         check_resume(make)
+    if "trainer" in only:
+        with TemporaryDirectory() as folder:
+            shared = [folder]
+            dist.broadcast_object_list(shared)
+            check_trainer(make, shared[0])
+            dist.barrier()
     if "crossing" in only:
         others = {"single": Strategy, "fsdp": FSDPSpike}
         check_crossing({**others, chosen: make}, {**others, chosen: make})

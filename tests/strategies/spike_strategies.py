@@ -7,9 +7,11 @@ engine needs of the contract stays in sight.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.precision.base import Clipper, StepResult
-from trainwright.strategies.base import Optimization, Strategy, call_step, clean_name
+from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, clean_name
 
 
 class FSDPSpike(Strategy):
@@ -34,25 +36,30 @@ class FSDPSpike(Strategy):
     def __init__(self) -> None:
         super().__init__()
         self._roots: dict[nn.Module, set[str]] = {}
+        self._steps: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # registered, for good
         self._automatic = True
 
     def check(self, num_processes: int) -> None:
         """Any number of processes will do."""
 
-    def setup_module(self, module: nn.Module, optimization: Optimization) -> None:
-        self._automatic = optimization.automatic
+    def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        self._automatic = optimization is None or optimization.automatic
+        if isinstance(module, FSDPModule):
+            self._roots[module] = self._steps.setdefault(module, {"forward"})
+            return  # of an earlier run: sharded as it was left
+        broadcast_tensors((*module.parameters(), *module.buffers()))
         mesh = init_device_mesh(self.device.type, (self.world_size,))
-        children = list(module.children())
+        children = list(_callable_children(module))
         for child in children:
             own = {id(p) for p in child.parameters()}
             others = {id(p) for other in children if other is not child for p in other.parameters()}
             if own and not own & others:
                 fully_shard(child, mesh=mesh)
         fully_shard(module, mesh=mesh)
-        self._roots[module] = {"forward"}
+        self._roots[module] = self._steps.setdefault(module, {"forward"})
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name not in self._roots.setdefault(module, {"forward"}):
+        if name not in self._roots[module]:
             register_fsdp_forward_method(module, name)
             self._roots[module].add(name)
         return super().run(module, name, args, kwargs)
@@ -77,8 +84,10 @@ class FSDPSpike(Strategy):
         for root in self._fsdp_roots():
             root.set_requires_gradient_sync(enabled)
 
-    def clip_gradients(self, optimizer: Optimizer, norm: float | None, value: float | None) -> Tensor | None:
-        total = super().clip_gradients(optimizer, norm, value)
+    def clip_gradients(
+        self, optimizer: Optimizer, norm: float | None, value: float | None, scale: float = 1.0
+    ) -> Tensor | None:
+        total = super().clip_gradients(optimizer, norm, value, scale)
         return total.full_tensor() if isinstance(total, DTensor) else total
 
     def piece(self, name: str, value: Tensor, writer: int | None) -> Piece:
@@ -94,6 +103,12 @@ class FSDPSpike(Strategy):
         for root in self._fsdp_roots():
             root.reshard()
 
+    def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
+        broadcast_tensors(buffer for module in modules for buffer in module.buffers())
+
+    def close(self) -> None:
+        self._roots.clear()
+
     def _fsdp_roots(self) -> Iterator[FSDPModule]:
         return (root for root in self._roots if isinstance(root, FSDPModule))
 
@@ -102,6 +117,15 @@ class FSDPSpike(Strategy):
         for root in self._fsdp_roots():
             root.reshard()
             root.unshard()
+
+
+def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost submodules that have a forward; FSDP gathers a group when its module's forward is called."""
+    for child in module.children():
+        if "forward" in {name for kind in type(child).__mro__ if kind is not nn.Module for name in vars(kind)}:
+            yield child
+        else:
+            yield from _callable_children(child)
 
 
 class Part(nn.Module):
@@ -114,6 +138,43 @@ class Part(nn.Module):
 
     def forward(self, step: Callable[[], Any]) -> Any:
         return step()
+
+
+class ZeroGroup(UserDict[str, Any]):
+    """A parameter group as the user made it, over the one that DeepSpeed steps, whose only parameter is a flat master."""
+
+    def __init__(self, stepped: dict[str, Any]) -> None:
+        self.data = stepped  # shared: what a scheduler or a load sets reaches the step
+        self.parameters = list(stepped["params"])
+
+    def __getitem__(self, key: str) -> Any:
+        return self.parameters if key == "params" else super().__getitem__(key)
+
+
+class ZeroOptimizer(Optimizer):
+    """The user's optimizer with the module's own parameters in its groups, after DeepSpeed has put flat masters there."""
+
+    def __init__(self, stepped: Optimizer) -> None:
+        self.param_groups = [ZeroGroup(group) for group in stepped.param_groups]  # type: ignore[assignment,arg-type]
+        self.stepped = stepped
+        self.engine: Any = None
+        self.__class__ = type(type(stepped).__name__, (ZeroOptimizer,), {})  # a checkpoint names the optimizer's class
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.stepped.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that wait in DeepSpeed's buckets; no parameter has one of its own."""
+        zero = self.engine.optimizer
+        zero.zero_grad()
+        if hasattr(zero, "all_grad_tensors"):  # ZeRO-2
+            zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
+            zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
+        else:
+            # Else a parameter that the next steps do not use keeps the gradient of the last one that did.
+            for buffer in zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.values():
+                buffer.zero_()
 
 
 class DeepSpeedSpike(Strategy):
@@ -132,9 +193,13 @@ class DeepSpeedSpike(Strategy):
     def check(self, num_processes: int) -> None:
         """Any number of processes will do."""
 
-    def setup_optimizers(
-        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
-    ) -> list[Optimizer]:
+    def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        whole = [p for p in module.parameters() if not hasattr(p, "ds_id")]
+        broadcast_tensors((*whole, *module.buffers()))
+        if optimization is None and self.stage == 3:
+            self._parts[module] = [self._initialize(Part([module]), None)]
+
+    def _initialize(self, part: Part, optimizer: Optimizer | None) -> Any:
         import deepspeed
 
         config = {
@@ -148,9 +213,15 @@ class DeepSpeedSpike(Strategy):
                 "stage": self.stage,
                 "overlap_comm": False,
                 "reduce_bucket_size": 100_000,
+                "memory_efficient_linear": False,  # True would replace torch.nn.functional.linear, for the whole process
                 "stage3_param_persistence_threshold": self.persistence_threshold,
             },
         }
+        return deepspeed.initialize(model=part, optimizer=optimizer, config=config, dist_init_required=False)[0]
+
+    def setup_optimizers(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
+    ) -> list[Optimizer]:
         for optimizer in optimizers:
             own = {p for group in optimizer.param_groups for p in group["params"]}
             owners = [module for module in modules if not own.isdisjoint(module.parameters())]
@@ -162,17 +233,16 @@ class DeepSpeedSpike(Strategy):
                 strays = [p for group in optimizer.param_groups for p in group["params"] if p not in inside]
                 if any(stray.numel() > self.persistence_threshold for stray in strays):
                     raise ValueError("under ZeRO-3 an optimizer of several needs whole submodules of its own")
-            engine, *_ = deepspeed.initialize(
-                model=Part(members, strays), optimizer=optimizer, config=config, dist_init_required=False
-            )
+            facade = ZeroOptimizer(optimizer)
+            facade.engine = self._initialize(Part(members, strays), optimizer)
             if strays:
-                strays[0].all_gather(strays)  # small ones stay gathered from their first use on, which no hook would see
-            self._engines[optimizer] = engine
+                strays[0].all_gather(
+                    strays
+                )  # small ones stay gathered from their first use on, which no hook would see
+            self._engines[facade] = facade.engine
             for module in owners:
-                self._parts.setdefault(module, []).append(engine)
-            # The user's own zero_grad sees the flat master only; the gradients are in DeepSpeed's buckets.
-            optimizer.zero_grad = lambda set_to_none=True, engine=engine: self._drop_gradients(engine)  # type: ignore[method-assign]
-        return list(optimizers)
+                self._parts.setdefault(module, []).append(facade.engine)
+        return list(self._engines)
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def step() -> Any:
@@ -200,7 +270,9 @@ class DeepSpeedSpike(Strategy):
         engine.step()
         return StepResult(norm, bool(engine.optimizer.overflow))
 
-    def clip_gradients(self, optimizer: Optimizer, norm: float | None, value: float | None) -> Tensor | None:
+    def clip_gradients(
+        self, optimizer: Optimizer, norm: float | None, value: float | None, scale: float = 1.0
+    ) -> Tensor | None:
         zero = self._engines[optimizer].optimizer
         if self.stage == 2:
             # What the step will do first: cut this rank's share out of the gradients, as views, so clipping them lasts.
@@ -208,8 +280,9 @@ class DeepSpeedSpike(Strategy):
             zero.finalize_gradient_accumulation_boundary()
             zero.all_grad_tensors = kept
         mine = [gradient for group in zero.averaged_gradients.values() for gradient in group]
-        if value is not None:
-            for gradient in mine:
+        for gradient in mine:
+            gradient.mul_(scale)
+            if value is not None:
                 gradient.clamp_(-value, value)
         if norm is None:
             return None
@@ -220,16 +293,8 @@ class DeepSpeedSpike(Strategy):
             gradient.mul_((norm / (total + 1e-6)).clamp(max=1.0))
         return total
 
-    def _drop_gradients(self, engine: Any) -> None:
-        zero = engine.optimizer
-        zero.zero_grad()
-        if self.stage == 2:
-            zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
-            zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
-        else:
-            # Else a parameter that the next steps do not use keeps the gradient of the last one that did.
-            for buffer in zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.values():
-                buffer.zero_()
+    def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
+        broadcast_tensors(buffer for module in modules for buffer in module.buffers())
 
     # -- state: a rank's share of a parameter is one range, which lies somewhere in a flat fp32 master ----------------
 
@@ -237,6 +302,11 @@ class DeepSpeedSpike(Strategy):
         shares = {p: share for engine in self._engines.values() for p, *share in self._shares(engine.optimizer)}
         pieces = []
         for name, value in module.state_dict(keep_vars=True).items():
+            if value not in shares and hasattr(value, "ds_tensor"):  # not trained: no fp32 master, its partition counts
+                start = min(value.ds_tensor.numel() * self.rank, value.ds_numel)
+                share = value.ds_tensor.detach()[: min(value.ds_tensor.numel(), value.ds_numel - start)]
+                pieces.append(Piece(clean_name(name), tuple(value.ds_shape), start, share, self.rank))
+                continue
             if value not in shares:
                 pieces.append(self.piece(clean_name(name), value, None if isinstance(value, nn.Parameter) else 0))
                 continue
@@ -272,6 +342,11 @@ class DeepSpeedSpike(Strategy):
                 optimizer.state[flat].setdefault(key, state)
 
     def after_load(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        trained = {p for engine in self._engines.values() for p, *_ in self._shares(engine.optimizer)}
+        for parameter in (p for module in modules for p in module.parameters() if hasattr(p, "ds_tensor")):
+            if parameter not in trained and parameter.ds_status.name == "AVAILABLE":
+                parameter.partition(has_been_updated=False)
+                parameter.all_gather()
         for engine in self._engines.values():
             zero = engine.optimizer
             if self.stage == 2:
@@ -306,12 +381,10 @@ class DeepSpeedSpike(Strategy):
                     yield parameter, flat, offset, start, numel, tuple(parameter.ds_shape)
 
     def close(self) -> None:
-        for optimizer, engine in self._engines.items():
-            del optimizer.zero_grad
+        for engine in {id(engine): engine for engines in self._parts.values() for engine in engines}.values():
             engine.destroy()
         self._engines.clear()
         self._parts.clear()
-        dist.barrier()
 
 
 def _nested(part: nn.Module, step: Callable[[], Any]) -> Callable[[], Any]:

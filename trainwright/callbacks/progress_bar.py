@@ -105,7 +105,11 @@ class TQDMProgressBar(Callback):
         seconds = time.monotonic() - self._epoch_started
         metrics = "".join(f", {name} {value}" for name, value in rounded(trainer.progress_bar_metrics).items())
         of = f"/{total}" if total is not None else ""
-        print(f"epoch {trainer.current_epoch}: {batches}{of} batches in {seconds:.1f} s{metrics}", file=sys.stderr, flush=True)
+        print(
+            f"epoch {trainer.current_epoch}: {batches}{of} batches in {seconds:.1f} s{metrics}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def rounded(metrics: dict[str, float]) -> dict[str, str]:

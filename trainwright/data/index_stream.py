@@ -52,8 +52,8 @@ class IndexStream:
         """Choose the epoch whose order comes next, and the batch of this rank that it starts with."""
         self.epoch, self.start_batch, self.real_sizes = epoch, start_batch, None
         for sampler in (self.source, getattr(self.source, "sampler", None)):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         return islice(self._share(), self.start_batch, None)

@@ -7,7 +7,7 @@ its collate function, its workers and whatever else it carries.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -84,6 +84,11 @@ class ShardedLoader:
             return None
 
     @property
+    def exact_length(self) -> int | None:
+        """Return the length where it is certain: that of an index stream or a list, not an estimate of the loader's own."""
+        return self.length if self.stream is not None or isinstance(self.loader, Sequence) else None
+
+    @property
     def real_length(self) -> int | None:
         """Return how many of this rank's batches count in an evaluation; None where the loader has no length."""
         return self.length if self.length is None or self.stream is None else self.stream.real_length
@@ -103,6 +108,28 @@ class ShardedLoader:
     def last_sizes(self) -> list[int] | None:
         """Return, per rank, how many samples of the last round are no repeats; None where all are."""
         return self.stream.real_sizes if self.stream is not None else None
+
+
+def with_last(
+    loader: Iterable[Any], start: int, length: int | None, most: int | None = None
+) -> Iterator[tuple[Any, bool]]:
+    """Yield (batch, whether it is the last); without a known length one batch is read ahead to tell.
+
+    The loader begins at batch number `start` of `length`; `most` limits the batches where no length is known.
+    """
+    if length is not None:
+        for index, batch in enumerate(islice(loader, max(0, length - start)), start=start + 1):
+            yield batch, index == length
+        return
+    batches = islice(loader, None if most is None else max(0, most - start))
+    try:
+        held = next(batches)
+    except StopIteration:
+        return
+    for batch in batches:
+        yield held, False
+        held = batch
+    yield held, True
 
 
 def _replaceable(loader: Iterable[Any], world_size: int) -> bool:

@@ -46,7 +46,7 @@ def derive_seed(*parts: int) -> int:
 
 def rng_state() -> dict[str, Any]:
     """Return the states of this process's generators: python, numpy (where it is loaded), torch and each CUDA device."""
-    cuda = list(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else []
+    cuda = list(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     return {**_host_state(), "cuda": cuda}
 
 

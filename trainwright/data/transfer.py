@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,18 +12,29 @@ from torch import Tensor
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch with each tensor in it on the device; other leaves as they are.
 
-    Mappings, lists, tuples and named tuples are rebuilt where something in them moved; an object with a `to(device)` of
-    its own is asked to move itself. Copies from pinned memory do not wait.
+    An object with a `to(device)` of its own is asked to move itself. Copies from pinned memory do not wait.
     """
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        moved = {key: to_device(value, device) for key, value in batch.items()}
-        return type(batch)(moved) if type(batch) is not dict else moved  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device) for value in batch)
-    if not isinstance(batch, type) and callable(getattr(batch, "to", None)):
-        return batch.to(device)
-    return batch
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device) if callable(getattr(leaf, "to", None)) and not isinstance(leaf, type) else leaf
+
+    return map_leaves(moved, batch)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a nested structure (mappings, lists, tuples, named tuples) with the function applied to each leaf."""
+    if isinstance(value, Mapping) and not callable(getattr(value, "to", None)):
+        mapped = {key: map_leaves(function, each) for key, each in value.items()}
+        return mapped if type(value) is dict else type(value)(mapped)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_leaves(function, each) for each in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_leaves(function, each) for each in value)
+    return function(value)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return a nested structure with the function applied to each tensor in it."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ def gather_uneven(tensor: Tensor) -> list[Tensor]:
     return [piece[: shape[0]].clone() for piece, shape in zip(all_gather(padded), shapes, strict=True)]
 
 
-def gather_object(obj: object) -> list[object]:
+def gather_object(obj: object) -> list[Any]:
     """Return the plain data (None, bool, numbers, str, list, dict) of all ranks. Collective: call on every rank."""
     _check_plain(obj, "obj")
     text = json.dumps(obj)

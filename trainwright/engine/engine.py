@@ -25,6 +25,7 @@ from trainwright.distributed.environment import Environment, open_process_group,
 from trainwright.engine.devices import resolve_device_type, resolve_num_processes
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult, resolve_precision
+from trainwright.precision.base import Clipper
 from trainwright.strategies import Strategy, resolve_strategy
 from trainwright.strategies.base import STORED_NEVER, Optimization, clean_name
 
@@ -71,7 +72,9 @@ class Engine:
 
             launch(num_processes)
         self.environment = environment
-        self.device = torch.device(device_type, environment.local_rank) if device_type == "cuda" else torch.device("cpu")
+        self.device = (
+            torch.device(device_type, environment.local_rank) if device_type == "cuda" else torch.device("cpu")
+        )
         if device_type == "cuda":
             torch.cuda.set_device(self.device)
         self.connection = open_process_group(environment, pick_backend(device_type), timeout_seconds)
@@ -138,21 +141,27 @@ class Engine:
         """Say, before a forward, whether its backward ends an accumulation window (else the ranks stay apart)."""
         self.strategy.sync_gradients(enabled)
 
-    def step(self, optimizer: Optimizer, *, clip_norm: float | None = None, clip_value: float | None = None) -> StepResult:
+    def step(self, optimizer: Optimizer, clip: Clipper | None = None) -> StepResult:
         """Clip where asked and step; return the gradient norm where it was taken, and whether the step was skipped."""
-        clip = None
-        if clip_norm is not None or clip_value is not None:
-            clip = partial(self.strategy.clip_gradients, norm=clip_norm, value=clip_value)
         return self.strategy.step(optimizer, clip)
+
+    def clipper(self, norm: float | None = None, value: float | None = None) -> Clipper | None:
+        """Return what `step` clips with: by value, then by total norm; None where there is no limit."""
+        if norm is None and value is None:
+            return None
+        return partial(self.strategy.clip_gradients, norm=norm, value=value)
 
     # -- between ranks -----------------------------------------------------------------------------------------------
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """Return the tensors of all ranks joined along their first dimension, rank by rank; a 0-dim one becomes a row.
 
-        Collective: call on every rank.
+        `sizes` is how many rows to take of each rank's; None is all of them. Collective: call on every rank.
         """
-        return torch.cat(collectives.gather_uneven(tensor.reshape(1) if tensor.dim() == 0 else tensor))
+        parts = collectives.gather_uneven(tensor.reshape(1) if tensor.dim() == 0 else tensor)
+        if sizes is not None and tensor.dim() > 0:
+            parts = [part[:size] for part, size in zip(parts, sizes, strict=True)]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def reduce(self, tensor: Tensor, op: str = "mean") -> Tensor:
         """Return the elementwise mean, sum, min or max over the ranks. Collective: call on every rank."""

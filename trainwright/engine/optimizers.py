@@ -36,7 +36,9 @@ class SchedulerConfig:
                 "with step() and state_dict()."
             )
         if self.interval not in INTERVALS:
-            raise ValueError(f"interval={self.interval!r} of a scheduler is unknown; choose from {', '.join(INTERVALS)}.")
+            raise ValueError(
+                f"interval={self.interval!r} of a scheduler is unknown; choose from {', '.join(INTERVALS)}."
+            )
         if self.frequency < 1:
             raise ValueError(f"frequency={self.frequency} of a scheduler is below 1; pass how many {self.interval}s.")
         if self.is_plateau and self.monitor is None:

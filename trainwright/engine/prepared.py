@@ -1,13 +1,16 @@
-"""Prepared: a user's optimizer as the Engine steps it, for loops that call `optimizer.step()` themselves."""
+"""Prepared: a user's objects as the Engine runs them, for loops that call them themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.data.loaders import with_last
+from trainwright.data.transfer import map_tensors, to_device
 from trainwright.engine.engine import Engine
 from trainwright.precision import StepResult
 
@@ -21,6 +24,7 @@ class PreparedOptimizer(Optimizer):
         engine: steps the optimizer.
         optimizer: what the strategy prepared.
         is_due: tells whether a step is due (an accumulation window ends); a call at another moment does nothing.
+        may_clear: tells whether gradients may be cleared; a call at another moment does nothing.
         after_step: told each result.
     """
 
@@ -29,6 +33,7 @@ class PreparedOptimizer(Optimizer):
         engine: Engine,
         optimizer: Optimizer,
         is_due: Callable[[], bool] | None = None,
+        may_clear: Callable[[], bool] | None = None,
         after_step: Callable[[StepResult], None] | None = None,
     ) -> None:
         # Optimizer.__init__ is left out: groups and state are the inner optimizer's, and only those.
@@ -36,7 +41,7 @@ class PreparedOptimizer(Optimizer):
         self.step_was_skipped = False
         """Whether the latest step was left out because the gradients held an inf or a NaN."""
         self._engine = engine
-        self._is_due = is_due
+        self._is_due, self._may_clear = is_due, may_clear
         self._after_step = after_step
 
     @property
@@ -70,7 +75,7 @@ class PreparedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; within an accumulation window nothing happens."""
-        if self._is_due is None or self._is_due():
+        if self._may_clear is None or self._may_clear():
             self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -89,8 +94,113 @@ class PreparedOptimizer(Optimizer):
         return f"PreparedOptimizer({self.optimizer!r})"
 
 
-def unscaled_gradients(engine: Engine, optimizers: list[Optimizer]) -> list[Tensor]:
-    """Divide the optimizers' gradients by the loss scale, once a step, and return them."""
-    for optimizer in optimizers:
-        engine.precision.unscale(optimizer)
-    return [p.grad for o in optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
+class PreparedModule(nn.Module):
+    """A module whose forward runs through the strategy's wrapper and in the precision's context.
+
+    Args:
+        engine: runs it.
+        module: the user's own, to be had back as `.module`.
+        to_float32: whether half-precision outputs are converted, so that a loss is computed in full precision.
+    """
+
+    def __init__(self, engine: Engine, module: nn.Module, *, to_float32: bool) -> None:
+        super().__init__()
+        self.module = module
+        self._engine = engine
+        self._to_float32 = to_float32
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward."""
+        outputs = self._engine.run(self.module, "forward", *args, **kwargs)
+        return map_tensors(_full_precision, outputs) if self._to_float32 else outputs
+
+
+class PreparedScheduler:
+    """A scheduler that steps once for each optimizer step that was made.
+
+    Args:
+        scheduler: the user's own, to be had back as `.scheduler`.
+        is_due: tells whether an optimizer step was made.
+    """
+
+    def __init__(self, scheduler: Any, is_due: Callable[[], bool]) -> None:
+        self.scheduler = scheduler
+        self._is_due = is_due
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step, unless the optimizer did not."""
+        if self._is_due():
+            self.scheduler.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return list(self.scheduler.get_last_lr())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner scheduler's state."""
+        return dict(self.scheduler.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the inner scheduler's state."""
+        self.scheduler.load_state_dict(state)
+
+
+class PreparedLoader:
+    """This rank's share of a loader, batch by batch on the device; each iteration is the next epoch.
+
+    Every rank has equally many batches; `last_sizes` tells how many samples of the last ones are no repeats.
+
+    Args:
+        engine: whose share, and which device.
+        loader: the user's own, to be had back as `.loader`.
+        on_iteration: told when an iteration begins.
+    """
+
+    def __init__(self, engine: Engine, loader: Any, on_iteration: Callable[[PreparedLoader], None]) -> None:
+        self.loader = loader
+        self.epoch = 0
+        """The number of the epoch that the next batch belongs to."""
+        self.is_at_end = False
+        """Whether the batch at hand is the epoch's last."""
+        self._sharded = engine.prepare_loader(loader, "even")
+        self._device = engine.device
+        self._on_iteration = on_iteration
+        self._batch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self._on_iteration(self)
+        length, on_host = self._sharded.exact_length, self._device.type == "cpu"
+        self._sharded.set_epoch(self.epoch, self._batch)
+        for batch, is_last in with_last(self._sharded, self._batch, length):
+            self.is_at_end = is_last
+            self._batch += 1
+            yield batch if on_host else to_device(batch, self._device)
+        self.epoch, self._batch = self.epoch + 1, 0
+
+    def __len__(self) -> int:
+        return len(self._sharded)
+
+    @property
+    def batches_left(self) -> int | None:
+        """Return how many batches the epoch still has, the one at hand among them; None without a known length."""
+        length = self._sharded.exact_length
+        return None if length is None else length - self._batch + 1
+
+    @property
+    def last_sizes(self) -> list[int] | None:
+        """Return, per rank, how many samples of the last batch are no repeats; None where all are."""
+        return self._sharded.last_sizes
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where the next batch stands."""
+        if self.is_at_end and self._batch:
+            return {"epoch": self.epoch + 1, "batch": 0}
+        return {"epoch": self.epoch, "batch": self._batch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Let the next iteration begin there."""
+        self.epoch, self._batch, self.is_at_end = int(state["epoch"]), int(state["batch"]), False
+
+
+def _full_precision(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
@@ -29,6 +29,8 @@ from trainwright.launch.output import PrefixedOutput
 LOOPBACK = "127.0.0.1"
 LEAVE_SECONDS = 1.0
 """How long the other ranks have to leave by themselves, with their output flushed, once a failure is posted."""
+END_SECONDS = 2.0
+"""How long a rank that has posted its failure has to end."""
 CLOSE_SECONDS = 3.0
 """How long a rank has between SIGTERM and SIGKILL."""
 
@@ -132,6 +134,7 @@ class JobAgent(LocalElasticAgent):
         )
         super().__init__(spec, PipeLogs(self.output))
         self._first_codes: dict[int, int] = {}
+        self._reported_at: float | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = cast("dict[int, Any]", super()._start_workers(worker_group))
@@ -144,6 +147,16 @@ class JobAgent(LocalElasticAgent):
                     stream.close()
         self.output.start()
         return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = cast(RunResult, super()._monitor_workers(worker_group))
+        if result.state != WorkerState.HEALTHY or self.rendezvous.board.count() == 0:
+            return result
+        # A failed rank may not come to its end, where one of its threads goes on.
+        self._reported_at = self._reported_at or time.monotonic()
+        if time.monotonic() - self._reported_at < END_SECONDS:
+            return result
+        return RunResult(state=WorkerState.FAILED)
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
         # Elastic's own record asks for the fully qualified host name, which takes seconds where no name server answers.

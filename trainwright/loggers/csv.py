@@ -77,7 +77,9 @@ class CSVLogger(Logger):
         if not self._rows:
             return
         known = len(self._columns)
-        self._columns += [name for name in dict.fromkeys(key for row in self._rows for key in row) if name not in self._columns]
+        self._columns += [
+            name for name in dict.fromkeys(key for row in self._rows for key in row) if name not in self._columns
+        ]
         earlier: list[dict[str, Any]] = []
         if known and known < len(self._columns):
             with fsspec.open(self.metrics_path, "r", newline="") as file:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,6 +21,8 @@ from trainwright.precision.base import Clipper, Precision, StepResult
 
 STORED_NEVER = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
 """Keys of a parameter group that a checkpoint leaves out: its tensors, and how the optimizer is computed here."""
+
+BROADCAST_BYTES = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -81,20 +84,35 @@ class Strategy:
             )
 
     def connect(self, rank: int, world_size: int, device: torch.device, precision: Precision) -> None:
-        """Take the place that this process has in the job; the process group is open by now."""
+        """Take the place that this process has in the job; the process group is open by now.
+
+        An engine that scales losses itself (DeepSpeed) puts a precision of its own in place of the given one, so ask
+        `self.precision` for the state of the scale.
+        """
         self.rank, self.world_size, self.device, self.precision = rank, world_size, device, precision
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         """Wrap or shard a module, which is on the device by now; called before its optimizers are made.
 
-        `optimization` is None where the module will be evaluated only.
+        Collective: rank 0's weights and buffers become everyone's. `optimization` is None where the module will be
+        evaluated only; no `setup_optimizers` follows then. A module comes again after `close`, sharded as it was left.
+        Its parameters may be other objects from here on, so names are taken afterwards.
         """
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
     ) -> list[Optimizer]:
-        """Return the optimizers to step, one for each given."""
+        """Return the optimizers to step, one for each given; called once, with the optimizers of all modules.
+
+        Schedulers are bound to the optimizers that were given: what they set in a group has to reach the step. In the groups
+        of those returned stand the module's own parameters, in the same order, whatever an engine steps in their stead
+        (checkpoints name state by them); their `zero_grad` drops every gradient, and their class has the same name.
+        """
         return list(optimizers)
+
+    def is_wrapped(self, module: nn.Module) -> bool:
+        """Return whether `run` has to be used for this module's forward, since calling it would leave something out."""
+        return False
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -117,9 +135,16 @@ class Strategy:
         """Clip where asked and step."""
         return self.precision.step(optimizer, clip)
 
-    def clip_gradients(self, optimizer: Optimizer, norm: float | None, value: float | None) -> Tensor | None:
-        """Clip the gradients in place, by value and then by total norm; return the total norm before that, if taken."""
+    def clip_gradients(
+        self, optimizer: Optimizer, norm: float | None, value: float | None, scale: float = 1.0
+    ) -> Tensor | None:
+        """Multiply the gradients in place, clip them by value, then by total norm; return that norm if it was taken.
+
+        Nothing outside of a strategy touches gradients: under some engines no parameter has its own.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if scale != 1.0:
+            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
         if value is not None:
             torch.nn.utils.clip_grad_value_(parameters, value)
         if norm is not None:
@@ -159,7 +184,8 @@ class Strategy:
     ) -> None:
         """Make the state tensors that a load will fill, where the optimizer has not stepped yet.
 
-        `entries` are the stored tensors by name ("parameter/key"), with whole shapes.
+        `entries` are the stored tensors by name ("parameter/key"), with whole shapes; what state there was is dropped.
+        `optimizer_pieces` is asked afterwards, since the views that it gave before are stale.
         """
         by_parameter: dict[str, dict[str, TensorEntry]] = {}
         for name, entry in entries.items():
@@ -182,10 +208,22 @@ class Strategy:
         return Piece(name, tuple(value.shape), 0, value.detach(), writer)
 
     def after_load(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Follow up on state that a load has written into the pieces."""
+        """Follow up on state that a load has written into the pieces, all sections of it. Collective."""
 
     def close(self) -> None:
-        """Give back what this strategy holds; the process group is closed by its owner."""
+        """Give back what this strategy holds; the process group is closed by its owner.
+
+        Called before the first run too. A sharded module stays sharded: whole, it might not fit.
+        """
+
+
+def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
+    """Give every rank rank 0's values, in place. Collective: call on every rank."""
+    present = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
+    if present and dist.is_initialized() and dist.get_world_size() > 1:
+        group = dist.group.WORLD
+        assert group is not None
+        dist._broadcast_coalesced(group, present, BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
 
 
 def clean_name(name: str) -> str:

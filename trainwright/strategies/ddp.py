@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from trainwright.strategies.base import Optimization, StepForward, Strategy
+from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors
 
 
 class DDPStrategy(Strategy):
@@ -58,6 +57,9 @@ class DDPStrategy(Strategy):
             bucket_cap_mb=self.bucket_cap_mb,
         )
 
+    def is_wrapped(self, module: nn.Module) -> bool:
+        return module in self._wrapped
+
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as the wrapper's forward while training.
 
@@ -89,12 +91,7 @@ class DDPStrategy(Strategy):
 
     def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
         """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""
-        if self.world_size == 1:
-            return
-        for module in modules:
-            buffers = [buffer for buffer in module.buffers() if buffer.numel() > 0]
-            if buffers:
-                dist._broadcast_coalesced(dist.group.WORLD, buffers, 32 * 1024 * 1024, 0)
+        broadcast_tensors(buffer for module in modules for buffer in module.buffers())
 
     def close(self) -> None:
         self._wrapped.clear()

@@ -18,21 +18,20 @@ manual optimization training_step does all of train_batch itself. When which hoo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.data.loaders import ShardedLoader
+from trainwright.data.loaders import ShardedLoader, with_last
 from trainwright.data.seeding import set_rng_state
 from trainwright.data.transfer import to_device
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.module import Module
+from trainwright.precision.base import Clipper
 from trainwright.trainer.evaluate import evaluate, sanity_check
 from trainwright.trainer.hooks import JUDGED, HookTable
 from trainwright.trainer.state import TrainerState
@@ -55,13 +54,21 @@ class TrainingRun:
     """The one to step; None under manual optimization."""
     schedulers: list[SchedulerConfig]
     num_batches: int | None
-    """Batches of this rank in an epoch, limits included; None where the loader has no length."""
+    """Batches of this rank in an epoch, limits included; None where that shows only when the loader ends."""
+    most_batches: int | None
+    """A limit of the batches; None for none."""
     accumulate: int
-    clip_norm: float | None
-    clip_value: float | None
+    clip: Clipper | None
     window_has_gradients: bool = False
     is_within_window: bool = False
     """True while gradients wait for further batches of their window."""
+    waiting_saves: list[tuple[str, bool]] = field(default_factory=list)
+    """Checkpoints that were asked for within a window, and are written when it ends."""
+
+    def __post_init__(self) -> None:
+        hooks = self.hooks
+        self.before_zero_grad, self.before_backward = hooks["on_before_zero_grad"], hooks["on_before_backward"]
+        self.after_backward, self.before_step = hooks["on_after_backward"], hooks["on_before_optimizer_step"]
 
 
 def fit(run: TrainingRun, val_loader: ShardedLoader | None, generators: dict[str, Any] | None) -> None:
@@ -91,27 +98,30 @@ def fit_epoch(run: TrainingRun, val_loader: ShardedLoader | None) -> None:
     run.loader.set_epoch(state.epoch, state.batch)
     hooks.call("on_train_epoch_start")
     batch_start, batch_end = hooks["on_train_batch_start"], hooks["on_train_batch_end"]
-    on_host, log_every, is_last = device.type == "cpu", trainer.settings.log_every_n_steps, state.batch == run.num_batches
-    for batch, is_last in with_last(run.loader, state.batch, run.num_batches):
+    on_host, log_every = device.type == "cpu", trainer.settings.log_every_n_steps
+    is_last = run.num_batches is not None and state.batch >= run.num_batches
+    for batch, is_last in with_last(run.loader, state.batch, run.num_batches, run.most_batches):
         batch = batch if on_host else to_device(batch, device)
         collector.batch = batch
         index = state.batch
-        if batch_start and any([hook(batch, index) == -1 for hook in batch_start]):
+        if batch_start and -1 in [hook(batch, index) for hook in batch_start]:
             is_last = True
             break
         steps_before = state.step
         outputs = train_batch(run, batch, index, is_last)
         state.batch = index + 1
-        if state.step != steps_before:
-            state.batches_that_stepped += 1
-            if state.batches_that_stepped % log_every == 0:
-                trainer.logbook.log_step()
+        stepped = state.step != steps_before
+        state.batches_that_stepped += stepped
         for hook in batch_end:
             hook(outputs, batch, index)
-        if trainer.has_waiting_saves and not run.is_within_window:
+        if stepped and state.batches_that_stepped % log_every == 0:
+            trainer.logbook.log_step()
+        if run.waiting_saves and not run.is_within_window:
             trainer.save_waiting()
-        if trainer.wants_to_stop and (state.step != steps_before or run.optimizer is None):
+        if (stepped or run.optimizer is None) and trainer.wants_to_stop:
             break
+    else:
+        refuse_short_epoch(run, is_last)
     finish_epoch(run, val_loader, is_complete=is_last)
 
 
@@ -136,12 +146,12 @@ def finish_epoch(run: TrainingRun, val_loader: ShardedLoader | None, is_complete
 
 def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
     """Run one batch through training_step, backward and, at its window's end, the optimizer; return its outputs."""
-    engine, hooks, optimizer = run.engine, run.hooks, run.optimizer
+    engine, optimizer = run.engine, run.optimizer
     if optimizer is None:
         return engine.run(run.module, "training_step", batch, index)
     place = index % run.accumulate
     if place == 0:
-        for hook in hooks["on_before_zero_grad"]:
+        for hook in run.before_zero_grad:
             hook(optimizer)
         optimizer.zero_grad()
         run.window_has_gradients = False
@@ -152,10 +162,10 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
     loss = outputs if type(outputs) is Tensor else read_loss(outputs, engine.world_size)
     if loss is not None:
         weighted = weigh(run, loss, index, place, is_last)
-        for hook in hooks["on_before_backward"]:
+        for hook in run.before_backward:
             hook(weighted)
         engine.backward(weighted)
-        for hook in hooks["on_after_backward"]:
+        for hook in run.after_backward:
             hook()
         run.window_has_gradients = True
     run.is_within_window = not at_end
@@ -169,17 +179,28 @@ def step(run: TrainingRun, optimizer: Optimizer, window_length: int) -> None:
     state = run.state
     if run.num_batches is None and window_length < run.accumulate:
         rescale_gradients(optimizer, run.accumulate / window_length)
-    if before_step := run.hooks["on_before_optimizer_step"]:
+    if run.before_step:
         run.engine.precision.unscale(optimizer)
-        for hook in before_step:
+        for hook in run.before_step:
             hook(optimizer)
-    result = run.engine.step(optimizer, clip_norm=run.clip_norm, clip_value=run.clip_value)
+    result = run.engine.step(optimizer, run.clip)
     state.step += 1
     if result.skipped:
         state.skipped_steps += 1
     elif run.schedulers:
         step_schedulers(run, "step", state.step, plateau=False)
         step_schedulers(run, "step", state.step, plateau=True)
+
+
+def refuse_short_epoch(run: TrainingRun, is_last: bool) -> None:
+    """Raise where the loader gave no batch, or fewer than its length (RuntimeError)."""
+    if run.num_batches is None and run.state.batch == 0:
+        raise RuntimeError("the training loader gave no batch; give it data.")
+    if run.num_batches is not None and not is_last:
+        raise RuntimeError(
+            f"the training loader gave {run.state.batch} batches, but its length is {run.num_batches}; let the __len__ of its "
+            "sampler tell how many it yields."
+        )
 
 
 def weigh(run: TrainingRun, loss: Tensor, index: int, place: int, is_last: bool) -> Tensor:
@@ -238,20 +259,3 @@ def step_schedulers(run: TrainingRun, interval: str, count: int, *, plateau: boo
             config.scheduler.step(run.trainer.monitored(config.monitor or "", "ReduceLROnPlateau"))
         else:
             config.scheduler.step()
-
-
-def with_last(loader: Iterable[Any], start: int, length: int | None) -> Iterator[tuple[Any, bool]]:
-    """Yield (batch, whether it is the last); without a known length one batch is read ahead to tell."""
-    if length is not None:
-        for index, batch in enumerate(islice(loader, length - start), start=start + 1):
-            yield batch, index == length
-        return
-    batches = iter(loader)
-    try:
-        held = next(batches)
-    except StopIteration:
-        return
-    for batch in batches:
-        yield held, False
-        held = batch
-    yield held, True

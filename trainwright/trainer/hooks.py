@@ -19,7 +19,8 @@
     an exception ends the run: on_exception > teardown
 
 Callbacks are called in list order and before the module; those that `runs_last` (checkpoints) come after the others, and
-at an epoch's end after the module and the reduction, so that they judge what was logged. A hook that nobody overrides is an empty tuple and costs nothing.
+at an epoch's end after the module and the reduction, so that they judge what was logged. A hook that nobody overrides is
+an empty tuple and costs nothing.
 """
 
 from __future__ import annotations

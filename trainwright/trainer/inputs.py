@@ -16,7 +16,9 @@ from trainwright.module import Module, is_overridden
 def check_module(module: Any, needed: list[str], call: str) -> None:
     """Refuse what is no Module, or one without the methods that the call needs (TypeError)."""
     if module is None:
-        raise TypeError(f"trainer.{call} was given no module, and none was run before; pass an instance of trainwright.Module.")
+        raise TypeError(
+            f"trainer.{call} was given no module, and none was run before; pass an instance of trainwright.Module."
+        )
     if isinstance(module, type) and issubclass(module, Module):
         raise TypeError(f"trainer.{call} was given the class {module.__name__}; pass an instance of it.")
     if not isinstance(module, Module):
@@ -64,7 +66,11 @@ def choose_checkpoint(ckpt_path: str | None, callback: ModelCheckpoint | None) -
     if not path:
         raise CheckpointError(
             f"ckpt_path={ckpt_path!r}: no checkpoint was saved"
-            + (f" in {callback.dirpath}" if callback.dirpath else " yet; give ModelCheckpoint a dirpath to find earlier ones")
+            + (
+                f" in {callback.dirpath}"
+                if callback.dirpath
+                else " yet; give ModelCheckpoint a dirpath to find earlier ones"
+            )
             + ". Run fit first, or pass a path."
         )
     return path

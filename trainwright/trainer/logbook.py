@@ -36,8 +36,7 @@ class Logbook:
     def log_step(self) -> None:
         """Write a row with the latest step values of this rank."""
         assert self.collector is not None
-        shown = {name: value for name, value in self.collector.step_values(for_logger=True).items()}
-        self._write(to_numbers(shown))
+        self._write(to_numbers(self.collector.step_values(for_logger=True)))
 
     def finish(self, module: Module) -> dict[str, float]:
         """Reduce the epoch's values over the ranks, write them as a row and return them. Collective."""
@@ -57,9 +56,9 @@ class Logbook:
         values: dict[str, Tensor] = {}
         if self.collector is not None:
             for name, value in self.collector.step_values().items():
-                values[name] = values[name.removesuffix("_step")] = torch.as_tensor(value)
+                values[name] = values[name.removesuffix("_step")] = as_tensor(value)
         for key, number in self._epoch_values.items():
-            values[key.name] = values[key.epoch_name] = torch.tensor(number, dtype=torch.float64)
+            values[key.name] = values[key.epoch_name] = as_tensor(number)
         return values
 
     @property
@@ -68,10 +67,10 @@ class Logbook:
         values: dict[str, Tensor] = {}
         if self.collector is not None:
             steps = self.collector.step_values(for_logger=True)
-            values = {name: torch.as_tensor(value) for name, value in steps.items()}
+            values = {name: as_tensor(value) for name, value in steps.items()}
         for key, number in self._epoch_values.items():
             if key.logger:
-                values[key.epoch_name] = torch.tensor(number, dtype=torch.float64)
+                values[key.epoch_name] = as_tensor(number)
         return values
 
     @property
@@ -85,6 +84,11 @@ class Logbook:
             return
         for logger in self._loggers:
             logger.log_metrics({"epoch": self._state.epoch, **numbers}, self._state.batches_that_stepped)
+
+
+def as_tensor(value: Tensor | float) -> Tensor:
+    """Return a python number as a float64 tensor, a tensor as it is."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 def to_numbers(values: Mapping[str, Tensor | float]) -> dict[str, float]:

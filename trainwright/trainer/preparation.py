@@ -32,7 +32,8 @@ def prepare_fit(trainer: Trainer, module: Module, train_dataloaders: Iterable[An
             "automatic_optimization = False; accumulate and clip in training_step, and leave them at their defaults."
         )
     loader = engine.prepare_loader(train_dataloaders, "train")
-    trainer.num_training_batches = limited(loader.length, settings.limit_train_batches)
+    limit = settings.limit_train_batches
+    trainer.num_training_batches = limited(loader.length, limit)
     if trainer.num_training_batches == 0:
         raise ValueError(
             "the training loader has no batch (its dataset is empty, drop_last dropped all, or limit_train_batches is too "
@@ -65,8 +66,8 @@ def prepare_fit(trainer: Trainer, module: Module, train_dataloaders: Iterable[An
         loader=loader,
         optimizer=trainer.optimizers[0] if automatic else None,
         schedulers=trainer.lr_scheduler_configs,
-        num_batches=trainer.num_training_batches,
+        num_batches=limited(loader.exact_length, limit) if loader.exact_length is not None else None,
+        most_batches=trainer.num_training_batches if limit is not None else None,
         accumulate=settings.accumulate_grad_batches,
-        clip_norm=settings.clip_norm,
-        clip_value=settings.clip_value,
+        clip=engine.clipper(settings.clip_norm, settings.clip_value),
     )

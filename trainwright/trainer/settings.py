@@ -35,7 +35,9 @@ class Settings:
             *_whole_number(self, "accumulate_grad_batches", least=1),
             *(problem for stage in ("train", "val", "test") for problem in _limit(self, f"limit_{stage}_batches")),
         ]
-        if self.gradient_clip_val is not None and not (_is_number(self.gradient_clip_val) and self.gradient_clip_val > 0):
+        if self.gradient_clip_val is not None and not (
+            _is_number(self.gradient_clip_val) and self.gradient_clip_val > 0
+        ):
             problems.append(
                 f"gradient_clip_val={self.gradient_clip_val!r}: accepted is a number above 0, or None for no limit"
             )
@@ -44,7 +46,8 @@ class Settings:
                 f"gradient_clip_algorithm={self.gradient_clip_algorithm!r}: accepted are 'norm' (the total norm) and "
                 "'value' (each element)"
             )
-        if not isinstance(self.compile, (bool, dict)):
+        options: object = self.compile
+        if not isinstance(options, (bool, dict)):
             problems.append(f"compile={self.compile!r}: accepted are True, False and a dict of torch.compile's options")
         if problems:
             raise ValueError("Trainer was given wrong settings: " + "; ".join(problems) + ".")
@@ -83,4 +86,6 @@ def _limit(settings: Settings, name: str) -> list[str]:
     value = getattr(settings, name)
     if value is None or (_is_number(value) and value >= 0 and (isinstance(value, int) or value <= 1.0)):
         return []
-    return [f"{name}={value!r}: accepted is a number of batches (int), a fraction from 0.0 to 1.0 (float), or None for all"]
+    return [
+        f"{name}={value!r}: accepted is a number of batches (int), a fraction from 0.0 to 1.0 (float), or None for all"
+    ]

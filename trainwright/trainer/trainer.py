@@ -125,7 +125,6 @@ class Trainer:
         self.resume_source: str | None = None
         """The checkpoint that this run was resumed from."""
         self._run: TrainingRun | None = None
-        self._waiting_saves: list[tuple[str, bool]] = []
 
     # -- the calls ---------------------------------------------------------------------------------------------------
 
@@ -200,23 +199,18 @@ class Trainer:
         """
         if not self.engine.modules:
             raise RuntimeError("there is nothing to save: save_checkpoint works from fit's beginning on.")
-        if self.is_within_window:
-            self._waiting_saves.append((str(filepath), weights_only))
+        if self._run is not None and self._run.is_within_window:
+            self._run.waiting_saves.append((str(filepath), weights_only))
             return
         state = {} if weights_only else run_state(self)
         self.engine.save(
             str(filepath), step=self.state.step, epoch=self.state.epoch, state=state, weights_only=weights_only
         )
 
-    @property
-    def has_waiting_saves(self) -> bool:
-        """Return whether a checkpoint was asked for within a window that had not ended."""
-        return bool(self._waiting_saves)
-
     def save_waiting(self) -> None:
         """Write the checkpoints that were asked for within the window that has ended."""
-        while self._waiting_saves:
-            self.save_checkpoint(*self._waiting_saves.pop(0))
+        while self._run is not None and self._run.waiting_saves:
+            self.save_checkpoint(*self._run.waiting_saves.pop(0))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only."""
@@ -295,11 +289,6 @@ class Trainer:
     def wants_to_stop(self) -> bool:
         """Return whether the run ends at this optimizer step."""
         return self.should_stop or -1 < self.settings.max_steps <= self.state.step
-
-    @property
-    def is_within_window(self) -> bool:
-        """Return whether gradients wait for further batches before the next optimizer step."""
-        return self._run is not None and self._run.is_within_window
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
@@ -386,5 +375,7 @@ def _loggers(logger: bool | Logger | Iterable[Logger] | None, root: str) -> list
     loggers = [logger] if isinstance(logger, Logger) else [] if logger is False else list(logger)
     for each in loggers:
         if not isinstance(each, Logger):
-            raise TypeError(f"logger= holds {each!r}, a {type(each).__name__}; accepted are True, False or Logger instances.")
+            raise TypeError(
+                f"logger= holds {each!r}, a {type(each).__name__}; accepted are True, False or Logger instances."
+            )
     return loggers

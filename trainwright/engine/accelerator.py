@@ -1,0 +1,364 @@
+"""The Accelerator: the Engine's parts in a training loop of one's own.
+
+accelerator = tw.Accelerator()
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+for batch, target in loader:
+    with accelerator.accumulate(model):
+        loss = loss_fn(model(batch), target)
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from trainwright.data.seeding import set_rng_state
+from trainwright.data.transfer import map_tensors
+from trainwright.distributed import collectives
+from trainwright.engine.engine import Engine
+from trainwright.engine.prepared import PreparedLoader, PreparedModule, PreparedOptimizer, PreparedScheduler
+from trainwright.errors import CheckpointError
+from trainwright.precision import Precision, StepResult
+from trainwright.strategies import Strategy
+from trainwright.strategies.base import Optimization
+
+MIXED = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+class Accelerator:
+    """Strategy, precision, data sharding and checkpoints for a loop of one's own.
+
+    Args:
+        mixed_precision: "no", "fp16" or "bf16".
+        gradient_accumulation_steps: batches of one optimizer step, inside `accumulate`.
+        cpu: compute on the CPU though there is a GPU.
+        devices: processes on this node; "auto" is what was launched, else every GPU, else one.
+        strategy: a name or a Strategy.
+        precision: in place of mixed_precision, any precision that the Trainer takes.
+
+    Raises:
+        ValueError, TypeError: a setting is wrong; said before any process is started.
+        LaunchError: the processes of the job could not be started.
+    """
+
+    def __init__(
+        self,
+        *,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        devices: int | str = "auto",
+        strategy: str | Strategy = "auto",
+        precision: str | int | Precision | None = None,
+    ) -> None:
+        if mixed_precision is not None and precision is not None:
+            raise ValueError(
+                f"mixed_precision={mixed_precision!r} and precision={precision!r} were both given; pass one."
+            )
+        if mixed_precision is not None and mixed_precision not in MIXED:
+            raise ValueError(f"mixed_precision={mixed_precision!r} is unknown; choose from {', '.join(MIXED)}.")
+        if not isinstance(gradient_accumulation_steps, int) or gradient_accumulation_steps < 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={gradient_accumulation_steps!r} is not accepted; pass a whole number from 1."
+            )
+        self.engine = Engine(
+            devices=devices,
+            strategy=strategy,
+            precision=MIXED[mixed_precision] if mixed_precision is not None else precision,
+            accelerator="cpu" if cpu else "auto",
+        )
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.sync_gradients = True
+        """Whether the batch at hand ends its accumulation window."""
+        self.step_count = 0
+        """Optimizer steps made, those of every optimizer, the skipped ones among them."""
+        self._loaders: list[PreparedLoader] = []
+        self._active: PreparedLoader | None = None
+        self._optimizers: list[PreparedOptimizer] = []
+        self._schedulers: list[PreparedScheduler] = []
+        self._window = _Window(self)
+        self._has_gradients = False
+
+    # -- preparing ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, *objects: Any) -> Any:
+        """Return the models, optimizers, loaders and schedulers as the strategy has prepared them, in the same order.
+
+        Give the models and their optimizers in one call. Collective: call on every rank.
+
+        Raises:
+            TypeError: an object that is none of these.
+        """
+        unknown = [each for each in objects if _kind(each) is None]
+        if unknown:
+            raise TypeError(
+                f"prepare was given a {type(unknown[0]).__name__}; accepted are torch modules, optimizers, DataLoaders and LR "
+                "schedulers."
+            )
+        prepared: dict[int, Any] = {}
+        for module in (each for each in objects if _kind(each) == "module"):
+            prepared[id(module)] = self._prepare_module(module)
+        optimizers = [each for each in objects if _kind(each) == "optimizer"]
+        if optimizers:
+            earlier = len(self.engine.optimizers)
+            inner = self.engine.prepare_optimizers([*self.engine.optimizers, *optimizers])[earlier:]
+            for given, optimizer in zip(optimizers, inner, strict=True):
+                prepared[id(given)] = PreparedOptimizer(
+                    self.engine, optimizer, is_due=self._is_due, may_clear=self._may_clear, after_step=self._count_step
+                )
+                self._optimizers.append(prepared[id(given)])
+        for each in objects:
+            if _kind(each) == "loader":
+                prepared[id(each)] = PreparedLoader(self.engine, each, self._activate)
+                self._loaders.append(prepared[id(each)])
+            elif _kind(each) == "scheduler":
+                prepared[id(each)] = PreparedScheduler(each, self._scheduler_is_due)
+                self._schedulers.append(prepared[id(each)])
+        results = tuple(prepared[id(each)] for each in objects)
+        return results[0] if len(results) == 1 else results
+
+    def _prepare_module(self, module: nn.Module) -> nn.Module:
+        self.engine.prepare_module(module, Optimization(accumulate=self.gradient_accumulation_steps))
+        is_mixed = self.engine.precision.forward_context() is not None
+        if not is_mixed and not self.engine.strategy.is_wrapped(module):
+            return module
+        return PreparedModule(self.engine, module, to_float32=is_mixed)
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """Return the module that was given to `prepare`."""
+        return model.module if isinstance(model, PreparedModule) else model
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Return the context of one batch of an accumulation window: in it, optimizers and schedulers step when it is due.
+
+        A window ends after `gradient_accumulation_steps` batches, and at the end of the loader.
+        """
+        return self._window
+
+    def backward(self, loss: Tensor) -> None:
+        """Send a loss backward, divided by the length of its window."""
+        if self._window.length > 1:
+            loss = loss / self._window.length
+        self._has_gradients = True
+        self.engine.backward(loss)
+
+    def step(
+        self, optimizer: Optimizer, *, max_norm: float | None = None, clip_value: float | None = None
+    ) -> StepResult | None:
+        """Clip where asked and step a prepared optimizer; None where its window has not ended."""
+        prepared = self._prepared(optimizer)
+        if not self.sync_gradients:
+            return None
+        result = self.engine.step(prepared.optimizer, self.engine.clipper(max_norm, clip_value))
+        prepared.step_was_skipped = result.skipped
+        self._count_step(result)
+        return result
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor | None:
+        """Clip the total norm of a prepared optimizer's gradients; return it, or None before the window's end.
+
+        Raises:
+            ValueError: the parameters are not those of one prepared optimizer.
+        """
+        return self._clip(parameters, max_norm, None)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clip each element of a prepared optimizer's gradients, at the window's end."""
+        self._clip(parameters, None, clip_value)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context that forwards run in, for code beside the model."""
+        return self.engine.precision.forward_context() or nullcontext()
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Return whether an optimizer's latest step was left out because its gradients were not finite."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    # -- between ranks -----------------------------------------------------------------------------------------------
+
+    def gather(self, tensors: Any) -> Any:
+        """Return each tensor of a nested structure joined over the ranks along its first dimension. Collective."""
+        return map_tensors(self.engine.gather, tensors)
+
+    def gather_for_metrics(self, tensors: Any) -> Any:
+        """Gather, and leave out the samples that fill up the last round: each sample of the loader is there once.
+
+        Collective: call on every rank, for each batch of the loader that is being iterated.
+        """
+        sizes = self._active.last_sizes if self._active is not None and self._active.is_at_end else None
+        return map_tensors(lambda tensor: self.engine.gather(tensor, sizes), tensors)
+
+    def reduce(self, tensors: Any, reduction: str = "sum") -> Any:
+        """Return each tensor's elementwise sum, mean, min or max over the ranks. Collective: call on every rank."""
+        return map_tensors(lambda tensor: self.engine.reduce(tensor, reduction), tensors)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every rank has come here. Collective: call on every rank."""
+        collectives.barrier()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0 only."""
+        if self.is_main_process:
+            builtins.print(*args, **kwargs)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def save_state(self, output_dir: str) -> str:
+        """Write a checkpoint of everything that was prepared, in the Trainer's format; return its path. Collective.
+
+        Raises:
+            CheckpointError: on every rank alike, where the path exists too.
+        """
+        state = {
+            "accelerator": {"step": self.step_count, "loaders": [loader.state_dict() for loader in self._loaders]},
+            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+        }
+        epoch = self._loaders[0].state_dict()["epoch"] if self._loaders else 0
+        self.engine.save(str(output_dir), step=self.step_count, epoch=epoch, state=state)
+        return str(output_dir)
+
+    def load_state(self, input_dir: str) -> None:
+        """Go on from a checkpoint: of `save_state`, or of a Trainer with the same model, optimizers and schedulers.
+
+        The next iteration of each loader goes on where it was. Collective: call on every rank.
+
+        Raises:
+            CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
+        """
+        restored = self.engine.load(str(input_dir))
+        schedulers = restored.state.get("schedulers", [])
+        if len(schedulers) != len(self._schedulers):
+            raise CheckpointError(
+                f"{input_dir}: it was saved with {len(schedulers)} schedulers, but {len(self._schedulers)} were prepared. "
+                "Prepare the same ones."
+            )
+        for scheduler, saved in zip(self._schedulers, schedulers, strict=True):
+            scheduler.load_state_dict(saved)
+        own = restored.state.get("accelerator", {})
+        self.step_count = own.get("step", restored.state.get("trainer", {}).get("step", 0))
+        for loader, place in zip(self._loaders, own.get("loaders", []), strict=False):
+            loader.load_state_dict(place)
+        if restored.rng is not None:
+            set_rng_state(restored.rng)
+
+    # -- where this process is ---------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of this process."""
+        return self.engine.device
+
+    @property
+    def process_index(self) -> int:
+        """Return this process's number in the job, from 0."""
+        return self.engine.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Return this process's number on its node, from 0."""
+        return self.engine.local_rank
+
+    @property
+    def num_processes(self) -> int:
+        """Return how many processes the job has."""
+        return self.engine.world_size
+
+    @property
+    def is_main_process(self) -> bool:
+        """Return whether this is the first process of the job."""
+        return self.engine.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Return whether this is the first process of its node."""
+        return self.engine.local_rank == 0
+
+    # -- what the prepared objects ask -------------------------------------------------------------------------------
+
+    def _activate(self, loader: PreparedLoader) -> None:
+        self._active = loader
+
+    def _is_due(self) -> bool:
+        return self.sync_gradients
+
+    def _may_clear(self) -> bool:
+        # Within a window, gradients that no step has used yet are kept, wherever in the batch the loop clears them.
+        return self.gradient_accumulation_steps == 1 or not self._has_gradients
+
+    def _scheduler_is_due(self) -> bool:
+        return self.sync_gradients and not self.optimizer_step_was_skipped
+
+    def _count_step(self, result: StepResult) -> None:
+        self.step_count += 1
+        self._has_gradients = False
+
+    def _prepared(self, optimizer: Optimizer) -> PreparedOptimizer:
+        for prepared in self._optimizers:
+            if optimizer is prepared or optimizer is prepared.optimizer:
+                return prepared
+        raise ValueError("this optimizer was not prepared; pass one that accelerator.prepare returned.")
+
+    def _clip(self, parameters: Iterable[Tensor], norm: float | None, value: float | None) -> Tensor | None:
+        wanted = {id(parameter) for parameter in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        if not self.sync_gradients:
+            return None
+        for prepared in self._optimizers:
+            own = {id(parameter) for group in prepared.param_groups for parameter in group["params"]}
+            if own == wanted or {i for i in wanted if i in own} == own:
+                self.engine.precision.unscale(prepared.optimizer)
+                return self.engine.strategy.clip_gradients(prepared.optimizer, norm, value)
+        raise ValueError(
+            "the parameters to clip are not those of one prepared optimizer; pass model.parameters() of a model whose "
+            "optimizer was prepared."
+        )
+
+
+class _Window(AbstractContextManager[None]):
+    """One batch of an accumulation window; entered anew for each."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.length = 1
+        self._accelerator = accelerator
+        self._place = 0
+
+    def __enter__(self) -> None:
+        accelerator, usual = self._accelerator, self._accelerator.gradient_accumulation_steps
+        if usual == 1:
+            return
+        loader = accelerator._active
+        if self._place == 0:
+            left = loader.batches_left if loader is not None else None
+            self.length = usual if left is None else max(1, min(usual, left))
+        at_end = self._place == usual - 1 or (loader is not None and loader.is_at_end)
+        accelerator.sync_gradients = at_end
+        accelerator.engine.sync_gradients(at_end)
+        self._place = 0 if at_end else self._place + 1
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+_KINDS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
+    ("module", lambda each: isinstance(each, nn.Module)),
+    ("optimizer", lambda each: isinstance(each, Optimizer)),
+    ("loader", lambda each: isinstance(each, DataLoader)),
+    ("scheduler", lambda each: callable(getattr(each, "step", None)) and callable(getattr(each, "state_dict", None))),
+)
+
+
+def _kind(each: Any) -> str | None:
+    return next((name for name, fits in _KINDS if fits(each)), None)
