@@ -303,6 +303,18 @@ def check_automatic(make: Callable[[], Strategy]) -> None:
             report("automatic norm", max(abs(a - b) for a, b in zip(loop.norms, one.norms, strict=True)), 1e-5)
         loop.strategy.close()
 
+    # A window that ended early: what was divided by its planned length is multiplied up before it is clipped.
+    loop = make_lm(make())
+    planned = make_lm(Strategy(), alone=True)
+    planned.window([words(0, 0, None)])
+    loop.optimizers[0].zero_grad()
+    loop.strategy.backward(loop.strategy.run(loop.module, "training_step", (words(0, 0, dist.get_rank()),), {}) / 2)
+    result = loop.strategy.step(loop.optimizers[0], lambda o: loop.strategy.clip_gradients(o, 0.2, None, 2.0))
+    assert result.norm is not None
+    report("short window norm", abs(float(result.norm) - planned.norms[0]), 1e-5)
+    report("short window state", distance(loop.state(), planned.state(alone=True)), 1e-5)
+    loop.strategy.close()
+
 
 def check_manual(make: Callable[[], Strategy]) -> None:
     for label, options in {"plain": {}, "toggle": {"toggle": True}, "at root": {"at_root": True}}.items():
@@ -494,6 +506,34 @@ def check_trainer(make: Callable[[], Strategy], folder: str) -> None:
         report(f"Trainer {label} resumed under ddp", distance(weights(crossed), end), 1e-5)
 
 
+def check_accelerator(make: Callable[[], Strategy]) -> None:
+    """A loop of one's own: two models, each with an optimizer that was made before it was prepared, in two calls."""
+    draws = torch.randn(16, 8, generator=torch.Generator().manual_seed(4))
+
+    def run(strategy: Strategy) -> State:
+        accelerator = tw.Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
+        pair = Pair()
+        critic, critic_optimizer, loader = accelerator.prepare(
+            pair.critic, AdamW(pair.critic.parameters(), lr=0.02), DataLoader(TensorDataset(draws), batch_size=2)
+        )
+        maker, maker_optimizer = accelerator.prepare(pair.maker, SGD(pair.maker.parameters(), lr=0.1, momentum=0.9))
+        for _ in range(2):
+            for (batch,) in loader:
+                with accelerator.accumulate(critic, maker):
+                    made = maker(batch[:, :3])
+                    accelerator.backward(F.softplus(-critic(batch[:, 3:])).mean() + F.softplus(critic(made)).mean())
+                    accelerator.clip_grad_norm_(critic.parameters(), 0.2)
+                    for optimizer in (critic_optimizer, maker_optimizer):
+                        optimizer.step()
+                        optimizer.zero_grad()
+        modules = {"critic": pair.critic, "maker": pair.maker}
+        state = gathered({name: strategy.model_pieces(module) for name, module in modules.items()})
+        accelerator.engine.close()
+        return state
+
+    report("Accelerator against ddp", distance(run(make()), run(DDPStrategy())), 1e-5)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -505,7 +545,7 @@ def main() -> None:
         "zero3": lambda: DeepSpeedSpike(3),
     }
     chosen = sys.argv[1]
-    only = sys.argv[2:] or ["automatic", "manual", "evaluation", "resume", "crossing", "trainer"]
+    only = sys.argv[2:] or ["automatic", "manual", "evaluation", "resume", "crossing", "trainer", "accelerator"]
     make = strategies[chosen]
     if "automatic" in only:
         check_automatic(make)
@@ -515,6 +555,8 @@ def main() -> None:
         check_evaluation(make)
     if "resume" in only:
         check_resume(make)
+    if "accelerator" in only:
+        check_accelerator(make)
     if "trainer" in only:
         with TemporaryDirectory() as folder:
             shared = [folder]

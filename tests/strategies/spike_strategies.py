@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.precision.base import Clipper, StepResult
@@ -36,6 +37,7 @@ class FSDPSpike(Strategy):
     def __init__(self) -> None:
         super().__init__()
         self._roots: dict[nn.Module, set[str]] = {}
+        self._sharded = WeakIdKeyDictionary()  # a parameter as it was -> as it is sharded
         self._steps: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # registered, for good
         self._automatic = True
 
@@ -49,6 +51,7 @@ class FSDPSpike(Strategy):
             return  # of an earlier run: sharded as it was left
         broadcast_tensors((*module.parameters(), *module.buffers()))
         mesh = init_device_mesh(self.device.type, (self.world_size,))
+        before = dict(module.named_parameters())
         children = list(_callable_children(module))
         for child in children:
             own = {id(p) for p in child.parameters()}
@@ -56,7 +59,18 @@ class FSDPSpike(Strategy):
             if own and not own & others:
                 fully_shard(child, mesh=mesh)
         fully_shard(module, mesh=mesh)
+        after = dict(module.named_parameters())
+        for name, parameter in before.items():
+            self._sharded[parameter] = after[name]
         self._roots[module] = self._steps.setdefault(module, {"forward"})
+
+    def setup_optimizers(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
+    ) -> list[Optimizer]:
+        # In a loop of one's own the optimizers were made before their modules were sharded.
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["params"] = [self._sharded.get(parameter, parameter) for parameter in group["params"]]
+        return list(optimizers)
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name not in self._roots[module]:
@@ -214,6 +228,8 @@ class DeepSpeedSpike(Strategy):
                 "overlap_comm": False,
                 "reduce_bucket_size": 100_000,
                 "memory_efficient_linear": False,  # True would replace torch.nn.functional.linear, for the whole process
+                "stage3_max_live_parameters": 1,  # a small model would stay gathered, and show nothing
+                "stage3_max_reuse_distance": 0,
                 "stage3_param_persistence_threshold": self.persistence_threshold,
             },
         }
@@ -222,7 +238,7 @@ class DeepSpeedSpike(Strategy):
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
     ) -> list[Optimizer]:
-        for optimizer in optimizers:
+        for optimizer in (each for each in optimizers if each not in self._engines):
             own = {p for group in optimizer.param_groups for p in group["params"]}
             owners = [module for module in modules if not own.isdisjoint(module.parameters())]
             members, strays = owners, []
@@ -243,6 +259,9 @@ class DeepSpeedSpike(Strategy):
             for module in owners:
                 self._parts.setdefault(module, []).append(facade.engine)
         return list(self._engines)
+
+    def is_wrapped(self, module: nn.Module) -> bool:
+        return True  # asked before the engines are made
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def step() -> Any:

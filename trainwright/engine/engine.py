@@ -70,7 +70,7 @@ class Engine:
         if alone and num_processes > 1:
             from trainwright.launch.processes import launch
 
-            launch(num_processes)
+            launch(num_processes, reason=f"devices={num_processes}")
         self.environment = environment
         self.device = (
             torch.device(device_type, environment.local_rank) if device_type == "cuda" else torch.device("cpu")

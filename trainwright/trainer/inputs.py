@@ -9,6 +9,7 @@ from torch import nn
 
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint.store import latest_checkpoint
+from trainwright.engine.engine import Engine
 from trainwright.errors import CheckpointError
 from trainwright.module import Module, is_overridden
 
@@ -44,7 +45,7 @@ def check_loader(loader: Any, argument: str, call: str) -> None:
         )
 
 
-def choose_checkpoint(ckpt_path: str | None, callback: ModelCheckpoint | None) -> str | None:
+def choose_checkpoint(ckpt_path: str | None, callback: ModelCheckpoint | None, engine: Engine) -> str | None:
     """Return the path that ckpt_path stands for: itself, or the "best" or the "last" checkpoint of the callback.
 
     Raises:
@@ -73,4 +74,4 @@ def choose_checkpoint(ckpt_path: str | None, callback: ModelCheckpoint | None) -
             )
             + ". Run fit first, or pass a path."
         )
-    return path
+    return engine.agreed(path)  # every rank looks at the folder at its own moment

@@ -153,7 +153,7 @@ class Trainer:
         if val_dataloaders is not None:
             check_module(model, ["validation_step"], "fit with val_dataloaders")
             check_loader(val_dataloaders, "val_dataloaders", "fit")
-        path = choose_checkpoint(ckpt_path, self.checkpoint_callback)
+        path = choose_checkpoint(ckpt_path, self.checkpoint_callback, self.engine)
         self.state = TrainerState()
         self.should_stop, self.resume_source = False, None
         with self._running(model, "fit"):
@@ -233,8 +233,6 @@ class Trainer:
             self.hooks.call("setup", stage)
             yield
         except BaseException as error:
-            # The others are told before anything else: a rank that waits for this one is set free by it.
-            self.engine.agreement.report_failure(error)
             for callback in self.callbacks:
                 callback.on_exception(self, model, error)
             raise
@@ -255,7 +253,7 @@ class Trainer:
         check_module(model, [f"{stage}_step"], call)
         assert model is not None
         check_loader(dataloaders, "dataloaders", call)
-        path = choose_checkpoint(ckpt_path, self.checkpoint_callback)
+        path = choose_checkpoint(ckpt_path, self.checkpoint_callback, self.engine)
         with self._running(model, call):
             loader = self._evaluation_loader(dataloaders or ())
             limit = self.settings.limit_test_batches if stage == "test" else self.settings.limit_val_batches

@@ -1,0 +1,51 @@
+"""Starts a real job of several gloo ranks for a test and brings back what each rank returned.
+
+A test module defines a function that takes the job's folder and returns plain data and tensors; `run_job` starts our
+launcher on this file, which calls that function on every rank, with warnings as errors. Start a job once and make all
+its checks on the result.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def run_job(function: Callable[[Path], Any], ranks: int, folder: Path, *, seconds: float = 180.0) -> list[Any]:
+    """Run a module-level function on every rank of a job and return the results by rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-W", "error", __file__, function.__code__.co_filename, function.__name__, str(folder)]
+    done = subprocess.run(
+        [sys.executable, "-m", "trainwright.launch.processes", "--num-processes", str(ranks), "--", *command],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+    )
+    assert done.returncode == 0, f"the job ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return [torch.load(folder / f"result-{rank}.pt") for rank in range(ranks)]
+
+
+def main() -> None:
+    path, name, folder = sys.argv[1:]
+    spec = importlib.util.spec_from_file_location("job_module", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["job_module"] = module
+    spec.loader.exec_module(module)
+    result = getattr(module, name)(Path(folder))
+    torch.save(result, Path(folder) / f"result-{os.environ['RANK']}.pt")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,83 @@
+"""The small models and data that many tests train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainwright as tw
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "logger": False,
+}
+"""Trainer arguments for a run that writes nothing."""
+
+
+def make_net(dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(8, 13), nn.Tanh(), nn.Dropout(dropout), nn.Linear(13, 3))
+
+
+def make_data(samples: int = 44, seed: int = 3) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(
+        torch.randn(samples, 8, generator=generator), torch.randint(0, 3, (samples,), generator=generator)
+    )
+
+
+def make_loader(samples: int = 44, batch_size: int = 4, *, shuffle: bool = False, **kwargs: Any) -> DataLoader[Any]:
+    return DataLoader(make_data(samples), batch_size=batch_size, shuffle=shuffle, **kwargs)
+
+
+def loss_of(net: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(net(batch[0]), batch[1])
+
+
+class Classifier(tw.Module):
+    """A small classifier; every hook of the loop may be given as an attribute of a subclass."""
+
+    def __init__(self, dropout: float = 0.0, lr: float = 0.05) -> None:
+        super().__init__()
+        self.net = make_net(dropout)
+        self.lr = lr
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = loss_of(self.net, batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", loss_of(self.net, batch))
+        self.log("count", len(batch[0]), reduce_fx="sum")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    """Bitwise."""
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+def assert_close(left: dict[str, Tensor], right: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(
+            left[name], right[name], rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
+        )

@@ -1,0 +1,138 @@
+"""The same model trained by hand, by the Trainer and by the Accelerator ends in bitwise equal weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small import QUIET, Classifier, assert_equal, loss_of, make_loader, make_net, weights
+
+import trainwright as tw
+
+EPOCHS = 3
+CASES = {
+    "plain": {},
+    "accumulation": {"accumulate": 4},  # 11 batches: windows of 4, 4 and 3
+    "clip_norm": {"clip_norm": 0.1},
+    "clip_value": {"clip_value": 0.01},
+    "scheduler": {"scheduler": True},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "16-mixed": {"precision": "16-mixed", "clip_norm": 0.5},
+    "everything": {"precision": "16-mixed", "clip_norm": 0.1, "accumulate": 4, "scheduler": True},
+}
+
+
+def settings_of(case: dict[str, Any]) -> dict[str, Any]:
+    defaults = {"accumulate": 1, "clip_norm": None, "clip_value": None, "scheduler": False, "precision": "32-true"}
+    return {**defaults, **case}
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.7)
+
+
+def train_by_hand(case: dict[str, Any], *, loss_in_autocast: bool) -> dict[str, torch.Tensor]:
+    net, loader = make_net(), make_loader()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    scheduler = make_scheduler(optimizer) if case["scheduler"] else None
+    dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(case["precision"])
+    scaler = torch.amp.GradScaler("cpu", enabled=case["precision"] == "16-mixed")
+    count = len(loader)
+    for _ in range(EPOCHS):
+        for index, batch in enumerate(loader):
+            first = index - index % case["accumulate"]
+            window = min(case["accumulate"], count - first)
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                outputs = net(batch[0])
+                loss = torch.nn.functional.cross_entropy(outputs, batch[1]) if loss_in_autocast else None
+            if loss is None:
+                loss = torch.nn.functional.cross_entropy(outputs.float(), batch[1])
+            if window > 1:
+                loss = loss / window
+            scaler.scale(loss).backward()
+            if index - first + 1 < window:
+                continue
+            scaler.unscale_(optimizer)
+            if case["clip_value"]:
+                torch.nn.utils.clip_grad_value_(net.parameters(), case["clip_value"])
+            if case["clip_norm"]:
+                torch.nn.utils.clip_grad_norm_(net.parameters(), case["clip_norm"])
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            if scheduler is not None and scaler.get_scale() >= scale:
+                scheduler.step()
+            optimizer.zero_grad()
+    return weights(net)
+
+
+class Scheduled(Classifier):
+    def __init__(self, with_scheduler: bool) -> None:
+        super().__init__()
+        self.with_scheduler = with_scheduler
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        if not self.with_scheduler:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make_scheduler(optimizer), "interval": "step"}}
+
+
+def train_by_trainer(case: dict[str, Any]) -> dict[str, torch.Tensor]:
+    module = Scheduled(case["scheduler"])
+    trainer = tw.Trainer(
+        max_epochs=EPOCHS,
+        precision=case["precision"],
+        accumulate_grad_batches=case["accumulate"],
+        gradient_clip_val=case["clip_norm"] or case["clip_value"],
+        gradient_clip_algorithm="value" if case["clip_value"] else "norm",
+        **QUIET,
+    )
+    trainer.fit(module, make_loader())
+    return weights(module.net)
+
+
+def train_by_accelerator(case: dict[str, Any]) -> dict[str, torch.Tensor]:
+    accelerator = tw.Accelerator(cpu=True, precision=case["precision"], gradient_accumulation_steps=case["accumulate"])
+    net = make_net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    model, optimizer, loader = accelerator.prepare(net, optimizer, make_loader())
+    scheduler = accelerator.prepare(make_scheduler(optimizer)) if case["scheduler"] else None
+    for _ in range(EPOCHS):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch))
+                if case["clip_value"]:
+                    accelerator.clip_grad_value_(model.parameters(), case["clip_value"])
+                if case["clip_norm"]:
+                    accelerator.clip_grad_norm_(model.parameters(), case["clip_norm"])
+                optimizer.step()
+                if scheduler is not None:
+                    scheduler.step()
+                optimizer.zero_grad()
+    return weights(net)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trainer_and_accelerator_equal_the_hand_written_loop_bitwise(name: str) -> None:
+    case = settings_of(CASES[name])
+    assert_equal(train_by_trainer(case), train_by_hand(case, loss_in_autocast=True))
+    assert_equal(train_by_accelerator(case), train_by_hand(case, loss_in_autocast=False))
+
+
+def test_accelerator_step_clips_and_tells_norm_and_skip() -> None:
+    case = settings_of(CASES["clip_norm"])
+    accelerator = tw.Accelerator(cpu=True)
+    net = make_net()
+    model, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.05), make_loader())
+    for _ in range(EPOCHS):
+        for batch in loader:
+            optimizer.zero_grad()
+            accelerator.backward(loss_of(model, batch))
+            result = accelerator.step(optimizer, max_norm=0.1)
+            assert result is not None
+            assert result.norm is not None
+            assert not result.skipped
+    assert_equal(weights(net), train_by_hand(case, loss_in_autocast=False))
+    assert accelerator.step_count == EPOCHS * len(loader)
