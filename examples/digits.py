@@ -29,17 +29,13 @@ def load_splits():
     return [TensorDataset(images[part], labels[part]) for part in (train, val, test)]
 
 
+def convolution(channels_in, channels_out):
+    return [nn.Conv2d(channels_in, channels_out, 3, padding=1), nn.BatchNorm2d(channels_out), nn.ReLU()]
+
+
 def make_net():
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(32, 64, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Dropout(0.3),
-        nn.Linear(64 * 4 * 4, 10),
-    )
+    features = [*convolution(1, 32), *convolution(32, 64), nn.MaxPool2d(2), *convolution(64, 64)]
+    return nn.Sequential(*features, nn.Flatten(), nn.Dropout(0.5), nn.Linear(64 * 4 * 4, 10))
 
 
 class Digits(tw.Module):
@@ -93,11 +89,13 @@ def draw(metrics_path: str, picture_path: str):
         return [int(row["step"]) for row in kept], [float(row[name]) for row in kept]
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    left.plot(*points("train_loss"), color="tab:blue", linewidth=1, label="training (each 5th step)")
-    left.plot(*points("val_loss"), color="tab:orange", marker="o", label="validation (each epoch)")
+    left.plot(
+        *points("train_loss"), color="tab:blue", linewidth=1, alpha=0.6, label="training (a batch, each 5th step)"
+    )
+    left.plot(*points("val_loss"), color="tab:orange", marker="o", label="validation (each epoch)", markersize=5)
     left.set(title="Loss", xlabel="optimizer step", ylabel="cross-entropy", yscale="log")
-    right.plot(*points("train_acc"), color="tab:blue", marker="s", label="training (each epoch)")
-    right.plot(*points("val_acc"), color="tab:orange", marker="o", label="validation (each epoch)")
+    right.plot(*points("train_acc"), color="tab:blue", marker="s", label="training (each epoch)", markersize=4)
+    right.plot(*points("val_acc"), color="tab:orange", marker="o", label="validation (each epoch)", markersize=5)
     right.set(title="Accuracy", xlabel="optimizer step", ylabel="share of the images")
     for panel in (left, right):
         panel.grid(alpha=0.3)
@@ -107,7 +105,7 @@ def draw(metrics_path: str, picture_path: str):
 
 def main():
     parser = argparse.ArgumentParser(description="Train a small convolutional net on scikit-learn's digits.")
-    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--precision", default="32-true")

@@ -99,9 +99,9 @@ class Module(nn.Module):
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
 
-    def manual_backward(self, loss: Tensor) -> None:
+    def manual_backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Send a loss backward under manual optimization, with the scale and the averaging over ranks that it needs."""
-        self.trainer.engine.backward(loss)
+        self.trainer.engine.backward(loss, retain_graph)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only."""

@@ -32,6 +32,7 @@ class FSDPSpike(Strategy):
     """torch FSDP2: a group for each child that shares no parameter with another, the rest in the root's group."""
 
     name = "fsdp_spike"
+    is_parallel = True
     forward_is_collective = True
 
     def __init__(self) -> None:
@@ -40,9 +41,6 @@ class FSDPSpike(Strategy):
         self._sharded = WeakIdKeyDictionary()  # a parameter as it was -> as it is sharded
         self._steps: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # registered, for good
         self._automatic = True
-
-    def check(self, num_processes: int) -> None:
-        """Any number of processes will do."""
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         self._automatic = optimization is None or optimization.automatic
@@ -78,14 +76,14 @@ class FSDPSpike(Strategy):
             self._roots[module].add(name)
         return super().run(module, name, args, kwargs)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         if self._automatic:
-            return super().backward(loss)
+            return super().backward(loss, retain_graph)
         # The root's hooks sit on what its step returns, and this backward runs inside of the step: without these the
         # root's group is never reduced.
         for root in self._fsdp_roots():
             root._get_fsdp_state()._register_pre_backward_hook(loss)
-        super().backward(loss)
+        super().backward(loss, retain_graph)
         self._gather_roots()
 
     def step(self, optimizer: Optimizer, clip: Clipper | None) -> StepResult:
@@ -195,6 +193,7 @@ class DeepSpeedSpike(Strategy):
     """DeepSpeed ZeRO-2 or ZeRO-3, one DeepSpeed engine an optimizer."""
 
     name = "deepspeed_spike"
+    is_parallel = True
 
     def __init__(self, stage: int = 2, persistence_threshold: int = 8) -> None:
         super().__init__()
@@ -203,13 +202,12 @@ class DeepSpeedSpike(Strategy):
         self.persistence_threshold = persistence_threshold
         self._engines: dict[Optimizer, Any] = {}
         self._parts: dict[nn.Module, list[Any]] = {}
-
-    def check(self, num_processes: int) -> None:
-        """Any number of processes will do."""
+        self.wrapped: dict[nn.Module, None] = {}
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         whole = [p for p in module.parameters() if not hasattr(p, "ds_id")]
         broadcast_tensors((*whole, *module.buffers()))
+        self.wrapped[module] = None
         if optimization is None and self.stage == 3:
             self._parts[module] = [self._initialize(Part([module]), None)]
 
@@ -260,9 +258,6 @@ class DeepSpeedSpike(Strategy):
                 self._parts.setdefault(module, []).append(facade.engine)
         return list(self._engines)
 
-    def is_wrapped(self, module: nn.Module) -> bool:
-        return True  # asked before the engines are made
-
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def step() -> Any:
             return call_step(module, name, args, kwargs)
@@ -273,12 +268,12 @@ class DeepSpeedSpike(Strategy):
         with self.precision.forward_context() or nullcontext():
             return step()
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         for engine in self._engines.values():
             engine.optimizer.clear_backward_seen_flag()
             engine._backward_prologue()
             loss = engine.scale(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         for engine in self._engines.values():
             # Engines that this loss reached have run their epilogue from their gradient hooks; the others did not.
             engine.optimizer._backward_hook_state.backward_active_depth = 0

@@ -11,10 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from trainwright.data.index_stream import IndexStream, Mode
+from trainwright.data.seeding import derive_seed
 
 
 class ShardedLoader:
@@ -57,6 +59,10 @@ class ShardedLoader:
         # Through __dict__: a DataLoader refuses to have its sampler set, and a subclass may have properties of its own.
         clone.__dict__["batch_sampler" if batched else "sampler"] = self.stream
         clone.__dict__["_iterator"] = None  # a used persistent loader would go on with its old index stream
+        # The workers' base seed is drawn from here: drawn from torch's own generator, an epoch taken up in its middle would
+        # leave that one draw ahead of where the uninterrupted run has it.
+        clone.__dict__["generator"] = self._base_seeds = torch.Generator()
+        self._seed = seed
         return clone
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
@@ -64,6 +70,7 @@ class ShardedLoader:
         self.epoch, self.start_batch = epoch, start_batch
         if self.stream is not None:
             self.stream.set_epoch(epoch, start_batch)
+            self._base_seeds.manual_seed(derive_seed(self._seed, epoch, self.rank))
             return
         sampler = getattr(self.loader, "sampler", None)
         if isinstance(sampler, DistributedSampler):

@@ -131,7 +131,7 @@ class Accelerator:
     def _prepare_module(self, module: nn.Module) -> nn.Module:
         self.engine.prepare_module(module, Optimization(accumulate=self.gradient_accumulation_steps))
         is_mixed = self.engine.precision.forward_context() is not None
-        if not is_mixed and not self.engine.strategy.is_wrapped(module):
+        if not is_mixed and module not in self.engine.strategy.wrapped:
             return module
         return PreparedModule(self.engine, module, to_float32=is_mixed)
 
@@ -148,12 +148,12 @@ class Accelerator:
         """
         return self._window
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Send a loss backward, divided by the length of its window."""
         if self._window.length > 1:
             loss = loss / self._window.length
         self._has_gradients = True
-        self.engine.backward(loss)
+        self.engine.backward(loss, retain_graph)
 
     def step(
         self, optimizer: Optimizer, *, max_norm: float | None = None, clip_value: float | None = None

@@ -66,7 +66,7 @@ class Engine:
         num_processes = resolve_num_processes(devices, device_type, environment)
         alone = environment.launched_by == "single"
         self.strategy = resolve_strategy(strategy, num_processes if alone else environment.world_size)
-        self.precision = resolve_precision(precision, device_type)
+        asked = resolve_precision(precision, device_type)
         if alone and num_processes > 1:
             from trainwright.launch.processes import launch
 
@@ -80,13 +80,18 @@ class Engine:
         self.connection = open_process_group(environment, pick_backend(device_type), timeout_seconds)
         self.agreement = self.connection.agreement
         self.timeout_seconds = timeout_seconds
-        self.strategy.connect(environment.rank, environment.world_size, self.device, self.precision)
+        self.strategy.connect(environment.rank, environment.world_size, self.device, asked)
         seed = self.agreement.broadcast(str(torch.initial_seed() % 2**63).encode(), timeout_seconds)
         self.seed = int(seed)
         """What the order of the data starts from: rank 0's torch seed, alike on every rank."""
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.optimization = Optimization()
+
+    @property
+    def precision(self) -> Precision:
+        """Return the precision in use; a strategy whose engine has its own scale may have replaced the one asked for."""
+        return self.strategy.precision
 
     # -- where this process is ---------------------------------------------------------------------------------------
 
@@ -133,9 +138,9 @@ class Engine:
         """Run a named step of a prepared module, or its "forward", in the precision's context."""
         return self.strategy.run(module, name, args, kwargs)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Send a loss backward, scaled and averaged over the ranks where that is due."""
-        self.strategy.backward(loss)
+        self.strategy.backward(loss, retain_graph)
 
     def sync_gradients(self, enabled: bool) -> None:
         """Say, before a forward, whether its backward ends an accumulation window (else the ranks stay apart)."""
@@ -145,11 +150,11 @@ class Engine:
         """Clip where asked and step; return the gradient norm where it was taken, and whether the step was skipped."""
         return self.strategy.step(optimizer, clip)
 
-    def clipper(self, norm: float | None = None, value: float | None = None) -> Clipper | None:
-        """Return what `step` clips with: by value, then by total norm; None where there is no limit."""
-        if norm is None and value is None:
+    def clipper(self, norm: float | None = None, value: float | None = None, *, scale: float = 1.0) -> Clipper | None:
+        """Return what `step` clips with: multiply by scale, then by value, then by total norm; None for nothing to do."""
+        if norm is None and value is None and scale == 1.0:
             return None
-        return partial(self.strategy.clip_gradients, norm=norm, value=value)
+        return partial(self.strategy.clip_gradients, norm=norm, value=value, scale=scale)
 
     # -- between ranks -----------------------------------------------------------------------------------------------
 

@@ -41,9 +41,9 @@ class Precision:
         """Return the context that a forward runs in, entered anew for each; None where there is none."""
         return None
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Send the loss backward."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def step(self, optimizer: Optimizer, clip: Clipper | None) -> StepResult:
         """Clip the gradients where asked, then step the optimizer."""

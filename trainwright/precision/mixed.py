@@ -37,11 +37,11 @@ class MixedPrecision(Precision):
     def forward_context(self) -> AbstractContextManager[Any]:
         return self._autocast
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         if self.scaler is not None:
             self._update_scale()
             loss = self.scaler.scale(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
+        super().backward(loss, retain_graph)
 
     def unscale(self, optimizer: Optimizer) -> None:
         if self.scaler is not None and id(optimizer) not in self._unscaled:

@@ -41,7 +41,11 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
             f"strategy={strategy!r} is a {type(strategy).__name__}; accepted are a name ({', '.join(STRATEGIES)}) or a "
             "Strategy instance. Pass an instance, not its class."
         )
-    strategy.check(num_processes)
+    if num_processes > 1 and not strategy.is_parallel:
+        raise ValueError(
+            f"strategy={strategy.name!r} runs on one process, but {num_processes} were asked for; pass devices=1, or a strategy "
+            "for several such as 'ddp'."
+        )
     return strategy
 
 

@@ -64,6 +64,8 @@ class Strategy:
     """
 
     name = "single_device"
+    is_parallel = False
+    """True where it can run on several processes."""
     forward_is_collective = False
     """True where a forward needs every rank, so that a rank out of evaluation batches has to go on taking part."""
 
@@ -72,16 +74,10 @@ class Strategy:
         self.world_size = 1
         self.device = torch.device("cpu")
         self.precision = Precision()
+        self.wrapped: Mapping[nn.Module, Any] = {}
+        """The modules whose forward has to go through `run`, since calling them would leave something out."""
 
     # -- before a run ------------------------------------------------------------------------------------------------
-
-    def check(self, num_processes: int) -> None:
-        """Refuse a number of processes that this strategy cannot run on (ValueError)."""
-        if num_processes != 1:
-            raise ValueError(
-                f"strategy='single_device' runs on one process, but {num_processes} were asked for; "
-                "pass devices=1, or a strategy for several such as 'ddp'."
-            )
 
     def connect(self, rank: int, world_size: int, device: torch.device, precision: Precision) -> None:
         """Take the place that this process has in the job; the process group is open by now.
@@ -113,10 +109,6 @@ class Strategy:
         """
         return list(optimizers)
 
-    def is_wrapped(self, module: nn.Module) -> bool:
-        """Return whether `run` has to be used for this module's forward, since calling it would leave something out."""
-        return False
-
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,9 +119,9 @@ class Strategy:
         with context:
             return call_step(module, name, args, kwargs)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Send a loss backward; gradients are averaged over the ranks unless `sync_gradients(False)` was said."""
-        self.precision.backward(loss)
+        self.precision.backward(loss, retain_graph)
 
     def sync_gradients(self, enabled: bool) -> None:
         """Say, before a forward, whether the backward that follows it ends an accumulation window."""

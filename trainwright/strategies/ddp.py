@@ -25,6 +25,7 @@ class DDPStrategy(Strategy):
     """
 
     name = "ddp"
+    is_parallel = True
 
     def __init__(
         self,
@@ -39,26 +40,20 @@ class DDPStrategy(Strategy):
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.bucket_cap_mb = bucket_cap_mb
-        self._wrapped: dict[nn.Module, DistributedDataParallel] = {}
+        self.wrapped: dict[nn.Module, DistributedDataParallel] = {}
         self._automatic = True
-
-    def check(self, num_processes: int) -> None:
-        """Any number of processes will do."""
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         if optimization is None or self.world_size == 1 or not any(p.requires_grad for p in module.parameters()):
             return
         self._automatic = optimization.automatic
-        self._wrapped[module] = DistributedDataParallel(
+        self.wrapped[module] = DistributedDataParallel(
             StepForward(module),
             find_unused_parameters=self.find_unused_parameters or not optimization.automatic,
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             bucket_cap_mb=self.bucket_cap_mb,
         )
-
-    def is_wrapped(self, module: nn.Module) -> bool:
-        return module in self._wrapped
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as the wrapper's forward while training.
@@ -67,7 +62,7 @@ class DDPStrategy(Strategy):
         batches. So it is under manual optimization, where `backward` prepares the reducer (a backward inside the wrapper's
         forward comes before the wrapper prepares it, and its gradients would silently not be averaged).
         """
-        wrapped = self._wrapped.get(module)
+        wrapped = self.wrapped.get(module)
         if wrapped is None or not torch.is_grad_enabled() or not self._automatic:
             return super().run(module, name, args, kwargs)
         context = self.precision.forward_context()
@@ -76,17 +71,17 @@ class DDPStrategy(Strategy):
         with context:
             return wrapped(name, *args, **kwargs)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         if not self._automatic:
-            for wrapped in self._wrapped.values():
+            for wrapped in self.wrapped.values():
                 if wrapped.require_backward_grad_sync:
                     wrapped.reducer._rebuild_buckets()
                     wrapped.reducer.prepare_for_backward(list(_find_tensors(loss)))  # type: ignore[no-untyped-call]
-        self.precision.backward(loss)
+        self.precision.backward(loss, retain_graph)
 
     def sync_gradients(self, enabled: bool) -> None:
         # The switch behind DDP.no_sync, without a context: forward and backward both read it.
-        for wrapped in self._wrapped.values():
+        for wrapped in self.wrapped.values():
             wrapped.require_backward_grad_sync = enabled
 
     def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
@@ -94,4 +89,4 @@ class DDPStrategy(Strategy):
         broadcast_tensors(buffer for module in modules for buffer in module.buffers())
 
     def close(self) -> None:
-        self._wrapped.clear()
+        self.wrapped.clear()

@@ -177,13 +177,16 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
 def step(run: TrainingRun, optimizer: Optimizer, window_length: int) -> None:
     """Step the optimizer at a window's end, and the step-wise schedulers unless that step was skipped."""
     state = run.state
+    clip = run.clip
     if run.num_batches is None and window_length < run.accumulate:
-        rescale_gradients(optimizer, run.accumulate / window_length)
+        # The window ended early, which was not known when its losses were divided: it weighs by its own length.
+        settings = run.trainer.settings
+        clip = run.engine.clipper(settings.clip_norm, settings.clip_value, scale=run.accumulate / window_length)
     if run.before_step:
         run.engine.precision.unscale(optimizer)
         for hook in run.before_step:
             hook(optimizer)
-    result = run.engine.step(optimizer, run.clip)
+    result = run.engine.step(optimizer, clip)
     state.step += 1
     if result.skipped:
         state.skipped_steps += 1
@@ -238,14 +241,6 @@ def read_loss(outputs: Any, world_size: int) -> Tensor | None:
         f"training_step returned a {type(outputs).__name__}; accepted are a loss tensor, a dict with the key 'loss', or None "
         "to skip the batch."
     )
-
-
-def rescale_gradients(optimizer: Optimizer, factor: float) -> None:
-    """Multiply the gradients: a window that ended early weighs by its own length, which was not known before."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
 
 
 def step_schedulers(run: TrainingRun, interval: str, count: int, *, plateau: bool) -> None:

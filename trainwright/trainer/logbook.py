@@ -27,6 +27,7 @@ class Logbook:
         self._engine = engine
         self._state = state
         self._epoch_values: dict[Key, float] = {}
+        self._step_values: dict[str, tuple[str, Tensor | float, bool]] = {}
 
     def start(self, module: Module, *, training: bool) -> MetricCollector:
         """Begin an epoch of training, or an evaluation: from now on self.log collects there."""
@@ -42,6 +43,7 @@ class Logbook:
         """Reduce the epoch's values over the ranks, write them as a row and return them. Collective."""
         collector = self.collector
         assert collector is not None
+        self._keep_steps(collector)
         reduced = reduce_epoch(collector, module, self._engine.world_size, self._engine.device)
         collector.clear()
         if self.is_silent:
@@ -53,10 +55,10 @@ class Logbook:
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """Return every metric's latest value: an epoch's (over all ranks) where there is one, else this rank's step's."""
+        self._keep_steps(self.collector)
         values: dict[str, Tensor] = {}
-        if self.collector is not None:
-            for name, value in self.collector.step_values().items():
-                values[name] = values[name.removesuffix("_step")] = as_tensor(value)
+        for step_name, (name, value, _) in self._step_values.items():
+            values[name] = values[step_name] = as_tensor(value)
         for key, number in self._epoch_values.items():
             values[key.name] = values[key.epoch_name] = as_tensor(number)
         return values
@@ -64,20 +66,23 @@ class Logbook:
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
         """Return the metrics that go to the loggers, under the names they have there."""
-        values: dict[str, Tensor] = {}
-        if self.collector is not None:
-            steps = self.collector.step_values(for_logger=True)
-            values = {name: as_tensor(value) for name, value in steps.items()}
-        for key, number in self._epoch_values.items():
-            if key.logger:
-                values[key.epoch_name] = as_tensor(number)
-        return values
+        self._keep_steps(self.collector)
+        steps = {name: as_tensor(value) for name, (_, value, logger) in self._step_values.items() if logger}
+        return steps | {key.epoch_name: as_tensor(number) for key, number in self._epoch_values.items() if key.logger}
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """Return the metrics that the progress bar shows. NOTE: reading step values waits for the device."""
         steps = to_numbers(self.collector.step_values(for_bar=True)) if self.collector is not None else {}
         return {**steps, **{key.epoch_name: value for key, value in self._epoch_values.items() if key.prog_bar}}
+
+    def _keep_steps(self, collector: MetricCollector | None) -> None:
+        """Remember the latest step values; they outlive the epoch that they were logged in."""
+        if collector is None or self.is_silent:
+            return
+        for step_name, value in collector.step_values().items():
+            name = step_name if step_name in collector.values else step_name.removesuffix("_step")
+            self._step_values[step_name] = (name, value, collector.values[name].logger)
 
     def _write(self, numbers: dict[str, float]) -> None:
         if not numbers or self.is_silent:

@@ -1,0 +1,67 @@
+# Everything here works in .venv, and installs only what its target needs, at the versions of constraints.txt.
+#
+#   make demo              train and test examples/digits.py; DEVICES=2 for two processes, ARGS="--precision bf16-mixed"
+#   make test              the fast tests; make test-slow the others, make test-all both
+#   make check             formatting, lint, types; make format mends the first two
+#   make bench             benchmarks/overhead.py, beside the other frameworks
+#   make clean             remove .venv
+
+PYTHON ?= python3
+DEVICES ?= 1
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Without build isolation, or the packages that come as source would each build against a torch of their own.
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt
+
+.PHONY: demo test test-slow test-all check format bench clean
+
+demo: $(VENV)/examples.stamp
+	$(BIN)/python examples/digits.py --devices $(DEVICES) $(ARGS)
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(VENV)/test-slow.stamp
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+test-all: $(VENV)/test-slow.stamp
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+check: $(VENV)/test.stamp
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/test.stamp
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/bench.stamp
+	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+clean:
+	rm -rf $(VENV)
+
+# A stamp is older than these two files only if they have changed since: then its packages are installed anew.
+$(VENV)/base.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) setuptools wheel hatchling editables
+	touch $@
+
+$(VENV)/examples.stamp: $(VENV)/base.stamp
+	$(INSTALL) -e ".[examples]"
+	touch $@
+
+$(VENV)/test.stamp: $(VENV)/base.stamp
+	$(INSTALL) -e ".[test]"
+	touch $@ $(VENV)/examples.stamp
+
+$(VENV)/test-slow.stamp: $(VENV)/test.stamp
+	$(INSTALL) -e ".[test,deepspeed,fairscale]"
+	touch $@
+
+$(VENV)/bench.stamp: $(VENV)/base.stamp
+	$(INSTALL) -e ".[bench]"
+	touch $@

@@ -1,0 +1,161 @@
+"""self.log: names, reductions, defaults and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import QUIET, Classifier, loss_of, make_loader
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+import trainwright as tw
+
+
+def fit(log: Callable[[Any, Any, int, Tensor], None], **settings: Any) -> tw.Trainer:
+    class Logging(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = loss_of(self.net, batch)
+            log(self, batch, batch_idx, loss)
+            return loss
+
+    trainer = tw.Trainer(**{"max_epochs": 1, **QUIET, **settings})
+    trainer.fit(Logging(), make_loader(42, 4))
+    return trainer
+
+
+def test_names_of_step_and_epoch_values() -> None:
+    trainer = fit(lambda m, b, i, loss: m.log("both", loss, prog_bar=True, on_step=True, on_epoch=True))
+    assert set(trainer.callback_metrics) == {"both", "both_step", "both_epoch"}
+    assert set(trainer.logged_metrics) == {"both_step", "both_epoch"}
+    assert set(trainer.progress_bar_metrics) == {"both_epoch"}
+    seen: dict[str, set[str]] = {}
+
+    class Watch(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            seen["callback"], seen["logged"] = set(trainer.callback_metrics), set(trainer.logged_metrics)
+            seen["bar"] = set(trainer.progress_bar_metrics)
+
+    fit(lambda m, b, i, loss: m.log("both", loss, prog_bar=True, on_step=True, on_epoch=True), callbacks=Watch())
+    assert seen == {"callback": {"both", "both_step"}, "logged": {"both_step"}, "bar": {"both_step"}}
+
+
+def test_the_epoch_mean_is_weighted_by_the_batch_size() -> None:
+    values: list[tuple[float, int]] = []
+
+    def log(module: Any, batch: Any, index: int, loss: Tensor) -> None:
+        values.append((loss.item(), len(batch[0])))
+        module.log("mean", loss, on_epoch=True, on_step=False)
+        module.log("total", len(batch[0]), on_epoch=True, on_step=False, reduce_fx="sum")
+        module.log("least", loss, on_epoch=True, on_step=False, reduce_fx="min")
+        module.log("most", loss, on_epoch=True, on_step=False, reduce_fx="max")
+        module.log("unweighted", float(index), on_epoch=True, on_step=False, batch_size=1)
+
+    metrics = {name: value.item() for name, value in fit(log).callback_metrics.items()}
+    assert [size for _, size in values] == [4] * 10 + [2]
+    assert metrics["mean"] == pytest.approx(sum(value * size for value, size in values) / 42, rel=1e-12)
+    assert (metrics["least"], metrics["most"]) == (min(values)[0], max(values)[0])
+    assert metrics["total"] == 42
+    assert metrics["unweighted"] == pytest.approx(5.0)
+
+
+def test_a_logged_tensor_is_copied_at_once() -> None:
+    def log(module: Any, batch: Any, index: int, loss: Tensor) -> None:
+        value = torch.ones(())
+        module.log("value", value)
+        value += 41
+
+    steps: list[float] = []
+
+    class Watch(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            steps.append(trainer.callback_metrics["value"].item())
+
+    fit(log, callbacks=Watch())
+    assert set(steps) == {1.0}
+
+
+def test_a_torchmetrics_object_is_computed_and_reset_each_epoch() -> None:
+    epochs: list[float] = []
+
+    def log(module: Any, batch: Any, index: int, loss: Tensor) -> None:
+        module.metric(float(module.current_epoch + 1))
+        module.log("metric", module.metric, on_step=False, on_epoch=True)
+
+    class Watch(tw.Callback):
+        runs_last = True
+
+        def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+            epochs.append(trainer.callback_metrics["metric"].item())
+
+    fit(log, callbacks=Watch(), max_epochs=3)
+    assert epochs == [1.0, 2.0, 3.0]
+
+
+def test_rows_of_the_csv_logger(tmp_path: Path) -> None:
+    logger = tw.CSVLogger(str(tmp_path))
+    trainer = fit(
+        lambda m, b, i, loss: m.log("both", loss, on_step=True, on_epoch=True), logger=logger, log_every_n_steps=5
+    )
+    assert trainer.log_dir == f"{tmp_path}/trainwright_logs/version_0"
+    rows = list(csv.DictReader(Path(logger.metrics_path).read_text().splitlines()))
+    assert [(row["step"], row["epoch"]) for row in rows] == [("5", "0"), ("10", "0"), ("11", "0")]
+    assert [bool(row["both_step"]) for row in rows] == [True, True, False]
+    assert float(rows[2]["both_epoch"]) == trainer.callback_metrics["both"].item()
+
+
+@pytest.mark.parametrize(
+    ("log", "error", "match"),
+    [
+        (lambda m, b, i, loss: m.log("x", torch.zeros(2)), ValueError, r"shape \(2,\).*mean"),
+        (lambda m, b, i, loss: m.log("x", "text"), TypeError, "got a str"),
+        (lambda m, b, i, loss: m.log("x", 1, reduce_fx="median"), ValueError, "choose from mean, sum, min, max"),
+        (lambda m, b, i, loss: m.log("x", 1, on_step=False, on_epoch=False), ValueError, "at least one"),
+        (lambda m, b, i, loss: (m.log("x", 1), m.log("x", 1, prog_bar=True)), ValueError, "other settings"),
+        (lambda m, b, i, loss: m.log("x", MeanMetric()), ValueError, "no attribute of the module"),
+        (lambda m, b, i, loss: m.log(3, 1), TypeError, "name is a str"),
+    ],
+)
+def test_log_refuses(log: Callable[..., Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        fit(log)
+
+
+def test_log_outside_of_a_run_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"attached to no trainer.*trainer\.fit"):
+        Classifier().log("x", 1.0)
+
+    class Early(Classifier):
+        def on_fit_start(self) -> None:
+            self.log("x", 1.0)
+
+    with pytest.raises(RuntimeError, match="where nothing is collected"):
+        tw.Trainer(**QUIET).fit(Early(), make_loader())
+
+
+def test_unequal_leading_sizes_warn_and_name_the_remedy() -> None:
+    class Odd(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("x", 1.0)
+
+    with pytest.warns(UserWarning, match=r"leading sizes \[3, 5\].*batch_size="):
+        tw.Trainer(**QUIET).validate(Odd(), [(torch.zeros(3, 8), torch.zeros(5))])
+
+
+def test_the_sanity_check_leaves_no_metrics() -> None:
+    seen: list[Any] = []
+
+    class Watch(tw.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            seen.append(dict(trainer.callback_metrics))
+
+    tw.Trainer(max_epochs=1, callbacks=Watch(), **QUIET).fit(Classifier(), make_loader(), make_loader())
+    assert seen == [{}]

@@ -1,0 +1,201 @@
+"""A run that stops at an epoch's end and is taken up again is bitwise the run that was never stopped."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small import QUIET, Classifier, assert_equal, loss_of, make_loader, weights
+from torch import Tensor
+
+import trainwright as tw
+
+KINDS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
+    "sgd_momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
+    "rprop": lambda parameters: torch.optim.Rprop(parameters, lr=0.01),
+    "fused_adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, fused=True),
+}
+
+
+class Noisy(Classifier):
+    """Draws from every generator in its step, and has a scheduler."""
+
+    def __init__(self, kind: str = "adamw") -> None:
+        super().__init__(dropout=0.4)
+        self.kind = kind
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        noise = torch.randn_like(batch[0]) + random.random() + float(np.random.rand())
+        loss = loss_of(self.net, (batch[0] + 0.1 * noise, batch[1]))
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = KINDS[self.kind](self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)]
+
+
+def run(folder: Path, epochs: int, *, kind: str = "adamw", ckpt_path: str | None = None, **settings: Any) -> Any:
+    tw.seed_everything(3)
+    callback = tw.ModelCheckpoint(str(folder), save_top_k=-1)
+    module = Noisy(kind)
+    trainer = tw.Trainer(max_epochs=epochs, callbacks=[callback], **{**QUIET, "enable_checkpointing": True, **settings})
+    trainer.fit(module, make_loader(45, 4, shuffle=True), make_loader(10, 4), ckpt_path=ckpt_path)
+    return {**weights(module), **optimizer_state(trainer)}, trainer
+
+
+def optimizer_state(trainer: tw.Trainer) -> dict[str, Tensor]:
+    state = trainer.optimizers[0].state_dict()["state"]
+    return {f"{i}/{key}": torch.as_tensor(value) for i, each in state.items() for key, value in each.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resume_is_exact_for_every_kind_of_optimizer(tmp_path: Path, kind: str) -> None:
+    whole, _ = run(tmp_path / "whole", 4, kind=kind)
+    run(tmp_path / "part", 2, kind=kind)
+    resumed, trainer = run(tmp_path / "part", 4, kind=kind, ckpt_path="last")
+    assert_equal(resumed, whole)
+    assert trainer.optimizers[0].param_groups[0].get("fused") is (True if kind == "fused_adamw" else None)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"precision": "16-mixed"}, {"accumulate_grad_batches": 5}], ids=["16-mixed", "windows"]
+)
+def test_resume_is_exact_with_a_scaler_and_with_windows(tmp_path: Path, settings: dict[str, Any]) -> None:
+    whole, _ = run(tmp_path / "whole", 3, **settings)
+    run(tmp_path / "part", 1, **settings)
+    run(tmp_path / "part", 2, ckpt_path="last", **settings)
+    resumed, trainer = run(tmp_path / "part", 3, ckpt_path="last", **settings)
+    assert_equal(resumed, whole)
+    assert [Path(path).name for path in trainer.checkpoint_callback.best_k_models] == [
+        f"epoch={epoch}-step={trainer.global_step // 3 * (epoch + 1)}.ckpt" for epoch in range(3)
+    ]
+
+
+def test_a_checkpoint_of_max_steps_goes_on_within_the_epoch(tmp_path: Path) -> None:
+    """12 batches an epoch; stopped after 17 steps, in the middle of the second."""
+    whole, _ = run(tmp_path / "whole", 3)
+    run(tmp_path / "part", 3, max_steps=17)
+    resumed, trainer = run(tmp_path / "part", 3, ckpt_path="last")
+    assert_equal(resumed, whole)
+    assert trainer.global_step == 36
+
+
+def test_a_save_within_a_window_waits_for_its_end(tmp_path: Path) -> None:
+    class Save(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.current_epoch == 0 and batch_idx == 5:
+                trainer.save_checkpoint(str(tmp_path / "within.ckpt"))
+                assert not (tmp_path / "within.ckpt").exists()
+
+    def train(ckpt_path: str | None, callbacks: Any) -> dict[str, Tensor]:
+        tw.seed_everything(3)
+        module = Noisy()
+        trainer = tw.Trainer(max_epochs=2, accumulate_grad_batches=4, callbacks=callbacks, **QUIET)
+        trainer.fit(module, make_loader(45, 4, shuffle=True), ckpt_path=ckpt_path)
+        return {**weights(module), **optimizer_state(trainer)}
+
+    whole = train(None, Save())
+    assert_equal(train(str(tmp_path / "within.ckpt"), None), whole)
+
+
+def test_a_checkpoint_in_memory() -> None:
+    whole, trainer = run(Path("whole"), 1)
+    trainer.save_checkpoint("memory://run/epoch.ckpt")
+    module = Noisy()
+    tw.Trainer(**QUIET).test(module, make_loader(10, 4), ckpt_path="memory://run/epoch.ckpt")
+    assert_equal(weights(module), {name: value for name, value in whole.items() if "/" not in name})
+
+
+def test_what_cannot_be_resumed_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    _, trainer = run(tmp_path, 1)
+    path = trainer.checkpoint_callback.best_model_path
+    before = weights(Noisy())
+
+    class Wider(Noisy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = torch.nn.Linear(2, 2)
+
+    class Other(Noisy):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), lr=0.1)], []
+
+    class Unscheduled(Noisy):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    for module, match in (
+        (Wider(), "another model .not in it: more.bias, more.weight"),
+        (Other(), "saved by AdamW, but this run's is a SGD"),
+        (Unscheduled(), "saved with 1 schedulers, but this run has 0"),
+    ):
+        with pytest.raises(tw.CheckpointError, match=match):
+            tw.Trainer(max_epochs=2, **QUIET).fit(module, make_loader(), ckpt_path=path)
+        if not isinstance(module, Unscheduled):
+            assert_equal({name: value for name, value in weights(module).items() if "more" not in name}, before)
+    model = next(Path(path).glob("model-*.safetensors"))
+    model.write_bytes(model.read_bytes()[:-1] + b"\x00")
+    module = Noisy()
+    with pytest.raises(tw.CheckpointError, match=model.name):
+        tw.Trainer(max_epochs=2, **QUIET).fit(module, make_loader(), ckpt_path=path)
+    assert_equal(weights(module), before)
+
+
+def test_best_and_last_without_a_checkpoint_say_what_to_do(tmp_path: Path) -> None:
+    callback = tw.ModelCheckpoint(str(tmp_path))
+    trainer = tw.Trainer(max_epochs=1, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
+    for name in ("best", "last"):
+        with pytest.raises(tw.CheckpointError, match="no checkpoint was saved"):
+            trainer.test(Noisy(), make_loader(), ckpt_path=name)
+        with pytest.raises(ValueError, match="this trainer has none"):
+            tw.Trainer(**QUIET).test(Noisy(), make_loader(), ckpt_path=name)
+
+
+def test_the_accelerator_takes_up_a_trainers_checkpoint(tmp_path: Path) -> None:
+    _, trainer = run(tmp_path, 1)
+    accelerator = tw.Accelerator(cpu=True)
+    module = Noisy()
+    [optimizer], [scheduler] = module.configure_optimizers()
+    model, optimizer, scheduler = accelerator.prepare(module, optimizer, scheduler)
+    accelerator.load_state(trainer.checkpoint_callback.best_model_path)
+    assert accelerator.step_count == 12
+    path = accelerator.save_state(str(tmp_path / "raw.ckpt"))
+    again = Noisy()
+    tw.Trainer(**QUIET).test(again, make_loader(), ckpt_path=path)
+    assert_equal(weights(again), weights(model))
+
+
+def test_the_accelerator_goes_on_within_an_epoch(tmp_path: Path) -> None:
+    def train(stop_at: int | None, resume: bool) -> tuple[dict[str, Tensor], list[int]]:
+        tw.seed_everything(5)
+        accelerator = tw.Accelerator(cpu=True)
+        module = Classifier(dropout=0.3)
+        model, optimizer, loader = accelerator.prepare(
+            module.net, torch.optim.Adam(module.net.parameters(), 0.05), make_loader(45, 4, shuffle=True)
+        )
+        seen = []
+        if resume:
+            accelerator.load_state(str(tmp_path / "state.ckpt"))
+        while loader.epoch < 3:
+            for batch in loader:
+                seen += batch[1].tolist()
+                accelerator.backward(loss_of(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+                if accelerator.step_count == stop_at:
+                    accelerator.save_state(str(tmp_path / "state.ckpt"))
+                    return weights(module.net), seen
+        return weights(module.net), seen
+
+    whole, all_seen = train(None, False)
+    _, first = train(17, False)
+    resumed, second = train(None, True)
+    assert first + second == all_seen
+    assert_equal(resumed, whole)
