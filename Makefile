@@ -44,7 +44,7 @@ bench: $(VENV)/bench.stamp
 clean:
 	rm -rf $(VENV)
 
-# A stamp is older than these two files only if they have changed since: then its packages are installed anew.
+# A stamp says that its packages are there. They are installed anew when one of these two files has changed.
 $(VENV)/base.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) setuptools wheel hatchling editables

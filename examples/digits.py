@@ -29,13 +29,25 @@ def load_splits():
     return [TensorDataset(images[part], labels[part]) for part in (train, val, test)]
 
 
-def convolution(channels_in, channels_out):
-    return [nn.Conv2d(channels_in, channels_out, 3, padding=1), nn.BatchNorm2d(channels_out), nn.ReLU()]
-
-
 def make_net():
-    features = [*convolution(1, 32), *convolution(32, 64), nn.MaxPool2d(2), *convolution(64, 64)]
-    return nn.Sequential(*features, nn.Flatten(), nn.Dropout(0.5), nn.Linear(64 * 4 * 4, 10))
+    return nn.Sequential(
+        nn.Conv2d(1, 32, kernel_size=5, padding=2),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 32, kernel_size=3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.5),
+        nn.Linear(32 * 4 * 4, 10),
+    )
+
+
+def shifted(images):
+    """Return the images moved by up to one pixel, so that each epoch shows the digits a little differently."""
+    down, right = torch.randint(3, (2,)).tolist()
+    return nn.functional.pad(images, (1, 1, 1, 1))[..., down : down + 8, right : right + 8]
 
 
 class Digits(tw.Module):
@@ -49,7 +61,7 @@ class Digits(tw.Module):
 
     def training_step(self, batch, batch_idx):
         images, labels = batch
-        logits = self.net(images)
+        logits = self.net(shifted(images))
         loss = nn.functional.cross_entropy(logits, labels)
         self.train_acc.update(logits, labels)
         self.log("train_loss", loss)
@@ -69,7 +81,7 @@ class Digits(tw.Module):
         self.log("test_acc", self.test_acc)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.epochs)
         return [optimizer], [schedule]
 

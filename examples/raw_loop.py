@@ -10,7 +10,7 @@ import argparse
 import time
 
 import torch
-from digits import load_splits, make_net
+from digits import load_splits, make_net, shifted
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -46,7 +46,7 @@ def main():
         gradient_accumulation_steps=options.accumulate,
     )
     net = make_net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     train_set, val_set, test_set = load_splits()
     train_loader = DataLoader(train_set, batch_size=32, shuffle=True)
     net, optimizer, train_loader, val_loader, test_loader = accelerator.prepare(
@@ -61,7 +61,7 @@ def main():
         for images, labels in train_loader:
             with accelerator.accumulate(net):
                 optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(net(images), labels)
+                loss = nn.functional.cross_entropy(net(shifted(images)), labels)
                 accelerator.backward(loss)
                 optimizer.step()
         schedule.step()

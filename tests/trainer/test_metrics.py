@@ -36,7 +36,7 @@ def test_names_of_step_and_epoch_values() -> None:
     trainer = fit(lambda m, b, i, loss: m.log("both", loss, prog_bar=True, on_step=True, on_epoch=True))
     assert set(trainer.callback_metrics) == {"both", "both_step", "both_epoch"}
     assert set(trainer.logged_metrics) == {"both_step", "both_epoch"}
-    assert set(trainer.progress_bar_metrics) == {"both_epoch"}
+    assert set(trainer.progress_bar_metrics) == {"both_step", "both_epoch"}
     seen: dict[str, set[str]] = {}
 
     class Watch(tw.Callback):

@@ -33,6 +33,7 @@ class MixedPrecision(Precision):
         self._autocast = torch.autocast(device_type, self.autocast_dtype)
         self._unscaled: set[int] = set()
         self._update_due = False
+        self._has_scaled = False
 
     def forward_context(self) -> AbstractContextManager[Any]:
         return self._autocast
@@ -40,11 +41,12 @@ class MixedPrecision(Precision):
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         if self.scaler is not None:
             self._update_scale()
+            self._has_scaled = True
             loss = self.scaler.scale(loss)
         super().backward(loss, retain_graph)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        if self.scaler is not None and id(optimizer) not in self._unscaled:
+        if self.scaler is not None and self._has_scaled and id(optimizer) not in self._unscaled:
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
@@ -53,7 +55,7 @@ class MixedPrecision(Precision):
 
         NOTE: the one host-device sync is here: the host has to know whether to step.
         """
-        if self.scaler is None:
+        if self.scaler is None or not self._has_scaled:
             return super().step(optimizer, clip)
         self.unscale(optimizer)
         self._unscaled.discard(id(optimizer))

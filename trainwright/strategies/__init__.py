@@ -43,8 +43,8 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
         )
     if num_processes > 1 and not strategy.is_parallel:
         raise ValueError(
-            f"strategy={strategy.name!r} runs on one process, but {num_processes} were asked for; pass devices=1, or a strategy "
-            "for several such as 'ddp'."
+            f"strategy={strategy.name!r} runs on one process, but {num_processes} were asked for; pass devices=1, or a "
+            "strategy for several such as 'ddp'."
         )
     return strategy
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from trainwright.engine.engine import Engine
 from trainwright.loggers.base import Logger
 from trainwright.module import Module
-from trainwright.trainer.metrics import MetricCollector
+from trainwright.trainer.metrics import LoggedValue, MetricCollector
 from trainwright.trainer.reduction import Key, reduce_epoch
 from trainwright.trainer.state import TrainerState
 
@@ -27,7 +27,7 @@ class Logbook:
         self._engine = engine
         self._state = state
         self._epoch_values: dict[Key, float] = {}
-        self._step_values: dict[str, tuple[str, Tensor | float, bool]] = {}
+        self._step_values: dict[str, tuple[LoggedValue, Tensor | float]] = {}
 
     def start(self, module: Module, *, training: bool) -> MetricCollector:
         """Begin an epoch of training, or an evaluation: from now on self.log collects there."""
@@ -57,8 +57,8 @@ class Logbook:
         """Return every metric's latest value: an epoch's (over all ranks) where there is one, else this rank's step's."""
         self._keep_steps(self.collector)
         values: dict[str, Tensor] = {}
-        for step_name, (name, value, _) in self._step_values.items():
-            values[name] = values[step_name] = as_tensor(value)
+        for step_name, (logged, value) in self._step_values.items():
+            values[logged.name] = values[step_name] = as_tensor(value)
         for key, number in self._epoch_values.items():
             values[key.name] = values[key.epoch_name] = as_tensor(number)
         return values
@@ -67,14 +67,18 @@ class Logbook:
     def logged_metrics(self) -> dict[str, Tensor]:
         """Return the metrics that go to the loggers, under the names they have there."""
         self._keep_steps(self.collector)
-        steps = {name: as_tensor(value) for name, (_, value, logger) in self._step_values.items() if logger}
+        steps = {name: as_tensor(value) for name, (logged, value) in self._step_values.items() if logged.logger}
         return steps | {key.epoch_name: as_tensor(number) for key, number in self._epoch_values.items() if key.logger}
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """Return the metrics that the progress bar shows. NOTE: reading step values waits for the device."""
-        steps = to_numbers(self.collector.step_values(for_bar=True)) if self.collector is not None else {}
-        return {**steps, **{key.epoch_name: value for key, value in self._epoch_values.items() if key.prog_bar}}
+        self._keep_steps(self.collector)
+        shown = {name: value for name, (logged, value) in self._step_values.items() if logged.prog_bar}
+        return {
+            **to_numbers(shown),
+            **{key.epoch_name: value for key, value in self._epoch_values.items() if key.prog_bar},
+        }
 
     def _keep_steps(self, collector: MetricCollector | None) -> None:
         """Remember the latest step values; they outlive the epoch that they were logged in."""
@@ -82,7 +86,7 @@ class Logbook:
             return
         for step_name, value in collector.step_values().items():
             name = step_name if step_name in collector.values else step_name.removesuffix("_step")
-            self._step_values[step_name] = (name, value, collector.values[name].logger)
+            self._step_values[step_name] = (collector.values[name], value)
 
     def _write(self, numbers: dict[str, float]) -> None:
         if not numbers or self.is_silent:

@@ -193,11 +193,11 @@ class MetricCollector:
             self._batch_size_of = self.batch
         return float(self._batch_size or 0)
 
-    def step_values(self, *, for_logger: bool = False, for_bar: bool = False) -> dict[str, Tensor | float]:
-        """Return the latest values that are logged by step (those that a row or the bar shows), under their names there."""
+    def step_values(self, *, for_logger: bool = False) -> dict[str, Tensor | float]:
+        """Return the latest values that are logged by step (those of a logger's row), under their names there."""
         values: dict[str, Tensor | float] = {}
         for name, logged in self.values.items():
-            if logged.on_step and logged.logger >= for_logger and logged.prog_bar >= for_bar:
+            if logged.on_step and logged.logger >= for_logger:
                 last = _computed_step(logged.metric) if logged.metric is not None else logged.last
                 values[f"{name}_step" if logged.on_epoch else name] = last
         return values

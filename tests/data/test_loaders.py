@@ -1,0 +1,222 @@
+"""Sharding: every sample once, the same order on every rank, a pure function of (seed, epoch), from any batch on."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from trainwright.data.loaders import ShardedLoader
+
+
+def shards(loader: Any, world_size: int, mode: Any = "train", seed: int = 1) -> list[ShardedLoader]:
+    return [ShardedLoader(loader, rank=rank, world_size=world_size, seed=seed, mode=mode) for rank in range(world_size)]
+
+
+def batches(shard: ShardedLoader, epoch: int = 0, start: int = 0) -> list[list[int]]:
+    shard.set_epoch(epoch, start)
+    return [batch[0].tolist() if isinstance(batch, (list, tuple)) else batch.tolist() for batch in shard]
+
+
+def numbers(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("mode", ["train", "evaluate", "ghost", "even"])
+def test_every_sample_counts_once(mode: str, world_size: int) -> None:
+    for count, size, drop_last, shuffle in itertools.product(range(1, 30), (1, 3, 4), (False, True), (False, True)):
+        loader = DataLoader(numbers(count), batch_size=size, drop_last=drop_last, shuffle=shuffle)
+        wanted = count // size * size if drop_last else count
+        if mode == "train" and 0 < wanted < world_size:
+            with pytest.raises(ValueError, match=f"has {wanted} samples for {world_size} ranks"):
+                shards(loader, world_size, mode)
+            continue
+        parts = shards(loader, world_size, mode)
+        got = [batches(part) for part in parts]
+        assert [len(each) for each in got] == [len(part) for part in parts]
+        if mode == "ghost":
+            got = [each[: part.real_length] for each, part in zip(got, parts, strict=True)]
+        if mode == "even" and parts[0].last_sizes is not None:
+            got = [[*each[:-1], each[-1][:real]] for each, real in zip(got, parts[0].last_sizes, strict=True)]
+        if mode in ("train", "even", "ghost"):
+            assert len({len(part) for part in parts}) == 1, "every rank makes the same number of rounds"
+        assert sorted(sample for each in got for batch in each for sample in batch) == sorted(
+            set(itertools.chain.from_iterable(itertools.chain.from_iterable(got)))
+        ), "no sample twice"
+        assert sum(len(batch) for each in got for batch in each) == wanted
+
+
+def test_the_order_is_a_function_of_seed_and_epoch_and_leaves_the_generators_alone() -> None:
+    loader = DataLoader(numbers(50), batch_size=4, shuffle=True)
+    shard = shards(loader, 1)[0]
+    first = batches(shard, epoch=0)
+    torch.manual_seed(99)
+    before = (torch.get_rng_state(), random.getstate())
+    second = batches(shard, epoch=1)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert batches(shard, epoch=0) == first != second
+    assert batches(shards(loader, 1, seed=2)[0], epoch=0) != first
+    assert batches(shard, epoch=1, start=5) == second[5:]
+
+
+def test_a_round_of_two_ranks_is_the_batch_of_one() -> None:
+    alone = batches(shards(DataLoader(numbers(40), batch_size=8, shuffle=True), 1)[0])
+    left, right = (batches(each) for each in shards(DataLoader(numbers(40), batch_size=4, shuffle=True), 2))
+    assert [a + b for a, b in zip(left, right, strict=True)] == alone
+
+
+def test_the_last_round_weighs_by_its_samples() -> None:
+    parts = shards(DataLoader(numbers(13), batch_size=4), 2)
+    assert [[len(batch) for batch in batches(part)] for part in parts] == [[4, 3], [4, 2]]
+    assert [part.last_weight for part in parts] == [3 * 2 / 5, 2 * 2 / 5]
+    even = shards(DataLoader(numbers(16), batch_size=4), 2)
+    assert [len(batches(part)) for part in even] == [2, 2]
+    assert [part.last_weight for part in even] == [1.0, 1.0]
+
+
+class Drawing(Sampler[int]):
+    """Draws from every global generator while it is iterated, batch after batch."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.count):
+            yield int(torch.randint(100, ()).item() + np.random.randint(100) + random.randrange(100))
+
+
+def test_a_sampler_that_draws_as_it_goes_is_repeatable() -> None:
+    shard = shards(DataLoader(numbers(300), sampler=Drawing(2000), batch_size=2), 1)[0]
+    first = batches(shard, epoch=3)
+    random.seed(1)
+    assert batches(shard, epoch=3) == first != batches(shard, epoch=4)
+    halves = shards(DataLoader(numbers(300), sampler=Drawing(2000), batch_size=2), 2)
+    left, right = (batches(each, epoch=3) for each in halves)
+    assert [batch for pair in zip(left, right, strict=True) for batch in pair] == first
+
+
+def test_a_generator_of_the_users_is_left_alone() -> None:
+    generator = torch.Generator().manual_seed(5)
+    state = generator.get_state()
+    dataset = numbers(40)
+    loader = DataLoader(dataset, batch_size=4, sampler=RandomSampler(dataset, generator=generator))
+    shard = shards(loader, 1)[0]
+    first = batches(shard, epoch=0)
+    assert batches(shard, epoch=1) != first == batches(shard, epoch=0)
+    assert torch.equal(generator.get_state(), state)
+    other = RandomSampler(dataset, generator=torch.Generator().manual_seed(6))
+    assert batches(shards(DataLoader(dataset, batch_size=4, sampler=other), 1)[0]) != first
+
+
+def test_set_epoch_reaches_a_sampler_that_has_it() -> None:
+    class Counting(Drawing):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    sampler = Counting(8)
+    shard = shards(DataLoader(numbers(300), sampler=sampler, batch_size=2), 1)[0]
+    batches(shard, epoch=7)
+    assert sampler.epoch == 7
+
+
+class Special(DataLoader[Any]):
+    """A loader whose constructor nobody could call again."""
+
+    def __init__(self, secret: object, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.secret = secret
+
+
+def test_a_subclass_is_copied_and_not_built_anew() -> None:
+    loader = Special("secret", numbers(10), batch_size=2, num_workers=2, persistent_workers=True)
+    whole = [batch[0].tolist() for batch in loader]  # a used persistent loader keeps its iterator
+    halves = [batches(part) for part in shards(loader, 2, "evaluate")]
+    assert [halves[i % 2][i // 2] for i in range(5)] == whole
+    assert [batch[0].tolist() for batch in loader] == whole
+    assert isinstance(shards(loader, 2)[0]._source, Special)
+    assert loader._iterator is not None
+    loader._iterator._shutdown_workers()
+
+
+def test_a_custom_batch_sampler_is_shared_out() -> None:
+    groups = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
+    left, right = (batches(part) for part in shards(DataLoader(numbers(11), batch_sampler=groups), 2, "evaluate"))
+    assert (left, right) == ([[0, 1, 2], [4, 5], [10]], [[3], [6, 7, 8, 9]])
+    # One sample is too little for two ranks: it joins the round before.
+    left, right = (batches(part) for part in shards(DataLoader(numbers(11), batch_sampler=groups), 2))
+    assert (left, right) == ([[0, 1, 2], [4, 5, 6, 7]], [[3], [8, 9, 10]])
+
+
+def test_batches_made_beforehand() -> None:
+    items = DataLoader([torch.full((2,), index) for index in range(7)], batch_size=None)
+    left, right = (batches(part) for part in shards(items, 2, "evaluate"))
+    assert [len(left), len(right)] == [4, 3]
+    with pytest.raises(ValueError, match="batch_size=None and 7 items, which 2 ranks cannot share evenly"):
+        shards(items, 2)
+
+
+def test_a_distributed_sampler_of_the_users_is_respected() -> None:
+    dataset = numbers(12)
+    for rank in range(2):
+        sampler = DistributedSampler(dataset, num_replicas=2, rank=rank, shuffle=False)
+        shard = ShardedLoader(
+            DataLoader(dataset, batch_size=3, sampler=sampler), rank=rank, world_size=2, seed=1, mode="train"
+        )
+        assert batches(shard) == [[rank, rank + 2, rank + 4], [rank + 6, rank + 8, rank + 10]]
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(itertools.count())
+
+
+class OwnIteration(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+@pytest.mark.parametrize(
+    ("loader", "match"),
+    [
+        ([1, 2], "a list is no DataLoader"),
+        (DataLoader(Endless()), "an IterableDataset, which has no indices"),
+        (OwnIteration(numbers(4)), "has an __iter__ of its own"),
+    ],
+)
+def test_what_several_ranks_cannot_share_is_refused(loader: Any, match: str) -> None:
+    with pytest.raises(TypeError, match=match):
+        shards(loader, 2)
+    assert shards(loader, 1)
+
+
+def test_what_is_no_loader_is_refused() -> None:
+    with pytest.raises(TypeError, match="int is no iterable"):
+        shards(3, 1)
+
+
+def test_an_endless_sampler_has_no_length_and_is_shared() -> None:
+    class Forever(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return itertools.cycle(range(10))
+
+    loader = DataLoader(numbers(10), batch_sampler=BatchSampler(Forever(), 2, False))
+    left, right = shards(loader, 2)
+    assert left.length is None
+    left.set_epoch(0)
+    right.set_epoch(0)
+    assert [batch[0].tolist() for batch in itertools.islice(left, 2)] == [[0, 1], [4, 5]]
+    assert [batch[0].tolist() for batch in itertools.islice(right, 2)] == [[2, 3], [6, 7]]

@@ -1,0 +1,130 @@
+"""The Accelerator on one process: preparing, windows, gathering, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import assert_equal, loss_of, make_loader, make_net, weights
+from torch import nn
+
+import trainwright as tw
+
+
+def prepared(**settings: Any) -> tuple[Any, ...]:
+    accelerator = tw.Accelerator(cpu=True, **settings)
+    net = make_net()
+    return accelerator, *accelerator.prepare(net, torch.optim.Adam(net.parameters(), 0.05), make_loader())
+
+
+def test_prepare_keeps_the_order_and_the_model_as_it_is() -> None:
+    accelerator = tw.Accelerator(cpu=True)
+    net, loader = make_net(), make_loader()
+    optimizer = torch.optim.Adam(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    a, b, c, d = accelerator.prepare(loader, scheduler, optimizer, net)
+    assert a.loader is loader
+    assert b.scheduler is scheduler
+    assert c.optimizer is optimizer
+    assert isinstance(c, torch.optim.Optimizer)
+    assert d is net
+    assert accelerator.unwrap_model(d) is net
+
+
+def test_mixed_precision_wraps_and_gives_back_float32() -> None:
+    accelerator, model, *_ = prepared(mixed_precision="bf16")
+    assert model(torch.zeros(1, 8)).dtype == torch.float32
+    assert accelerator.unwrap_model(model)[0] is model.module[0]
+    with accelerator.autocast():
+        assert model.module[0](torch.zeros(1, 8)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("clear_first", [True, False])
+def test_a_window_keeps_its_gradients_wherever_the_loop_clears_them(clear_first: bool) -> None:
+    def train(first: bool) -> dict[str, torch.Tensor]:
+        accelerator, model, optimizer, loader = prepared(gradient_accumulation_steps=3)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                if first:
+                    optimizer.zero_grad()
+                accelerator.backward(loss_of(model, batch))
+                optimizer.step()
+                if not first:
+                    optimizer.zero_grad()
+        assert accelerator.step_count == 4
+        return weights(model)
+
+    assert_equal(train(clear_first), train(not clear_first))
+
+
+def test_each_iteration_is_an_epoch_of_its_own_order() -> None:
+    accelerator = tw.Accelerator(cpu=True)
+    loader = accelerator.prepare(make_loader(shuffle=True))
+    first, second = ([batch[1].tolist() for batch in loader] for _ in range(2))
+    assert first != second
+    assert loader.epoch == 2
+    assert len(loader) == 11
+
+
+def test_gather_and_reduce_on_one_process() -> None:
+    accelerator = tw.Accelerator(cpu=True)
+    assert accelerator.gather({"a": torch.ones(2), "b": (torch.tensor(3.0), "text")}) == {
+        "a": pytest.approx(torch.ones(2)),
+        "b": (torch.tensor([3.0]), "text"),
+    }
+    assert accelerator.reduce(torch.tensor(2.0), "mean") == 2.0
+    accelerator.wait_for_everyone()
+    assert (accelerator.process_index, accelerator.num_processes, accelerator.is_main_process) == (0, 1, True)
+
+
+def test_two_models_and_their_state(tmp_path: Path) -> None:
+    def make() -> tuple[Any, ...]:
+        accelerator = tw.Accelerator(cpu=True)
+        left, right = make_net(), nn.Linear(8, 2)
+        objects = accelerator.prepare(
+            left, right, torch.optim.Adam(left.parameters()), torch.optim.SGD(right.parameters(), 0.1, momentum=0.9)
+        )
+        return accelerator, *objects
+
+    accelerator, left, right, adam, sgd = make()
+    for optimizer, model in ((adam, left), (sgd, right)):
+        accelerator.backward(model(torch.ones(1, 8)).sum())
+        accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    accelerator.save_state(str(tmp_path / "state.ckpt"))
+    again, left_again, right_again, adam_again, sgd_again = make()
+    again.load_state(str(tmp_path / "state.ckpt"))
+    assert_equal(weights(left_again), weights(left))
+    assert_equal(weights(right_again), weights(right))
+    for one, other in ((adam, adam_again), (sgd, sgd_again)):
+        for a, b in zip(one.state.values(), other.state.values(), strict=True):
+            assert_equal({k: torch.as_tensor(v) for k, v in a.items()}, {k: torch.as_tensor(v) for k, v in b.items()})
+    with pytest.raises(tw.CheckpointError, match=r"state\.ckpt"):
+        accelerator.save_state(str(tmp_path / "state.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"mixed_precision": "fp8"}, "choose from no, fp16, bf16"),
+        ({"mixed_precision": "no", "precision": 16}, "pass one"),
+        ({"gradient_accumulation_steps": 0}, "whole number from 1"),
+    ],
+)
+def test_settings_refused(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        tw.Accelerator(cpu=True, **settings)
+
+
+def test_calls_refused() -> None:
+    accelerator, model, optimizer, _ = prepared()
+    with pytest.raises(TypeError, match="given a str; accepted are torch modules"):
+        accelerator.prepare("model")
+    with pytest.raises(ValueError, match="was not prepared"):
+        accelerator.step(torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(ValueError, match="not those of one prepared optimizer"):
+        accelerator.clip_grad_norm_(nn.Linear(1, 1).parameters(), 1.0)
+    with pytest.raises(TypeError, match="takes no closure"):
+        optimizer.step(lambda: None)

@@ -1,0 +1,83 @@
+"""Precisions: names, the dtype of a forward, and the loss scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright.precision import Precision, resolve_precision
+from trainwright.precision.mixed import MixedPrecision
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (None, "32-true"),
+        (32, "32-true"),
+        ("32", "32-true"),
+        (16, "16-mixed"),
+        ("16", "16-mixed"),
+        ("bf16", "bf16-mixed"),
+        ("BF16-mixed", "bf16-mixed"),
+    ],
+)
+def test_names(given: Any, name: str) -> None:
+    assert resolve_precision(given, "cpu").name == name
+
+
+def test_an_instance_is_taken_as_it_is() -> None:
+    precision = Precision()
+    assert resolve_precision(precision, "cpu") is precision
+
+
+def test_the_forward_runs_in_its_dtype() -> None:
+    layer = nn.Linear(2, 2)
+    for name, dtype in (("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)):
+        context = resolve_precision(name, "cpu").forward_context()
+        assert context is not None
+        for _ in range(2):  # the same object is entered again
+            with context:
+                assert layer(torch.zeros(1, 2)).dtype == dtype
+    assert resolve_precision(32, "cpu").forward_context() is None
+
+
+def test_two_optimizers_after_one_backward_are_unscaled_by_the_scale_of_their_loss() -> None:
+    """The scale grows each step here; grown between the two steps, it would halve the second one's gradients."""
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1))
+    left, right = (nn.Parameter(torch.zeros(())) for _ in range(2))
+    optimizers = [torch.optim.SGD([parameter], lr=1.0) for parameter in (left, right)]
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        precision.backward(left + right)
+        results = [precision.step(optimizer, None) for optimizer in optimizers]
+        assert not any(result.skipped for result in results)
+    assert (left.item(), right.item()) == (-2.0, -2.0)
+    assert precision.state_dict()["scale"] == 16.0
+
+
+def test_a_step_with_an_inf_is_skipped_and_halves_the_scale() -> None:
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
+    parameter = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    precision.backward(parameter * float("inf"))
+    assert precision.step(optimizer, None).skipped
+    assert parameter.item() == 0.0
+    again = MixedPrecision("16-mixed", "cpu")
+    again.load_state_dict(precision.state_dict())
+    assert again.state_dict()["scale"] == 2.0
+
+
+def test_a_step_without_gradients_is_no_error() -> None:
+    precision = resolve_precision(16, "cpu")
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+    assert precision.step(optimizer, None) == (None, False)
+    precision.backward(nn.Parameter(torch.zeros(())) * 1.0)
+
+
+def test_a_scaler_is_refused_where_it_has_no_use() -> None:
+    with pytest.raises(ValueError, match="needs no loss scale"):
+        MixedPrecision("bf16-mixed", "cpu", torch.amp.GradScaler("cpu"))

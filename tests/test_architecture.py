@@ -1,0 +1,152 @@
+"""The shape of the code: who imports whom, how long a file and a function may be, and what stays in one place."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import trainwright
+from trainwright.strategies import STRATEGIES
+
+ROOT = Path(trainwright.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+LAYERS = [
+    {"errors"},
+    {"distributed"},
+    {"precision", "checkpoint", "data", "loggers"},
+    {"strategies", "callbacks", "module"},
+    {"engine"},
+    {"trainer"},
+]
+"""Each layer imports the ones before it; within a layer a part imports itself alone."""
+LAUNCH_MAY_IMPORT = {"distributed", "errors", "launch"}
+LONGEST_FILE, LONGEST_BODY = 400, 60
+BANNED_WORDS = ("utils", "helpers", "misc", "common", "manager", "handler", "connector", "impl")
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
+    """Yield (module, line, whether at import time); what stands under TYPE_CHECKING is never imported."""
+    checked: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            checked.update(child for each in node.body for child in ast.walk(each))
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    late = {child for function in functions for child in ast.walk(function)}
+    for node in ast.walk(tree):
+        if node in checked:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module, node.lineno, node not in late
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, node not in late
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_one_way(path: Path) -> None:
+    part = part_of(path)
+    for module, line, at_import in imports(ast.parse(path.read_text())):
+        names = module.split(".")
+        if names[0] != "trainwright" or len(names) < 2 or part == "__init__":
+            continue
+        target = names[1]
+        if part == "launch":
+            assert target in LAUNCH_MAY_IMPORT, f"{path}:{line} imports {module}"
+            continue
+        if target == "launch":
+            assert part == "engine", f"{path}:{line} imports {module}"
+            assert not at_import
+            continue
+        own, other = (next(i for i, layer in enumerate(LAYERS) if name in layer) for name in (part, target))
+        assert other < own or target == part, f"{path}:{line} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_stay_short(path: Path) -> None:
+    text = path.read_text()
+    tree = ast.parse(text)
+    docstring_lines = 0
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+            first = node.body[0]
+            docstring_lines += (first.end_lineno or 0) - first.lineno + 1
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            length = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+            assert length <= LONGEST_BODY, f"{path}:{node.lineno} {node.name} has {length} lines"
+    assert len(text.splitlines()) - docstring_lines <= LONGEST_FILE
+
+
+def test_names_are_nouns() -> None:
+    for path in FILES:
+        words = path.stem.split("_")
+        words += [node.name.lower() for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+        for word in words:
+            assert not any(banned in word for banned in BANNED_WORDS), f"{path}: {word}"
+
+
+def test_no_strategy_is_named_outside_its_folder() -> None:
+    names = {name for name in STRATEGIES if name != "single_device"}
+    for path in FILES:
+        if part_of(path) in ("strategies", "__init__"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not (isinstance(node, ast.Name) and node.id.endswith("Strategy") and node.id != "Strategy"), path
+            if isinstance(node, ast.Compare):
+                constants = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+                assert not constants & names, f"{path}:{node.lineno} compares with a strategy's name"
+
+
+def test_the_environment_is_read_in_two_places() -> None:
+    for path in FILES:
+        relative = str(path.relative_to(ROOT))
+        if relative == "distributed/environment.py" or relative.startswith("launch/"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv"):
+                pytest.fail(f"{relative}:{node.lineno} reads the environment")
+
+
+def test_nothing_is_pickled_or_loaded_unsafely() -> None:
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                assert not {"pickle", "dill", "joblib"} & {
+                    name for each in node.names for name in each.name.split(".")
+                }, path
+            if isinstance(node, ast.Attribute):
+                assert ast.unparse(node) not in ("torch.load", "torch.save", "yaml.load"), f"{path}:{node.lineno}"
+
+
+AUDIT = """
+import sys
+forbidden = []
+def watch(event, args):
+    if event.startswith(("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn")):
+        forbidden.append(event)
+    if event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+"):
+        forbidden.append(f"open {args[0]}")
+sys.dont_write_bytecode = True
+import torch
+sys.addaudithook(watch)
+import trainwright as tw
+early = set(sys.modules)
+[getattr(tw, name) for name in tw.__all__]
+print(sorted(forbidden))
+print("trainwright.trainer.trainer" in early, "torch.distributed.elastic.agent" in sys.modules, "deepspeed" in sys.modules)
+"""
+
+
+def test_importing_has_no_side_effect_and_is_lazy() -> None:
+    done = subprocess.run([sys.executable, "-W", "error", "-c", AUDIT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[]", "False False False"]

@@ -1,0 +1,91 @@
+"""What the framework costs a batch, counted: frames, calls, and reads from the device."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from small import QUIET, loss_of, make_loader, make_net
+from torch import Tensor
+
+import trainwright as tw
+from trainwright.trainer.metrics import MetricCollector
+
+PACKAGE = str(Path(tw.__file__).parent)
+MOST_FRAMES, MOST_CALLS, MOST_CALLS_OF_LOG = 7, 30, 4
+"""The budgets allow 80 calls a batch; this is the ratchet at what it takes now."""
+
+
+class Bare(tw.Module):
+    def __init__(self, log: bool) -> None:
+        super().__init__()
+        self.net = make_net()
+        self.with_log = log
+        self.frames: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = loss_of(self.net, batch)
+        if self.with_log:
+            self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        frames = self.frames
+
+        class Watched(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None:
+                frame, names = sys._getframe(1), []
+                while frame is not None and frame.f_code.co_name != "fit":
+                    if frame.f_code.co_filename.startswith(PACKAGE):
+                        names.append(frame.f_code.co_name)
+                    frame = frame.f_back  # type: ignore[assignment]
+                frames[:] = names
+                super().step()
+
+        return Watched(self.parameters(), lr=0.1)
+
+
+def count_calls(log: bool) -> tuple[float, list[str]]:
+    """Return the package's function calls a batch, and its frames below the optimizer's step."""
+    calls: list[int] = []
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls[-1] += 1
+
+    class Watch(tw.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            calls.append(0)
+            sys.setprofile(profile)
+
+    module = Bare(log)
+    try:
+        tw.Trainer(max_epochs=1, callbacks=Watch(), **QUIET).fit(module, make_loader())
+    finally:
+        sys.setprofile(None)
+    return float(sorted(calls[2:-1])[len(calls[2:-1]) // 2]), module.frames
+
+
+def test_frames_and_calls_of_a_batch() -> None:
+    calls, frames = count_calls(log=False)
+    assert frames[-1] == "fit_epoch"
+    assert len(frames) <= MOST_FRAMES, frames
+    assert calls <= MOST_CALLS
+    with_log, _ = count_calls(log=True)
+    assert with_log - calls <= MOST_CALLS_OF_LOG
+
+
+def test_a_batch_reads_nothing_from_the_device(monkeypatch: Any) -> None:
+    """On a device a read waits for all that was queued; the meta device cannot be read at all, so a tensor of it shows one."""
+    read: list[str] = []
+    for name in ("item", "tolist", "numpy", "cpu", "__float__", "__bool__"):
+        inner = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda self, *a, n=name, f=inner: (read.append(n), f(self, *a))[1])
+    collector = MetricCollector(torch.nn.Module(), training=True)
+    collector.batch = torch.zeros(4)
+    for _ in range(200):
+        collector.log("x", torch.zeros((), device="meta"), False, True, True, True, "mean", None)
+    assert read == []

@@ -1,0 +1,63 @@
+"""The public names and their arguments; a change here is a change for every user, so it is made on purpose."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import trainwright as tw
+
+NAMES = """Accelerator CSVLogger Callback CheckpointError DDPStrategy Engine LaunchError Logger ModelCheckpoint ModelSummary
+    Module Precision Strategy TQDMProgressBar Trainer TrainwrightError WorkerFailed __version__ seed_everything"""
+TRAINER = """accelerator strategy devices precision logger callbacks max_epochs max_steps limit_train_batches
+    limit_val_batches limit_test_batches check_val_every_n_epoch num_sanity_val_steps log_every_n_steps
+    accumulate_grad_batches gradient_clip_val gradient_clip_algorithm compile enable_checkpointing enable_progress_bar
+    enable_model_summary default_root_dir"""
+METHODS = {
+    tw.Engine: """agreed backward clipper close gather load prepare_loader prepare_module prepare_optimizers reduce run save
+        step sync_gradients""",
+    tw.Accelerator: """accumulate autocast backward clip_grad_norm_ clip_grad_value_ gather gather_for_metrics load_state
+        prepare print reduce save_state step unwrap_model wait_for_everyone""",
+    tw.Strategy: """after_load allocate_optimizer_state backward before_evaluation clip_gradients close connect model_pieces
+        optimizer_pieces piece run setup_module setup_optimizers step sync_gradients""",
+    tw.Precision: "backward forward_context load_state_dict state_dict step unscale",
+}
+LOG = "name value prog_bar logger on_step on_epoch reduce_fx sync_dist batch_size"
+
+
+def public_methods(kind: type) -> list[str]:
+    return sorted(name for name, value in vars(kind).items() if inspect.isfunction(value) and not name.startswith("_"))
+
+
+def test_names() -> None:
+    assert sorted(tw.__all__) == sorted(NAMES.split())
+    for name in tw.__all__:
+        assert getattr(tw, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
+        tw.Trainr  # type: ignore[attr-defined]
+
+
+def test_the_trainers_arguments() -> None:
+    parameters = inspect.signature(tw.Trainer).parameters
+    assert list(parameters) == TRAINER.split()
+    assert all(each.kind is each.KEYWORD_ONLY for each in parameters.values())
+
+
+@pytest.mark.parametrize("kind", METHODS, ids=lambda kind: kind.__name__)
+def test_methods(kind: type) -> None:
+    assert public_methods(kind) == METHODS[kind].split()
+
+
+def test_the_arguments_of_log() -> None:
+    assert list(inspect.signature(tw.Module.log).parameters)[1:] == LOG.split()
+
+
+@pytest.mark.parametrize("name", [name for name in tw.__all__ if name != "__version__"])
+def test_everything_public_has_a_docstring(name: str) -> None:
+    thing = getattr(tw, name)
+    assert thing.__doc__
+    for method_name, method in vars(thing).items() if inspect.isclass(thing) else ():
+        inherited = any(getattr(getattr(base, method_name, None), "__doc__", None) for base in thing.__mro__)
+        if inspect.isfunction(method) and not method_name.startswith("_"):
+            assert inherited, f"{name}.{method_name}"
