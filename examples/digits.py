@@ -117,7 +117,7 @@ def draw(metrics_path: str, picture_path: str):
 
 def main():
     parser = argparse.ArgumentParser(description="Train a small convolutional net on scikit-learn's digits.")
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--precision", default="32-true")

@@ -32,7 +32,7 @@ def evaluate(accelerator, net, loader):
 
 def main():
     parser = argparse.ArgumentParser(description="Train on scikit-learn's digits in a loop of one's own.")
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--mixed-precision", default="no", choices=["no", "fp16", "bf16"])
     parser.add_argument("--accumulate", type=int, default=1)

@@ -9,7 +9,7 @@ import pytest
 import trainwright as tw
 
 NAMES = """Accelerator CSVLogger Callback CheckpointError DDPStrategy Engine LaunchError Logger ModelCheckpoint ModelSummary
-    Module Precision Strategy TQDMProgressBar Trainer TrainwrightError WorkerFailed __version__ seed_everything"""
+    Module Precision Strategy TQDMProgressBar Trainer TrainwrightError __version__ seed_everything"""
 TRAINER = """accelerator strategy devices precision logger callbacks max_epochs max_steps limit_train_batches
     limit_val_batches limit_test_batches check_val_every_n_epoch num_sanity_val_steps log_every_n_steps
     accumulate_grad_batches gradient_clip_val gradient_clip_algorithm compile enable_checkpointing enable_progress_bar

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainwright.data.seeding import seed_everything
     from trainwright.engine.accelerator import Accelerator
     from trainwright.engine.engine import Engine
-    from trainwright.errors import CheckpointError, LaunchError, TrainwrightError, WorkerFailed
+    from trainwright.errors import CheckpointError, LaunchError, TrainwrightError
     from trainwright.loggers import CSVLogger, Logger
     from trainwright.module import Module
     from trainwright.precision import Precision
@@ -42,7 +42,6 @@ _HOMES = {
     "TQDMProgressBar": "trainwright.callbacks",
     "Trainer": "trainwright.trainer.trainer",
     "TrainwrightError": "trainwright.errors",
-    "WorkerFailed": "trainwright.errors",
     "seed_everything": "trainwright.data.seeding",
 }
 
@@ -63,7 +62,6 @@ __all__ = [
     "TQDMProgressBar",
     "Trainer",
     "TrainwrightError",
-    "WorkerFailed",
     "__version__",
     "seed_everything",
 ]

@@ -5,7 +5,6 @@
     +-- TrainwrightError (RuntimeError)
         +-- CheckpointError     a checkpoint could not be written, found, verified or read
         +-- LaunchError         the processes of a job could not be started
-        +-- WorkerFailed        a process of the job failed; it carries the rank and that process's own report
 
 Settings are refused with the built-in exceptions above, in the constructor that received them.
 """
@@ -21,17 +20,3 @@ class CheckpointError(TrainwrightError):
 
 class LaunchError(TrainwrightError):
     """The processes of a job could not be started."""
-
-
-class WorkerFailed(TrainwrightError):
-    """A process of the job failed.
-
-    Args:
-        rank: the global rank that failed first.
-        report: what that process said last (a traceback, or the signal that ended it).
-    """
-
-    def __init__(self, rank: int, report: str) -> None:
-        super().__init__(f"rank {rank} failed: {report}")
-        self.rank = rank
-        self.report = report

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +53,13 @@ def test_rows_are_written_while_a_long_epoch_runs(tmp_path: Path) -> None:
     assert rows(logger)[0]["a"] == "0.1"
 
 
-def test_hyper_parameters(tmp_path: Path) -> None:
+def test_the_numbers_of_one_moment_are_one_row(tmp_path: Path) -> None:
     logger = started(tmp_path)
-    logger.log_hyperparams({"lr": 0.1, "path": Path("x")})
-    assert json.loads(Path(f"{logger.log_dir}/hparams.json").read_text()) == {"lr": 0.1, "path": "x"}
+    logger.log_metrics({"epoch": 0, "val": 1.0}, 7)
+    logger.log_metrics({"epoch": 0, "train": 2.0}, 7)
+    logger.log_metrics({"epoch": 0, "train": 3.0}, 7)
+    logger.close()
+    assert [(row["val"], row["train"]) for row in rows(logger)] == [("1.0", "2.0"), ("", "3.0")]
 
 
 def test_no_folder_before_the_run() -> None:

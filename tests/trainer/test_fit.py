@@ -20,12 +20,14 @@ def fit(module: tw.Module, loader: Any = None, **settings: Any) -> tw.Trainer:
     return trainer
 
 
-class Stream(IterableDataset[Any]):
-    def __len__(self) -> int:
-        return 1000  # an estimate, and a wrong one
-
+class Unmeasured(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         yield from (make_data()[index] for index in range(44))
+
+
+class Stream(Unmeasured):
+    def __len__(self) -> int:
+        return 1000  # an estimate, and a wrong one
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,7 @@ def test_loaders_of_other_kinds_train_alike(accumulate: int) -> None:
     loaders = {
         "list": batches,
         "stream": DataLoader(Stream(), batch_size=4),
+        "unmeasured": DataLoader(Unmeasured(), batch_size=4),
         "unbatched": DataLoader(batches, batch_size=None),
     }
     for name, loader in loaders.items():

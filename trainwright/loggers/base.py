@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 
 class Logger:
@@ -17,9 +16,6 @@ class Logger:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write one row."""
-
-    def log_hyperparams(self, values: Mapping[str, Any]) -> None:
-        """Write the settings of a run."""
 
     def flush(self) -> None:
         """Make what was logged durable; called at the end of each epoch."""

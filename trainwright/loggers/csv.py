@@ -1,10 +1,9 @@
-"""The CSV logger: one folder a run, one row a log in metrics.csv, the settings in hparams.json."""
+"""The CSV logger: one folder a run, one row a moment in metrics.csv."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,13 +63,15 @@ class CSVLogger(Logger):
                 number += 1
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self._rows.append({"step": step, **metrics})
+        row = {"step": step, **metrics}
+        latest = self._rows[-1] if self._rows else {}
+        is_same_moment = all(latest.get(name) == row.get(name) for name in ("step", "epoch"))
+        if is_same_moment and not latest.keys() & (metrics.keys() - {"epoch"}):
+            latest.update(row)  # what training and validation say of one moment is one row
+            return
+        self._rows.append(row)
         if len(self._rows) >= BUFFERED_ROWS:
             self.flush()
-
-    def log_hyperparams(self, values: Mapping[str, Any]) -> None:
-        with fsspec.open(f"{self.log_dir}/hparams.json", "w") as file:
-            json.dump(dict(values), file, indent=2, default=str)
 
     def flush(self) -> None:
         """Append the waiting rows; where they bring new columns, write the file anew."""

@@ -44,7 +44,10 @@ class DDPStrategy(Strategy):
         self._automatic = True
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        if optimization is None or self.world_size == 1 or not any(p.requires_grad for p in module.parameters()):
+        if self.world_size == 1:
+            return
+        if optimization is None or not any(parameter.requires_grad for parameter in module.parameters()):
+            broadcast_tensors((*module.parameters(), *module.buffers()))
             return
         self._automatic = optimization.automatic
         self.wrapped[module] = DistributedDataParallel(

@@ -35,14 +35,15 @@ def check_module(module: Any, needed: list[str], call: str) -> None:
         raise TypeError(f"{type(module).__name__}.__init__ did not call super().__init__(); call it first.")
 
 
-def check_loader(loader: Any, argument: str, call: str) -> None:
-    """Refuse what is no loader (TypeError)."""
+def check_loader(loader: Any, argument: str, call: str) -> Iterable[Any]:
+    """Return the loader; refuse what is none (TypeError)."""
     if loader is None:
         raise TypeError(f"trainer.{call} was given no {argument}; pass a torch DataLoader, or an iterable of batches.")
     if isinstance(loader, (Mapping, str)) or not isinstance(loader, Iterable):
         raise TypeError(
             f"{argument}= is a {type(loader).__name__}; accepted is one torch DataLoader, or an iterable of batches."
         )
+    return loader
 
 
 def choose_checkpoint(ckpt_path: str | None, callback: ModelCheckpoint | None, engine: Engine) -> str | None:

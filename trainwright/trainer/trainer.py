@@ -149,7 +149,7 @@ class Trainer:
             CheckpointError: no such checkpoint, or one that is damaged or of another model.
         """
         check_module(model, ["training_step", "configure_optimizers"], "fit")
-        check_loader(train_dataloaders, "train_dataloaders", "fit")
+        train_loader = check_loader(train_dataloaders, "train_dataloaders", "fit")
         if val_dataloaders is not None:
             check_module(model, ["validation_step"], "fit with val_dataloaders")
             check_loader(val_dataloaders, "val_dataloaders", "fit")
@@ -157,7 +157,7 @@ class Trainer:
         self.state = TrainerState()
         self.should_stop, self.resume_source = False, None
         with self._running(model, "fit"):
-            self._run = prepare_fit(self, model, train_dataloaders or ())
+            self._run = prepare_fit(self, model, train_loader)
             val_loader = None
             if val_dataloaders is not None:
                 val_loader = self._evaluation_loader(val_dataloaders)
@@ -179,9 +179,9 @@ class Trainer:
         """Evaluate a module with test_step, print its metrics on rank 0 and return them. Collective.
 
         Args:
-            model: the module; None is the one of the latest call.
+            model: the module; None is the one of the latest call, with the weights of its best checkpoint if it has one.
             dataloaders: a DataLoader with the batches.
-            ckpt_path: the weights to take: a path, "best" or "last"; None takes them as they are.
+            ckpt_path: the weights to take: a path, "best" or "last"; None takes a given module as it is.
 
         Returns:
             A list of one dict, the loader's metrics by name, over all ranks and each sample counted once.
@@ -249,19 +249,23 @@ class Trainer:
     def _evaluate(
         self, call: str, stage: str, model: Module | None, dataloaders: Iterable[Any] | None, ckpt_path: str | None
     ) -> list[dict[str, float]]:
+        callback = self.checkpoint_callback
+        if model is None and ckpt_path is None and callback is not None and callback.best_model_path:
+            ckpt_path = "best"
+            self.print(f"trainer.{call} was given no module: it takes the best checkpoint, {callback.best_model_path}")
         model = model if model is not None else self.module
         check_module(model, [f"{stage}_step"], call)
         assert model is not None
-        check_loader(dataloaders, "dataloaders", call)
-        path = choose_checkpoint(ckpt_path, self.checkpoint_callback, self.engine)
+        loader = check_loader(dataloaders, "dataloaders", call)
+        path = choose_checkpoint(ckpt_path, callback, self.engine)
         with self._running(model, call):
-            loader = self._evaluation_loader(dataloaders or ())
+            sharded = self._evaluation_loader(loader)
             limit = self.settings.limit_test_batches if stage == "test" else self.settings.limit_val_batches
-            self.num_test_batches = self.num_val_batches = limited(loader.length, limit)
+            self.num_test_batches = self.num_val_batches = limited(sharded.length, limit)
             self.engine.prepare_module(model, None)
             if path is not None:
                 self.engine.load(path, weights_only=True)
-            metrics = evaluate(self, model, loader, stage, limit, torch.inference_mode)
+            metrics = evaluate(self, model, sharded, stage, limit, torch.inference_mode)
         self.print(format_table(f"{call} metric", metrics))
         return [metrics]
 

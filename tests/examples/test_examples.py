@@ -1,0 +1,94 @@
+"""The examples and the README's program, run as a reader would run them: a command in an empty folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+has_compiler = shutil.which("g++") is not None and Path(sysconfig.get_path("include"), "Python.h").exists()
+
+
+def run(*arguments: str, folder: Path, seconds: float = 200.0) -> str:
+    """Run python with these arguments in a folder and return what it printed; a failure shows all of it."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode == 0, f"it ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def said(output: str, name: str) -> str:
+    """Return what stands after a name in the output; it is said once, by rank 0."""
+    found: list[str] = re.findall(rf"^{name}: (.*)$", output, re.MULTILINE)
+    assert len(found) == 1, output
+    return found[0]
+
+
+def check_files(output: str, folder: Path) -> None:
+    assert (folder / said(output, "checkpoint") / "manifest.json").is_file()
+    header, *rows = (folder / said(output, "metrics")).read_text().splitlines()
+    assert {"step", "epoch", "train_loss", "train_acc", "val_loss", "val_acc", "test_acc"} == set(header.split(","))
+    assert len(rows) > 3
+    picture = (folder / said(output, "picture")).read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(picture) > 10_000
+
+
+def test_digits_for_an_epoch(tmp_path: Path) -> None:
+    output = run(str(ROOT / "examples/digits.py"), "--epochs", "1", folder=tmp_path)
+    assert float(said(output, "test_acc")) > 0.3
+    check_files(output, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "--devices 2",
+        "--precision 16-mixed",
+        "--devices 2 --precision bf16-mixed",
+        pytest.param(
+            "--compile", marks=pytest.mark.skipif(not has_compiler, reason="torch.compile needs g++, Python.h")
+        ),
+    ],
+)
+def test_digits(tmp_path: Path, options: str) -> None:
+    output = run(str(ROOT / "examples/digits.py"), *options.split(), folder=tmp_path)
+    assert float(said(output, "test_acc")) >= 0.97
+    check_files(output, tmp_path)
+    assert sorted(path.name for path in (tmp_path / "runs/trainwright_logs").iterdir()) == ["version_0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["", "--devices 2", "--devices 2 --mixed-precision bf16 --accumulate 2"])
+def test_raw_loop(tmp_path: Path, options: str) -> None:
+    output = run(str(ROOT / "examples/raw_loop.py"), *options.split(), folder=tmp_path)
+    assert float(said(output, "test_acc")) >= 0.97
+    assert (tmp_path / said(output, "checkpoint") / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("devices", ["devices=1", pytest.param("devices=2", marks=pytest.mark.slow)])
+def test_the_readmes_program(tmp_path: Path, devices: str) -> None:
+    """It runs as it is printed there; and with two devices after the one change that the README promises."""
+    program = re.search(r"A complete program:\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert program is not None
+    assert "devices=1" in program[1]
+    (tmp_path / "train.py").write_text(program[1].replace("devices=1", devices))
+    run("train.py", folder=tmp_path)
+    *_, last = (tmp_path / "trainwright_logs/version_0/metrics.csv").read_text().splitlines()
+    assert float(last.rsplit(",", 1)[1]) < 0.01
+    assert len(list((tmp_path / "trainwright_logs/version_0/checkpoints").glob("*.ckpt/manifest.json"))) == 1

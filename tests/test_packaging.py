@@ -1,0 +1,56 @@
+"""The wheel, in an environment that has nothing else: what it holds, that it imports and that it trains."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*command: str | Path, folder: Path) -> str:
+    done = subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT, folder=folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert "trainwright/py.typed" in names
+    assert all(name.startswith(("trainwright/", "trainwright-")) for name in names)
+    assert {Path(name).suffix for name in names if not name.startswith("trainwright-")} == {".py", ".typed"}
+    in_tree = {str(path.relative_to(ROOT)) for path in (ROOT / "trainwright").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == in_tree
+    assert any(name.endswith("LICENSE") for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # torch is installed into a new environment
+def test_the_wheel_trains_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
+    run(sys.executable, "-m", "venv", tmp_path / "venv", folder=tmp_path)
+    python = tmp_path / "venv/bin/python"
+    run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel, folder=tmp_path)
+    # -I: neither PYTHONPATH nor the working directory, so what is imported is what was installed.
+    where = run(python, "-I", "-c", "import trainwright; print(trainwright.__file__)", folder=tmp_path)
+    assert Path(where.strip()).is_relative_to(tmp_path / "venv")
+    program = re.search(r"A complete program:\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert program is not None
+    (tmp_path / "train.py").write_text(program[1].replace("max_epochs=5", "max_epochs=1"))
+    run(python, "-I", "train.py", folder=tmp_path)
+    assert list((tmp_path / "trainwright_logs/version_0/checkpoints").glob("*.ckpt/manifest.json"))
+    run(python, "-m", "pip", "check", folder=tmp_path)
