@@ -74,7 +74,7 @@ def test_digits(tmp_path: Path, options: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ["", "--devices 2", "--devices 2 --mixed-precision bf16 --accumulate 2"])
+@pytest.mark.parametrize("options", ["", "--devices 2", "--devices 2 --mixed-precision bf16", "--accumulate 2"])
 def test_raw_loop(tmp_path: Path, options: str) -> None:
     output = run(str(ROOT / "examples/raw_loop.py"), *options.split(), folder=tmp_path)
     assert float(said(output, "test_acc")) >= 0.97

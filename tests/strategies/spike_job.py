@@ -199,7 +199,7 @@ class Loop:
                 for piece in pieces:
                     share = state[section][piece.name].reshape(-1)[piece.start : piece.start + piece.tensor.numel()]
                     piece.tensor.copy_(share.view(piece.tensor.shape))
-        self.strategy.after_load([self.module], self.optimizers)
+        self.strategy.after_load([self.module], self.optimizers, {})
 
 
 def gathered(sections: dict[str, list[Piece]], *, alone: bool = False) -> State:

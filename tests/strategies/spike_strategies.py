@@ -111,7 +111,9 @@ class FSDPSpike(Strategy):
         start = offsets[0] * math.prod(value.shape[1:]) if local.numel() else 0
         return Piece(name, tuple(value.shape), start, local.view(-1), self.rank)
 
-    def after_load(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    def after_load(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
         for root in self._fsdp_roots():
             root.reshard()
 
@@ -355,7 +357,9 @@ class DeepSpeedSpike(Strategy):
                 state = torch.zeros_like(flat, dtype=entry.dtype) if like_parameter else torch.zeros(entry.shape)
                 optimizer.state[flat].setdefault(key, state)
 
-    def after_load(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    def after_load(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
         trained = {p for engine in self._engines.values() for p, *_ in self._shares(engine.optimizer)}
         for parameter in (p for module in modules for p in module.parameters() if hasattr(p, "ds_tensor")):
             if parameter not in trained and parameter.ds_status.name == "AVAILABLE":

@@ -281,3 +281,23 @@ def test_fit_without_a_loader_says_so() -> None:
 def test_trainer_refuses(settings: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         tw.Trainer(**{**QUIET, **settings})
+
+
+def test_limits_of_validation() -> None:
+    counted: list[int] = []
+
+    class Counting(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            counted.append(batch_idx)
+
+    def batches(**settings: Any) -> list[int]:
+        counted.clear()
+        tw.Trainer(max_epochs=1, **{**QUIET, **settings}).fit(Counting(), make_loader(), make_loader(12, 4))
+        return list(counted)
+
+    assert batches() == [0, 1, 0, 1, 2]
+    assert batches(num_sanity_val_steps=0) == [0, 1, 2]
+    assert batches(num_sanity_val_steps=-1) == [0, 1, 2, 0, 1, 2]
+    assert batches(limit_val_batches=1) == [0, 0]
+    assert batches(limit_val_batches=0) == []
+    assert batches(limit_val_batches=0.7, check_val_every_n_epoch=2) == [0, 1]

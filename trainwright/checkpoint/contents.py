@@ -3,6 +3,7 @@
     manifest.json               step, epoch, world size, strategy; every tensor's shape, dtype and pieces; every digest
     state.json                  "optimizers": parameter groups and what is no tensor in their state
                                 "precision": the loss scale        "seed": what the data's order starts from
+                                "strategy": what it needs to go on bitwise alike
                                 "trainer": counters, schedulers, callbacks
     model-RRRRR.safetensors     parameters and buffers by their state_dict names
     optimizer-RRRRR.safetensors per-parameter tensors as "optimizer number/parameter/key"

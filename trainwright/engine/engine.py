@@ -189,6 +189,7 @@ class Engine:
         if not weights_only:
             sections["optimizer"] = self._optimizer_pieces()
             contents["precision"] = self.precision.state_dict()
+            contents["strategy"] = self.strategy.state
             contents["optimizers"] = [
                 describe_optimizer(optimizer, names, STORED_NEVER) for optimizer, names in self._named_optimizers()
             ]
@@ -220,7 +221,9 @@ class Engine:
         if not weights_only:
             self._load_optimizers(checkpoint, state)
         checkpoint.read_into("model", pieces)
-        self.strategy.after_load(self.modules, self.optimizers)
+        same_job = (checkpoint.header.get("strategy"), checkpoint.world_size) == (self.strategy.name, self.world_size)
+        kept = {} if weights_only or not same_job else state.get("strategy", {})
+        self.strategy.after_load(self.modules, self.optimizers, kept)
         if weights_only:
             return Restored(state, None)
         self.precision.load_state_dict(state.get("precision", {}))

@@ -202,8 +202,18 @@ class Strategy:
         """Return one tensor of the state as a piece; a sharded one as the range that this rank holds."""
         return Piece(name, tuple(value.shape), 0, value.detach(), writer)
 
-    def after_load(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Follow up on state that a load has written into the pieces, all sections of it. Collective."""
+    @property
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside the pieces, as plain data alike on every rank."""
+        return {}
+
+    def after_load(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        """Follow up on state that a load has written into the pieces, all sections of it. Collective.
+
+        `state` is what `state` was when the checkpoint was saved, if that was under this strategy and as many ranks.
+        """
 
     def close(self) -> None:
         """Give back what this strategy holds; the process group is closed by its owner.

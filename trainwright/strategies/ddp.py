@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
+from torch.optim import Optimizer
 
 from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors
 
@@ -42,6 +44,7 @@ class DDPStrategy(Strategy):
         self.bucket_cap_mb = bucket_cap_mb
         self.wrapped: dict[nn.Module, DistributedDataParallel] = {}
         self._automatic = True
+        self._orders: dict[nn.Module, ReadyOrder] = {}
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         if self.world_size == 1:
@@ -57,6 +60,7 @@ class DDPStrategy(Strategy):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             bucket_cap_mb=self.bucket_cap_mb,
         )
+        self._orders[module] = ReadyOrder(self.wrapped[module])
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as the wrapper's forward while training.
@@ -91,5 +95,55 @@ class DDPStrategy(Strategy):
         """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""
         broadcast_tensors(buffer for module in modules for buffer in module.buffers())
 
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"ready_orders": [order.indices for order in self._orders.values()]}
+
+    def after_load(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        """Lay out the buckets as they were, so that three and more ranks sum in the order of the saved run."""
+        for order, indices in zip(self._orders.values(), state.get("ready_orders", []), strict=False):
+            order.replay(indices)
+
     def close(self) -> None:
         self.wrapped.clear()
+        self._orders.clear()
+
+
+class ReadyOrder:
+    """The order in which gradients get ready in a module's first backward, by which DDP lays out its buckets anew."""
+
+    def __init__(self, wrapped: DistributedDataParallel) -> None:
+        self.indices: list[int] = []
+        self._seen: set[int] = set()
+        self._wrapped = wrapped
+        self._parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._record, index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    def _record(self, index: int, parameter: Tensor) -> None:
+        if index not in self._seen:
+            self._seen.add(index)
+            self.indices.append(index)
+        if len(self.indices) == len(self._parameters):
+            for handle in self._handles:
+                handle.remove()
+
+    def replay(self, indices: Sequence[int]) -> None:
+        """Make an empty backward in a recorded order, before the first real one; the next forward lays out the buckets."""
+        wrapped = self._wrapped
+        if (
+            sorted(indices) != list(range(len(self._parameters)))
+            or wrapped.find_unused_parameters
+            or wrapped.static_graph
+        ):
+            return
+        wrapped.reducer.prepare_for_backward([])
+        for index in indices:
+            parameter = self._parameters[index]
+            torch.autograd.backward(parameter, torch.zeros_like(parameter))
+        for parameter in self._parameters:
+            parameter.grad = None

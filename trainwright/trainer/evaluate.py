@@ -64,10 +64,12 @@ def sanity_check(trainer: Trainer, module: Module, loader: ShardedLoader) -> Non
     """Run a few validation batches before training, so that an error in validation_step costs no epoch."""
     if trainer.settings.num_sanity_val_steps == 0:
         return
-    limit = trainer.settings.num_sanity_val_steps
+    limit = trainer.num_val_batches
+    if trainer.settings.num_sanity_val_steps != -1:
+        limit = limited(trainer.num_val_batches, trainer.settings.num_sanity_val_steps)
     trainer.logbook.is_silent = True
     trainer.hooks.call("on_sanity_check_start")
-    evaluate(trainer, module, loader, "validation", None if limit == -1 else limit, torch.no_grad)
+    evaluate(trainer, module, loader, "validation", limit, torch.no_grad)
     trainer.hooks.call("on_sanity_check_end")
     trainer.logbook.is_silent = False
 

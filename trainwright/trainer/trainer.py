@@ -162,6 +162,8 @@ class Trainer:
             if val_dataloaders is not None:
                 val_loader = self._evaluation_loader(val_dataloaders)
                 self.num_val_batches = limited(val_loader.length, self.settings.limit_val_batches)
+                if self.num_val_batches == 0:
+                    val_loader = None  # limit_val_batches=0 turns validation off
             self.hooks.call("on_fit_start")
             generators = restore(self, path) if path is not None else None
             fit(self._run, val_loader, generators)
@@ -266,7 +268,8 @@ class Trainer:
             if path is not None:
                 self.engine.load(path, weights_only=True)
             metrics = evaluate(self, model, sharded, stage, limit, torch.inference_mode)
-        self.print(format_table(f"{call} metric", metrics))
+        if metrics:
+            self.print(format_table(f"{call} metric", metrics))
         return [metrics]
 
     def monitored(self, name: str, asker: str) -> float:
