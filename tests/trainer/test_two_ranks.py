@@ -175,6 +175,25 @@ def refusals() -> list[str]:
     return told
 
 
+def threads_left() -> list[list[str]]:
+    """Name this process's threads before and after the process group is closed, with a prepared model still there.
+
+    The group's own threads must have ended: one that is left aborts the process in the interpreter's shutdown, now and then.
+    """
+
+    def names() -> list[str]:
+        return sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+
+    trainer = tw.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Classifier(), make_loader(SAMPLES, 4))
+    accelerator = tw.Accelerator(cpu=True)
+    model = accelerator.prepare(make_net())
+    accelerator.backward(model(torch.ones(4, 8)).sum())
+    before = names()
+    trainer.engine.connection.close()
+    return [before, names()]
+
+
 def job(folder: Path) -> dict[str, Any]:
     return {
         **{name: train(4, **settings) for name, settings in CASES.items()},
@@ -184,6 +203,7 @@ def job(folder: Path) -> dict[str, Any]:
         "checkpoints": checkpoints(folder),
         "collectives": collectives_per_batch(),
         "refusals": refusals(),
+        "threads": threads_left(),
     }
 
 
@@ -254,3 +274,9 @@ def test_refusals_are_alike_on_both_ranks_and_name_the_remedy(results: list[dict
     assert "Use fewer devices or more data" in samples
     assert "Pass a torch DataLoader" in loader
     assert "nowhere.ckpt" in checkpoint
+
+
+def test_closing_the_group_ends_its_threads(results: list[dict[str, Any]]) -> None:
+    for before, after in (result["threads"] for result in results):
+        assert any("gloo" in name for name in before)
+        assert not any("gloo" in name for name in after)

@@ -7,9 +7,11 @@ the group to `collectives.py`, and agreement over the store to `agreement.py`.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import socket
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -140,8 +142,17 @@ class Connection:
     owns_group: bool = False
     """False where the user's script opened the group; then it also closes it."""
     _watch: PeerWatch | None = field(default=None, repr=False)
+    _holders: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list, repr=False)
     _pid: int = field(default_factory=os.getpid, repr=False)
     _is_closed: bool = field(default=False, repr=False)
+
+    def before_close(self, release: Callable[[], None]) -> None:
+        """Have a bound method called before the group is closed: it lets go of what holds on to the group.
+
+        NOTE: a group that is still held then goes on with its threads into the interpreter's shutdown, where the first of
+        them that lets go of a tensor aborts the process (seen about once in ten runs on a busy machine).
+        """
+        self._holders.append(weakref.WeakMethod(release))
 
     def close(self) -> None:
         """Stop watching the peers and close the process group, if it was opened here. Safe to call twice."""
@@ -161,6 +172,10 @@ class Connection:
         if self.owns_group and not self._watch.has_failed:
             import torch.distributed as dist
 
+            for holder in self._holders:
+                if (release := holder()) is not None:
+                    release()
+            gc.collect()  # a DistributedDataParallel is a cycle
             if dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -187,6 +202,7 @@ def open_process_group(environment: Environment, backend: str, timeout_seconds: 
         return _connection
 
     import torch.distributed as dist
+    import torch.distributed.nn.functional  # noqa: F401 - imported later, its functions' defaults would hold on to the group
 
     timeout = timedelta(seconds=timeout_seconds)
     is_joined = dist.is_initialized()

@@ -78,6 +78,7 @@ class Engine:
         if device_type == "cuda":
             torch.cuda.set_device(self.device)
         self.connection = open_process_group(environment, pick_backend(device_type), timeout_seconds)
+        self.connection.before_close(self.strategy.close)
         self.agreement = self.connection.agreement
         self.timeout_seconds = timeout_seconds
         self.strategy.connect(environment.rank, environment.world_size, self.device, asked)
