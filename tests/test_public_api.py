@@ -16,12 +16,12 @@ TRAINER = """accelerator strategy devices precision logger callbacks max_epochs 
     enable_model_summary default_root_dir"""
 METHODS = {
     tw.Engine: """agreed backward clipper close gather load prepare_loader prepare_module prepare_optimizers reduce run save
-        step sync_gradients""",
+        step sync_gradients take_seed""",
     tw.Accelerator: """accumulate autocast backward clip_grad_norm_ clip_grad_value_ gather gather_for_metrics load_state
         prepare print reduce save_state step unwrap_model wait_for_everyone""",
     tw.Strategy: """after_load allocate_optimizer_state backward before_evaluation clip_gradients close connect model_pieces
-        optimizer_pieces piece run setup_module setup_optimizers step sync_gradients""",
-    tw.Precision: "backward forward_context load_state_dict state_dict step unscale",
+        optimizer_pieces piece run setup_module setup_optimizers step sync_gradients unscale""",
+    tw.Precision: "backward forget forward_context load_state_dict reset state_dict step unscale",
 }
 LOG = "name value prog_bar logger on_step on_epoch reduce_fx sync_dist batch_size"
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
+    from torchmetrics import Metric
+
     from trainwright.trainer.trainer import Trainer
 
 
@@ -171,7 +174,7 @@ class Module(nn.Module):
         """Called after the last batch of an epoch and the validation that follows it."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Called with the batch on its device, before training_step; return -1 to end the epoch here."""
+        """Called with the batch on its device, before training_step; return -1, on every rank, to end the epoch here."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Called with what training_step returned, after the optimizer's and the scheduler's step."""
@@ -223,6 +226,12 @@ class Module(nn.Module):
 
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Called after test_step."""
+
+
+def is_metric(value: object) -> TypeGuard[Metric]:
+    """Return whether a value is a torchmetrics object. Where nobody has imported torchmetrics, nobody has made one."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
 def is_overridden(method: str, owner: object, base: type) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
+from trainwright.checkpoint.store import latest_checkpoint
 
 
 class Scored(Classifier):
@@ -131,8 +132,38 @@ def test_a_failed_save_is_told_and_the_kept_ones_stay(tmp_path: Path) -> None:
         ({"save_top_k": -2}, "or -1 for all"),
         ({"save_top_k": 3}, "needs a metric to judge by"),
         ({"every_n_epochs": 0}, "below 1"),
+        ({"filename": "{epoch"}, "a brace without its pair"),
     ],
 )
 def test_refusals(kwargs: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         tw.ModelCheckpoint(**kwargs)
+
+
+def test_a_run_deletes_only_in_its_own_folder(tmp_path: Path) -> None:
+    earlier = run(tmp_path / "a", [1.0, 2.0], save_top_k=2)
+    run(tmp_path / "b", [1.0, 2.0, 0.5, 0.4], ckpt_path=earlier.last_model_path, save_top_k=1)
+    assert names(tmp_path / "a") == ["epoch=0-step=11.ckpt", "epoch=1-step=22.ckpt"]
+    assert names(tmp_path / "b") == ["epoch=3-step=44.ckpt"]
+
+
+def test_the_source_is_kept_however_its_path_is_spelled(tmp_path: Path) -> None:
+    earlier = run(Path("kept"), [2.0])
+    source = str(Path(earlier.last_model_path).resolve())
+    run(Path("kept"), [2.0, 1.0], ckpt_path=source)
+    assert names(Path("kept")) == ["epoch=0-step=11.ckpt", "epoch=1-step=22.ckpt"]
+
+
+def test_two_of_one_state_are_refused(tmp_path: Path) -> None:
+    two = [tw.ModelCheckpoint(str(tmp_path / name)) for name in "ab"]
+    with pytest.raises(ValueError, match="holds two of one state_key"):
+        tw.Trainer(callbacks=two, **{**QUIET, "enable_checkpointing": True})
+
+
+def test_of_two_runs_in_one_folder_the_newer_is_the_last(tmp_path: Path) -> None:
+    run(tmp_path, [1.0])
+    newer = run(tmp_path, [1.0])
+    assert newer.last_model_path.endswith("epoch=0-step=11-v1.ckpt")
+    entry = latest_checkpoint(str(tmp_path))
+    assert entry is not None
+    assert entry.path == newer.last_model_path

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from small import assert_equal, loss_of, make_loader, make_net, weights
+from small import assert_equal, loss_of, make_data, make_loader, make_net, weights
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import trainwright as tw
 
@@ -128,3 +129,80 @@ def test_calls_refused() -> None:
         accelerator.clip_grad_norm_(nn.Linear(1, 1).parameters(), 1.0)
     with pytest.raises(TypeError, match="takes no closure"):
         optimizer.step(lambda: None)
+
+
+def test_a_loader_within_a_loader() -> None:
+    """A validation inside of a training epoch leaves the window of the training as it was."""
+
+    def train(validate: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
+        accelerator, model, optimizer, loader = prepared(gradient_accumulation_steps=4)
+        inner = accelerator.prepare(make_loader(9, 4))
+        gathered = []
+        for index, batch in enumerate(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+            if validate and index == 2:
+                gathered += [len(accelerator.gather_for_metrics(each[1])) for each in inner]
+        assert accelerator.step_count == 3
+        return weights(model), gathered
+
+    (plain, _), (validated, gathered) = train(False), train(True)
+    assert gathered == [4, 4, 1]
+    assert_equal(plain, validated)
+
+
+def test_an_epoch_left_in_its_middle_is_over() -> None:
+    accelerator = tw.Accelerator(cpu=True)
+    loader = accelerator.prepare(make_loader(20, 4, shuffle=True))
+    firsts = [next(iter(loader))[1].tolist() for _ in range(2)]
+    assert loader.epoch == 1
+    again = tw.Accelerator(cpu=True)
+    other = again.prepare(make_loader(20, 4, shuffle=True))
+    again.engine.seed = accelerator.engine.seed
+    assert [list(other)[0][1].tolist() for _ in range(2)] == firsts  # noqa: RUF015 - the whole epoch, each time
+
+
+def test_a_window_that_ends_early_without_a_known_length() -> None:
+    def train(known: bool) -> dict[str, torch.Tensor]:
+        accelerator = tw.Accelerator(cpu=True, gradient_accumulation_steps=4)
+        net = make_net()
+        loader = make_loader() if known else DataLoader(Stream(), batch_size=4)
+        model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.5), loader)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch))
+                accelerator.clip_grad_norm_(model.parameters(), 0.3)
+                optimizer.step()
+                optimizer.zero_grad()
+        return weights(model)
+
+    for name, value in train(known=True).items():
+        torch.testing.assert_close(train(known=False)[name], value, rtol=1e-6, atol=1e-6)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return (make_data()[index] for index in range(44))
+
+
+def test_clipping_is_refused_where_it_would_leave_something_out() -> None:
+    accelerator = tw.Accelerator(cpu=True)
+    net = make_net()
+    halves = [torch.optim.SGD(part.parameters(), 0.1) for part in (net[0], net[3])]
+    model, *_ = accelerator.prepare(net, *halves)
+    accelerator.backward(model(torch.ones(2, 8)).sum())
+    with pytest.raises(ValueError, match="those that one optimizer steps"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    assert accelerator.clip_grad_norm_(net[0].parameters(), 1.0) is not None
+
+
+def test_a_save_within_a_window_is_refused(tmp_path: Path) -> None:
+    accelerator, model, _, loader = prepared(gradient_accumulation_steps=4)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+        break
+    with pytest.raises(RuntimeError, match="within an accumulation window"):
+        accelerator.save_state(str(tmp_path / "within.ckpt"))

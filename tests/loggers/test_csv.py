@@ -65,3 +65,11 @@ def test_the_numbers_of_one_moment_are_one_row(tmp_path: Path) -> None:
 def test_no_folder_before_the_run() -> None:
     with pytest.raises(RuntimeError, match=r"before trainer\.fit"):
         tw.CSVLogger().metrics_path
+
+
+def test_a_run_goes_on_in_the_folder_of_a_given_version(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        logger = started(tmp_path, version="mine")
+        logger.log_metrics({"epoch": 0, "a": value}, 1)
+        logger.close()
+    assert [row["a"] for row in rows(logger)] == ["1.0", "2.0"]

@@ -81,3 +81,31 @@ def test_a_step_without_gradients_is_no_error() -> None:
 def test_a_scaler_is_refused_where_it_has_no_use() -> None:
     with pytest.raises(ValueError, match="needs no loss scale"):
         MixedPrecision("bf16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+
+
+def test_contexts_within_each_other_restore_what_was() -> None:
+    precision = resolve_precision("bf16-mixed", "cpu")
+    left, right = torch.ones(2, 2), torch.ones(2, 2)
+    outer, inner = precision.forward_context(), precision.forward_context()
+    assert outer is not None
+    assert inner is not None
+    with outer:
+        with inner:
+            assert (left @ right).dtype == torch.bfloat16
+        assert (left @ right).dtype == torch.bfloat16
+    assert (left @ right).dtype == torch.float32
+
+
+def test_gradients_dropped_after_clipping_count_for_the_scale() -> None:
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
+    parameter = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    precision.backward(parameter * float("inf"))
+    precision.unscale(optimizer)  # a loop that looks at the norm, and leaves the step out
+    optimizer.zero_grad()
+    precision.forget(optimizer)
+    precision.backward(parameter * 3.0)
+    precision.unscale(optimizer)
+    assert parameter.grad == 3.0
+    assert precision.scaler is not None
+    assert precision.scaler.get_scale() == 2.0

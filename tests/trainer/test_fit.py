@@ -10,6 +10,7 @@ import torch
 from small import QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
 
 import trainwright as tw
 
@@ -301,3 +302,78 @@ def test_limits_of_validation() -> None:
     assert batches(limit_val_batches=1) == [0, 0]
     assert batches(limit_val_batches=0) == []
     assert batches(limit_val_batches=0.7, check_val_every_n_epoch=2) == [0, 1]
+
+
+def test_frozen_submodules_stay_in_evaluation_mode() -> None:
+    module = Classifier()
+    module.net[2].eval()
+    fit(module)
+    assert not module.net[2].training
+    assert module.training
+
+
+def test_an_evaluation_before_fit_leaves_metrics_that_can_be_trained_with() -> None:
+    class Measuring(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.mean(1.0)
+            self.log("mean", self.mean, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.mean(2.0)
+            self.log("val_mean", self.mean)
+
+    module = Measuring()
+    trainer = tw.Trainer(max_epochs=1, **QUIET)
+    assert trainer.validate(module, make_loader()) == [{"val_mean": 2.0}]
+    trainer.fit(module, make_loader())
+    assert trainer.callback_metrics["mean"] == 1.0
+
+
+def test_a_second_fit_starts_with_the_first_scale() -> None:
+    trainer = tw.Trainer(max_epochs=1, precision="16-mixed", **QUIET)
+    first, second = Classifier(), Classifier()
+    trainer.fit(first, make_loader())
+    scale = trainer.engine.precision.state_dict()
+    trainer.fit(second, make_loader())
+    assert trainer.engine.precision.state_dict() == scale
+    assert_equal(weights(first), weights(second))
+
+
+def test_an_epoch_that_ends_within_a_window_is_saved(tmp_path: Any) -> None:
+    class Stop(tw.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 6 else None
+
+    callback = tw.ModelCheckpoint(str(tmp_path))
+    settings = {**QUIET, "enable_checkpointing": True}
+    trainer = tw.Trainer(max_epochs=2, accumulate_grad_batches=4, callbacks=[callback, Stop()], **settings)
+    trainer.fit(Classifier(), make_loader())
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch=1-step=2.ckpt"]
+
+
+def test_lbfgs_and_an_empty_compile_say_what_to_do() -> None:
+    class Closing(Classifier):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(ValueError, match=r"LBFGS.*automatic_optimization = False"):
+        fit(Closing())
+
+    class Flat(tw.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(8, 3))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(batch[0] @ self.weight, batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.warns(UserWarning, match="Flat has no submodule with a forward"):
+        fit(Flat(), compile={"backend": "eager"})

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small import QUIET, Classifier, loss_of, make_loader
@@ -159,3 +160,27 @@ def test_the_sanity_check_leaves_no_metrics() -> None:
 
     tw.Trainer(max_epochs=1, callbacks=Watch(), **QUIET).fit(Classifier(), make_loader(), make_loader())
     assert seen == [{}]
+
+
+def test_logging_where_nothing_is_collected_any_more_is_refused() -> None:
+    class Late(Classifier):
+        def on_validation_end(self) -> None:
+            self.log("late", 1.0)
+
+    with pytest.raises(RuntimeError, match="where nothing is collected"):
+        tw.Trainer(max_epochs=1, **QUIET).fit(Late(), make_loader(), make_loader())
+
+
+def test_numbers_of_other_kinds_and_batches_without_tensors() -> None:
+    def log(module: Any, batch: Any, index: int, loss: Tensor) -> None:
+        module.log("numpy", np.float32(2.0))
+        module.log("flag", True)
+
+    assert fit(log).callback_metrics["numpy"] == 2.0
+
+    class Opaque(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("x", 1.0)
+
+    with pytest.warns(UserWarning, match="no tensor was found in this batch, a object"):
+        tw.Trainer(**QUIET).validate(Opaque(), [object()])

@@ -135,6 +135,22 @@ def checkpoints(folder: Path) -> dict[str, Any]:
     }
 
 
+def one_validation_batch() -> list[float]:
+    """Two validations, and two tests, of one batch: rank 1 has none, and takes part in each all the same."""
+    seen: list[float] = []
+
+    class Watch(tw.Callback):
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            seen.append(float(trainer.callback_metrics.get("accuracy", -1.0)))
+
+    torch.manual_seed(1)
+    module = Measured()
+    trainer = tw.Trainer(max_epochs=2, callbacks=[Watch()], **QUIET)
+    trainer.fit(module, make_loader(SAMPLES, 4), make_loader(3, 4))
+    seen += [trainer.test(module, make_loader(3, 4))[0]["accuracy"] for _ in range(2)]
+    return seen
+
+
 def collectives_per_batch() -> int:
     """Count what goes over the process group from Python while batches are trained; DDP's own buckets are in C++."""
     calls: list[str] = []
@@ -168,6 +184,7 @@ def refusals() -> list[str]:
         lambda: tw.Trainer(**QUIET).fit(Classifier(), make_loader(1, 4)),
         lambda: tw.Trainer(**QUIET).fit(Classifier(), [1, 2]),
         lambda: tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(), make_loader(), ckpt_path="nowhere.ckpt"),
+        lambda: tw.Accelerator(cpu=True).prepare(torch.optim.SGD(make_net().parameters(), lr=0.1)),
     ):
         with pytest.raises((ValueError, TypeError, tw.CheckpointError)) as caught:
             call()
@@ -203,6 +220,7 @@ def job(folder: Path) -> dict[str, Any]:
         "checkpoints": checkpoints(folder),
         "collectives": collectives_per_batch(),
         "refusals": refusals(),
+        "one_batch": one_validation_batch(),
         "threads": threads_left(),
     }
 
@@ -268,12 +286,18 @@ def test_no_collective_of_ours_in_a_batch(results: list[dict[str, Any]]) -> None
 
 def test_refusals_are_alike_on_both_ranks_and_name_the_remedy(results: list[dict[str, Any]]) -> None:
     assert results[0]["refusals"] == results[1]["refusals"]
-    devices, strategy, samples, loader, checkpoint = results[0]["refusals"]
+    devices, strategy, samples, loader, checkpoint, strangers = results[0]["refusals"]
     assert "launched with 2 processes" in devices
     assert "such as 'ddp'" in strategy
     assert "Use fewer devices or more data" in samples
     assert "Pass a torch DataLoader" in loader
     assert "nowhere.ckpt" in checkpoint
+    assert "give the models and their optimizers in one call" in strangers
+
+
+def test_a_validation_of_one_batch_is_no_trap(results: list[dict[str, Any]]) -> None:
+    assert results[0]["one_batch"] == results[1]["one_batch"]
+    assert len(results[0]["one_batch"]) == 5
 
 
 def test_closing_the_group_ends_its_threads(results: list[dict[str, Any]]) -> None:

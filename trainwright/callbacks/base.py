@@ -64,7 +64,7 @@ class Callback:
         """Called after the last batch of an epoch and the validation that follows it."""
 
     def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> int | None:
-        """Called with the batch on its device, before training_step; return -1 to end the epoch here."""
+        """Called with the batch on its device, before training_step; return -1, on every rank, to end the epoch here."""
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Called with what training_step returned, after the optimizer's and the scheduler's step."""

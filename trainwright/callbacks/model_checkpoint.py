@@ -8,13 +8,15 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.base import Callback
-from trainwright.checkpoint.store import is_checkpoint, remove_checkpoint
+from trainwright.checkpoint.store import is_checkpoint, remove_checkpoint, same_place, sweep_temporaries
 
 if TYPE_CHECKING:
     from trainwright.module import Module
     from trainwright.trainer.trainer import Trainer
 
 SUFFIX = ".ckpt"
+FIELD = r"\{([^{}:]+)(:[^{}]*)?\}"
+"""A field of a file name's template: a name and, if wanted, its format."""
 
 
 class ModelCheckpoint(Callback):
@@ -59,6 +61,10 @@ class ModelCheckpoint(Callback):
                 f"save_top_k={save_top_k} needs a metric to judge by; pass monitor='val_loss' with a name that you log, or "
                 "save_top_k=1 (the newest), 0 or -1."
             )
+        if re.sub(FIELD, "", filename or "").strip("{}") != re.sub(FIELD, "", filename or ""):
+            raise ValueError(
+                f"filename={filename!r} has a brace without its pair; write fields as {{epoch}} or {{val_loss:.3f}}."
+            )
         if every_n_epochs < 1:
             raise ValueError(f"every_n_epochs={every_n_epochs} is below 1; pass a number of epochs.")
         self.dirpath = str(dirpath).rstrip("/") if dirpath is not None else None
@@ -73,7 +79,8 @@ class ModelCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
-        return f"ModelCheckpoint(monitor={self.monitor}, mode={self.mode}, every_n_epochs={self.every_n_epochs})"
+        settings = ("monitor", "mode", "save_top_k", "every_n_epochs", "filename")
+        return f"ModelCheckpoint({', '.join(f'{name}={getattr(self, name)}' for name in settings)})"
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -84,14 +91,20 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back the kept checkpoints, as far as they still exist."""
-        self.best_k_models = {path: score for path, score in state["best_k_models"].items() if is_checkpoint(path)}
-        self.last_model_path = state["last_model_path"] if is_checkpoint(state["last_model_path"]) else ""
+        """Take back the kept checkpoints, as far as they still exist in this run's own folder."""
+
+        def is_ours(path: str) -> bool:
+            return same_place(path.rpartition("/")[0], self.dirpath or "") and is_checkpoint(path)
+
+        self.best_k_models = {path: score for path, score in state["best_k_models"].items() if is_ours(path)}
+        self.last_model_path = state["last_model_path"] if is_ours(state["last_model_path"]) else ""
         self._judge()
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         if self.dirpath is None and stage == "fit":
             self.dirpath = f"{trainer.log_dir or trainer.default_root_dir}/checkpoints"
+        if stage == "fit" and trainer.is_global_zero and self.dirpath is not None:
+            sweep_temporaries(self.dirpath)  # what killed writers have left
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         if (trainer.current_epoch + 1) % self.every_n_epochs == 0 and (self.save_top_k or self.save_last):
@@ -110,15 +123,15 @@ class ModelCheckpoint(Callback):
         self.last_model_path = path
         self._judge()
         try:
-            trainer.save_checkpoint(path, self.save_weights_only)
+            is_saved = trainer.save_checkpoint(path, self.save_weights_only)
         except BaseException:
             self.best_k_models, self.last_model_path = kept_before, last_before
             self._judge()
             raise
         if last_before and last_before not in self.best_k_models and last_before not in dropped:
             dropped.append(last_before)
-        for each in dropped:
-            if trainer.is_global_zero and each != trainer.resume_source and is_checkpoint(each):
+        for each in dropped if is_saved and trainer.is_global_zero else ():
+            if not same_place(each, trainer.resume_source or "") and is_checkpoint(each):
                 remove_checkpoint(each)
 
     def _score(self, trainer: Trainer) -> float | None:
@@ -183,7 +196,7 @@ class ModelCheckpoint(Callback):
             label = name.replace("/", "_")
             return f"{label}={text}" if self.auto_insert_metric_name else text
 
-        return re.sub(r"\{([^{}:]+)(:[^{}]*)?\}", written, self.filename)
+        return re.sub(FIELD, written, self.filename)
 
     def __repr__(self) -> str:
         return f"ModelCheckpoint({json.dumps(self.monitor)}, mode={self.mode!r}, save_top_k={self.save_top_k})"

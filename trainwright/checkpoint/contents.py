@@ -4,7 +4,8 @@
     state.json                  "optimizers": parameter groups and what is no tensor in their state
                                 "precision": the loss scale        "seed": what the data's order starts from
                                 "strategy": what it needs to go on bitwise alike
-                                "trainer": counters, schedulers, callbacks
+                                "extra": what the modules' get_extra_state returned
+                                "position": epoch, batch, step        "schedulers", "callbacks"
     model-RRRRR.safetensors     parameters and buffers by their state_dict names
     optimizer-RRRRR.safetensors per-parameter tensors as "optimizer number/parameter/key"
     rank-RRRRR.json             "rng": the generators of that rank
@@ -17,10 +18,29 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.errors import CheckpointError
+
+EXTRA_STATE = "_extra_state"
+"""The last part of the state_dict keys under which torch keeps what a module's `get_extra_state` returned."""
+
+
+def is_extra_state(name: str) -> bool:
+    """Return whether a state_dict key stands for a module's extra state, of whatever kind."""
+    return name.rpartition(".")[2] == EXTRA_STATE
+
+
+def extra_states(module: nn.Module) -> dict[str, Any]:
+    """Return the extra states in a module's state_dict by their keys."""
+    return {name: value for name, value in module.state_dict().items() if is_extra_state(name)}
+
+
+def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:
+    """Give the submodules their extra states back."""
+    for name, value in states.items():
+        module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
 def describe_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], left_out: Collection[str]) -> dict[str, Any]:

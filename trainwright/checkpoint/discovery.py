@@ -72,13 +72,19 @@ def find_checkpoints(directory: str) -> list[CheckpointEntry]:
                 header = read_manifest(files, f"{inside}/{name}").header
                 path = f"{os.fspath(directory).rstrip('/')}/{name}"
                 found.append(CheckpointEntry(path, header["step"], header["epoch"]))
-    return sorted(found, key=lambda entry: (entry.step, entry.epoch, entry.path))
+    # Of one step, a name with a version ("-v1") is the newer: it is the longer one.
+    return sorted(found, key=lambda entry: (entry.step, entry.epoch, len(entry.path), entry.path))
 
 
 def latest_checkpoint(directory: str) -> CheckpointEntry | None:
     """Return the checkpoint of the highest step in a directory, or None."""
     found = find_checkpoints(directory)
     return found[-1] if found else None
+
+
+def same_place(left: str, right: str) -> bool:
+    """Return whether two paths or URLs mean the same place, however they are spelled."""
+    return bool(left) and bool(right) and resolve(left)[1] == resolve(right)[1]
 
 
 def is_checkpoint(path: str) -> bool:

@@ -22,6 +22,7 @@ from trainwright.checkpoint.discovery import (
     is_checkpoint,
     latest_checkpoint,
     remove_checkpoint,
+    same_place,
     sweep_temporaries,
     temporary_beside,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "latest_checkpoint",
     "open_checkpoint",
     "remove_checkpoint",
+    "same_place",
     "sweep_temporaries",
     "write_checkpoint",
 ]

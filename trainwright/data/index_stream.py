@@ -4,7 +4,8 @@ Every rank walks the whole stream of the loader's batch sampler, drawn under a s
 batch of it. So the order is a pure function of (seed, epoch), it can start at any batch, and no sampler is built anew.
 
     train      batches 0 .. N-1 make a round, rank r takes the r-th; the last round is re-split evenly where it is short
-               or uneven, so that each rank makes the same number of steps and no sample is dropped or repeated
+               or uneven, so that each rank makes the same number of steps and no sample is dropped or repeated; with
+               drop_last a short round is dropped, as a short batch is
     evaluate   rank r takes batches r, r + N, r + 2N ...; nothing is padded, so each sample counts once
     ghost      as evaluate, but a rank without a batch in the last round runs the first batch again, for the collectives in
                it; `real_length` tells that its results do not count
@@ -34,23 +35,26 @@ class IndexStream:
         source: the loader's batch sampler (lists of indices), or its sampler where the loader makes no batches.
         batched: whether an item of the source is a list of indices.
         rank, world_size: whose share.
-        seed: with the epoch, the seed of everything that the source draws.
         mode: how the shares are cut (see the module).
     """
 
-    def __init__(self, source: Any, *, batched: bool, rank: int, world_size: int, seed: int, mode: Mode) -> None:
+    def __init__(self, source: Any, *, batched: bool, rank: int, world_size: int, mode: Mode) -> None:
         self.source, self._generators = _with_own_generators(source)
         self.batched = batched
-        self.rank, self.world_size, self.seed, self.mode = rank, world_size, seed, mode
+        self.rank, self.world_size, self.mode = rank, world_size, mode
+        self.seed = 0
+        """With the epoch, the seed of everything that the source draws."""
         self.epoch = 0
         self.start_batch = 0
         self.real_sizes: list[int] | None = None
         """Per rank, the samples of the last round that are no repeats; None until a re-split round has been drawn."""
+        self._samples_left: int | None = None
         self._refuse_indivisible()
 
-    def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
-        """Choose the epoch whose order comes next, and the batch of this rank that it starts with."""
-        self.epoch, self.start_batch, self.real_sizes = epoch, start_batch, None
+    def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
+        """Choose the order that comes next, and the batch of this rank that it starts with."""
+        self.seed, self.epoch, self.start_batch = seed, epoch, start_batch
+        self.real_sizes = self._samples_left = None
         for sampler in (self.source, getattr(self.source, "sampler", None)):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
@@ -66,8 +70,9 @@ class IndexStream:
         rounds, left = divmod(count, ranks)
         if left == 0:
             return rounds
-        merged = self.mode == "train" and self.batched and ranks > 1 and self._samples_in_last(left) < ranks
-        return rounds if merged else rounds + 1
+        if self.mode == "train" and self.batched and (self._drops_last or self._samples_in_last(left) < ranks):
+            return rounds
+        return rounds + 1
 
     @property
     def real_length(self) -> int:
@@ -120,12 +125,14 @@ class IndexStream:
             following = list(islice(stream, ranks))
             if not following:
                 break
+            if self.mode == "train" and self._drops_last and len(following) < ranks:
+                break
             if self.mode == "train" and self.batched and sum(map(len, following)) < ranks:
                 held += following  # too few samples for one a rank: they join the round before
                 break
             yield held
             held = following
-        if held:
+        if held and not (len(held) < ranks and self.mode == "train" and self._drops_last):
             yield self._last_round(held)
 
     def _last_round(self, batches: list[Any]) -> list[Any]:
@@ -148,7 +155,13 @@ class IndexStream:
             return len(source.sampler) - (len(source) - left) * source.batch_size  # type: ignore[arg-type]
         if type(source) is BatchSampler:
             return left * source.batch_size
-        return sum(len(batch) for batch in islice(self._drawn(), len(source) - left, None))
+        if self._samples_left is None:  # drawn once an epoch, before anything else of it is
+            self._samples_left = sum(len(batch) for batch in islice(self._drawn(), len(source) - left, None))
+        return self._samples_left
+
+    @property
+    def _drops_last(self) -> bool:
+        return self.batched and getattr(self.source, "drop_last", False) is True
 
     def _refuse_indivisible(self) -> None:
         """Refuse data that cannot be shared out in training (ValueError), before the first step."""
@@ -166,10 +179,10 @@ class IndexStream:
             )
         if self.mode == "train" and self.batched and 0 < count <= self.world_size:
             samples = self._samples_in_last(count)
-            if samples < self.world_size:
+            if samples < self.world_size or (self._drops_last and count < self.world_size):
                 raise ValueError(
-                    f"the training data has {samples} samples for {self.world_size} ranks; each rank needs at least one. "
-                    "Use fewer devices or more data."
+                    f"the training data has {samples} samples in {count} batches for {self.world_size} ranks; each rank needs "
+                    "at least one sample, and one whole batch with drop_last. Use fewer devices or more data."
                 )
 
 

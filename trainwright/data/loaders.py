@@ -25,7 +25,6 @@ class ShardedLoader:
     Args:
         loader: a DataLoader over a map-style dataset; on one process any iterable of batches.
         rank, world_size: whose share.
-        seed: with the epoch, it decides the order.
         mode: "train", "evaluate", "ghost" or "even" (see index_stream.py).
 
     Raises:
@@ -33,7 +32,7 @@ class ShardedLoader:
         ValueError: data that cannot be shared out over this many ranks.
     """
 
-    def __init__(self, loader: Iterable[Any], *, rank: int, world_size: int, seed: int, mode: Mode) -> None:
+    def __init__(self, loader: Iterable[Any], *, rank: int, world_size: int, mode: Mode) -> None:
         if not isinstance(loader, Iterable):
             raise TypeError(
                 f"a loader was expected, but {type(loader).__name__} is no iterable; pass a torch DataLoader, or a list "
@@ -47,14 +46,12 @@ class ShardedLoader:
         self._source: Iterable[Any] = loader
         if _replaceable(loader, world_size):
             assert isinstance(loader, DataLoader)
-            self._source = self._with_stream(loader, seed)
+            self._source = self._with_stream(loader)
 
-    def _with_stream(self, loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+    def _with_stream(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         batched = loader.batch_sampler is not None
         source = loader.batch_sampler if batched else loader.sampler
-        self.stream = IndexStream(
-            source, batched=batched, rank=self.rank, world_size=self.world_size, seed=seed, mode=self.mode
-        )
+        self.stream = IndexStream(source, batched=batched, rank=self.rank, world_size=self.world_size, mode=self.mode)
         clone = copy.copy(loader)
         # Through __dict__: a DataLoader refuses to have its sampler set, and a subclass may have properties of its own.
         clone.__dict__["batch_sampler" if batched else "sampler"] = self.stream
@@ -62,18 +59,16 @@ class ShardedLoader:
         # The workers' base seed is drawn from here: drawn from torch's own generator, an epoch taken up in its middle would
         # leave that one draw ahead of where the uninterrupted run has it.
         clone.__dict__["generator"] = self._base_seeds = torch.Generator()
-        self._seed = seed
         return clone
 
-    def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
-        """Choose the epoch whose order the next `iter` has, and the batch that it starts with."""
+    def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
+        """Choose the order of the next `iter`, a function of seed and epoch, and the batch that it starts with."""
         self.epoch, self.start_batch = epoch, start_batch
         if self.stream is not None:
-            self.stream.set_epoch(epoch, start_batch)
-            self._base_seeds.manual_seed(derive_seed(self._seed, epoch, self.rank))
+            self.stream.set_epoch(seed, epoch, start_batch)
+            self._base_seeds.manual_seed(derive_seed(seed, epoch, self.rank))
             return
-        sampler = getattr(self.loader, "sampler", None)
-        if isinstance(sampler, DistributedSampler):
+        if isinstance(self.loader, DataLoader) and (sampler := _distributed_sampler(self.loader)) is not None:
             sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -139,6 +134,14 @@ def with_last(
     yield held, True
 
 
+def _distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
+    """Return the DistributedSampler that the user gave the loader, within a batch sampler too."""
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler):
+            return sampler
+    return None
+
+
 def _replaceable(loader: Iterable[Any], world_size: int) -> bool:
     """Return whether the loader's index stream is ours to replace; refuse what several ranks cannot share (TypeError)."""
     reason = ""
@@ -148,7 +151,12 @@ def _replaceable(loader: Iterable[Any], world_size: int) -> bool:
         reason = "its dataset is an IterableDataset, which has no indices"
     elif type(loader).__iter__ is not DataLoader.__iter__:
         reason = f"{type(loader).__name__} has an __iter__ of its own"
-    elif isinstance(loader.sampler, DistributedSampler) and loader.sampler.num_replicas == world_size:
+    elif (sampler := _distributed_sampler(loader)) is not None:
+        if sampler.num_replicas != world_size:
+            raise ValueError(
+                f"the loader's DistributedSampler shares the data by {sampler.num_replicas}, but this job has {world_size} "
+                "ranks; leave the sampler out, since loaders are shared anyway, or give it num_replicas of the job."
+            )
         return False  # sharded already, by the user
     if reason and world_size > 1:
         raise TypeError(

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 
-def seed_everything(seed: int) -> int:
+def seed_everything(seed: int, workers: bool = False) -> int:
     """Seed python, numpy (where it is used) and torch on every device; return the seed.
 
-    The order of the data follows it too. Call it on every rank with the same number.
+    The order of the data follows it too, and so do loader workers, with or without `workers`. Call it on every rank with
+    the same number.
 
     Raises:
         TypeError: seed is not an int.

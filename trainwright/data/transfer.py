@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -25,9 +26,15 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """Return a nested structure (mappings, lists, tuples, named tuples) with the function applied to each leaf."""
-    if isinstance(value, Mapping) and not callable(getattr(value, "to", None)):
+    if callable(getattr(value, "to", None)):
+        return function(value)
+    if isinstance(value, Mapping):
         mapped = {key: map_leaves(function, each) for key, each in value.items()}
-        return mapped if type(value) is dict else type(value)(mapped)  # type: ignore[call-arg]
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return mapped if type(value) is dict else type(value)(mapped)  # type: ignore[call-arg]
+        clone = copy.copy(value)  # a defaultdict, say, cannot be made of a mapping alone
+        clone.update(mapped)
+        return clone
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_leaves(function, each) for each in value))
     if isinstance(value, (list, tuple)):

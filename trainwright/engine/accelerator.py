@@ -14,8 +14,9 @@ for batch, target in loader:
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ MIXED = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 class Accelerator:
-    """Strategy, precision, data sharding and checkpoints for a loop of one's own.
+    """Strategy, precision, data sharding and checkpoints for a loop of one's own. Collective: every rank makes it.
 
     Args:
         mixed_precision: "no", "fp16" or "bf16".
@@ -84,10 +85,12 @@ class Accelerator:
         self.step_count = 0
         """Optimizer steps made, those of every optimizer, the skipped ones among them."""
         self._loaders: list[PreparedLoader] = []
-        self._active: PreparedLoader | None = None
+        self._active: list[PreparedLoader] = []
         self._optimizers: list[PreparedOptimizer] = []
         self._schedulers: list[PreparedScheduler] = []
         self._window = _Window(self)
+        self._parameters: set[int] = set()
+        """The ids of the prepared models' parameters, as given and as the strategy has left them."""
         self._has_gradients = False
 
     # -- preparing ---------------------------------------------------------------------------------------------------
@@ -106,21 +109,29 @@ class Accelerator:
                 f"prepare was given a {type(unknown[0]).__name__}; accepted are torch modules, optimizers, DataLoaders and LR "
                 "schedulers."
             )
+        if not self._loaders:
+            self.engine.take_seed()
         prepared: dict[int, Any] = {}
         for module in (each for each in objects if _kind(each) == "module"):
             prepared[id(module)] = self._prepare_module(module)
         optimizers = [each for each in objects if _kind(each) == "optimizer"]
+        self._refuse_strangers(optimizers)
         if optimizers:
             earlier = len(self.engine.optimizers)
             inner = self.engine.prepare_optimizers([*self.engine.optimizers, *optimizers])[earlier:]
             for given, optimizer in zip(optimizers, inner, strict=True):
                 prepared[id(given)] = PreparedOptimizer(
-                    self.engine, optimizer, is_due=self._is_due, may_clear=self._may_clear, after_step=self._count_step
+                    self.engine,
+                    optimizer,
+                    is_due=self._is_due,
+                    may_clear=self._may_clear,
+                    after_step=self._count_step,
+                    correction=partial(self._correct, optimizer),
                 )
                 self._optimizers.append(prepared[id(given)])
         for each in objects:
             if _kind(each) == "loader":
-                prepared[id(each)] = PreparedLoader(self.engine, each, self._activate)
+                prepared[id(each)] = PreparedLoader(self.engine, each, self._active)
                 self._loaders.append(prepared[id(each)])
             elif _kind(each) == "scheduler":
                 prepared[id(each)] = PreparedScheduler(each, self._scheduler_is_due)
@@ -129,7 +140,9 @@ class Accelerator:
         return results[0] if len(results) == 1 else results
 
     def _prepare_module(self, module: nn.Module) -> nn.Module:
+        self._parameters.update(map(id, module.parameters()))
         self.engine.prepare_module(module, Optimization(accumulate=self.gradient_accumulation_steps))
+        self._parameters.update(map(id, module.parameters()))
         is_mixed = self.engine.precision.forward_context() is not None
         if not is_mixed and module not in self.engine.strategy.wrapped:
             return module
@@ -162,7 +175,8 @@ class Accelerator:
         prepared = self._prepared(optimizer)
         if not self.sync_gradients:
             return None
-        result = self.engine.step(prepared.optimizer, self.engine.clipper(max_norm, clip_value))
+        scale = self._correct(prepared.optimizer)
+        result = self.engine.step(prepared.optimizer, self.engine.clipper(max_norm, clip_value, scale=scale))
         prepared.step_was_skipped = result.skipped
         self._count_step(result)
         return result
@@ -199,7 +213,7 @@ class Accelerator:
 
         Collective: call on every rank, for each batch of the loader that is being iterated.
         """
-        sizes = self._active.last_sizes if self._active is not None and self._active.is_at_end else None
+        sizes = self._active[-1].last_sizes if self._active and self._active[-1].is_at_end else None
         return map_tensors(lambda tensor: self.engine.gather(tensor, sizes), tensors)
 
     def reduce(self, tensors: Any, reduction: str = "sum") -> Any:
@@ -222,35 +236,49 @@ class Accelerator:
 
         Raises:
             CheckpointError: on every rank alike, where the path exists too.
+            RuntimeError: within an accumulation window, whose gradients no checkpoint holds.
         """
+        if self._has_gradients and self.gradient_accumulation_steps > 1:
+            raise RuntimeError(
+                "save_state was called within an accumulation window, whose gradients a checkpoint does not hold; call it when "
+                "accelerator.sync_gradients is True and the optimizer has stepped."
+            )
+        loaders = [loader.state_dict() for loader in self._loaders]
+        place = loaders[0] if loaders else {"epoch": 0, "batch": 0}
         state = {
-            "accelerator": {"step": self.step_count, "loaders": [loader.state_dict() for loader in self._loaders]},
+            "position": {**place, "step": self.step_count},
+            "loaders": loaders,
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
         }
-        epoch = self._loaders[0].state_dict()["epoch"] if self._loaders else 0
-        self.engine.save(str(output_dir), step=self.step_count, epoch=epoch, state=state)
+        self.engine.save(str(output_dir), step=self.step_count, epoch=place["epoch"], state=state)
         return str(output_dir)
 
     def load_state(self, input_dir: str) -> None:
         """Go on from a checkpoint: of `save_state`, or of a Trainer with the same model, optimizers and schedulers.
 
-        The next iteration of each loader goes on where it was. Collective: call on every rank.
+        The next iteration of each loader goes on where it was; after a Trainer's checkpoint that is the first loader.
+        Collective: call on every rank.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
         """
-        restored = self.engine.load(str(input_dir))
-        schedulers = restored.state.get("schedulers", [])
-        if len(schedulers) != len(self._schedulers):
-            raise CheckpointError(
-                f"{input_dir}: it was saved with {len(schedulers)} schedulers, but {len(self._schedulers)} were prepared. "
-                "Prepare the same ones."
-            )
-        for scheduler, saved in zip(self._schedulers, schedulers, strict=True):
+
+        def check(state: dict[str, Any]) -> None:
+            saved, present = len(state.get("schedulers", [])), len(self._schedulers)
+            if saved != present:
+                raise CheckpointError(
+                    f"{input_dir}: it was saved with {saved} schedulers, but {present} were prepared. Prepare the same ones."
+                )
+
+        restored = self.engine.load(str(input_dir), check=check)
+        for scheduler, saved in zip(self._schedulers, restored.state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
-        own = restored.state.get("accelerator", {})
-        self.step_count = own.get("step", restored.state.get("trainer", {}).get("step", 0))
-        for loader, place in zip(self._loaders, own.get("loaders", []), strict=False):
+        position = restored.state["position"]
+        self.step_count, self._has_gradients, self.sync_gradients = int(position["step"]), False, True
+        self._window.reset()
+        if position.get("epoch_ended"):
+            position = {"epoch": position["epoch"] + 1, "batch": 0}
+        for loader, place in zip(self._loaders, restored.state.get("loaders", [position]), strict=False):
             loader.load_state_dict(place)
         if restored.rng is not None:
             set_rng_state(restored.rng)
@@ -289,9 +317,6 @@ class Accelerator:
 
     # -- what the prepared objects ask -------------------------------------------------------------------------------
 
-    def _activate(self, loader: PreparedLoader) -> None:
-        self._active = loader
-
     def _is_due(self) -> bool:
         return self.sync_gradients
 
@@ -306,6 +331,25 @@ class Accelerator:
         self.step_count += 1
         self._has_gradients = False
 
+    def _correct(self, optimizer: Optimizer) -> float:
+        """Return what this optimizer's gradients are still to be multiplied with, in this step, and take it as done."""
+        scale = self._window.correction
+        if scale == 1.0 or id(optimizer) in self._window.corrected:
+            return 1.0
+        self._window.corrected.add(id(optimizer))
+        return scale
+
+    def _refuse_strangers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse optimizers of a module that is not prepared (ValueError): its ranks would drift apart."""
+        if self.num_processes == 1:
+            return
+        for optimizer in optimizers:
+            if not all(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
+                raise ValueError(
+                    f"prepare was given a {type(optimizer).__name__} with parameters of no prepared model, which "
+                    f"{self.num_processes} ranks would train apart; give the models and their optimizers in one call."
+                )
+
     def _prepared(self, optimizer: Optimizer) -> PreparedOptimizer:
         for prepared in self._optimizers:
             if optimizer is prepared or optimizer is prepared.optimizer:
@@ -313,17 +357,19 @@ class Accelerator:
         raise ValueError("this optimizer was not prepared; pass one that accelerator.prepare returned.")
 
     def _clip(self, parameters: Iterable[Tensor], norm: float | None, value: float | None) -> Tensor | None:
-        wanted = {id(parameter) for parameter in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        wanted = {id(parameter) for parameter in given}
         if not self.sync_gradients:
             return None
         for prepared in self._optimizers:
             own = {id(parameter) for group in prepared.param_groups for parameter in group["params"]}
-            if own == wanted or {i for i in wanted if i in own} == own:
-                self.engine.precision.unscale(prepared.optimizer)
-                return self.engine.strategy.clip_gradients(prepared.optimizer, norm, value)
+            if own <= wanted and not any(p.grad is not None for p in given if id(p) not in own):
+                self.engine.strategy.unscale(prepared.optimizer)
+                scale = self._correct(prepared.optimizer)
+                return self.engine.strategy.clip_gradients(prepared.optimizer, norm, value, scale)
         raise ValueError(
-            "the parameters to clip are not those of one prepared optimizer; pass model.parameters() of a model whose "
-            "optimizer was prepared."
+            "the parameters to clip are not those of one prepared optimizer; pass those that one optimizer steps, such as "
+            "model.parameters() of a model whose only optimizer was prepared."
         )
 
 
@@ -331,19 +377,31 @@ class _Window(AbstractContextManager[None]):
     """One batch of an accumulation window; entered anew for each."""
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self.length = 1
         self._accelerator = accelerator
+        self.corrected: set[int] = set()
+        """The optimizers whose gradients have been corrected in this window."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin with the first batch of a window."""
+        self.length = 1
+        self.correction = 1.0
+        """What gradients are to be multiplied with: a window that ended early was divided by the usual length."""
         self._place = 0
 
     def __enter__(self) -> None:
         accelerator, usual = self._accelerator, self._accelerator.gradient_accumulation_steps
         if usual == 1:
             return
-        loader = accelerator._active
+        loader = accelerator._active[-1] if accelerator._active else None
         if self._place == 0:
+            self.correction = 1.0
+            self.corrected.clear()
             left = loader.batches_left if loader is not None else None
             self.length = usual if left is None else max(1, min(usual, left))
         at_end = self._place == usual - 1 or (loader is not None and loader.is_at_end)
+        if at_end and loader is not None and loader.batches_left is None:
+            self.correction = usual / (self._place + 1)
         accelerator.sync_gradients = at_end
         accelerator.engine.sync_gradients(at_end)
         self._place = 0 if at_end else self._place + 1

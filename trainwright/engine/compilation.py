@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torchmetrics import Metric
+
+from trainwright.module import is_metric
 
 
 def compile_children(module: nn.Module, options: dict[str, Any]) -> int:
@@ -18,7 +19,7 @@ def compile_children(module: nn.Module, options: dict[str, Any]) -> int:
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             count += compile_children(child, options)
-        elif not isinstance(child, Metric):
+        elif not is_metric(child):
             child.compile(**options)
             count += 1
     return count

@@ -6,7 +6,7 @@ What a method does on several ranks is the strategy's; the Engine itself asks fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.contents import check_optimizer, describe_optimizer, restore_optimizer
+from trainwright.checkpoint.contents import (
+    check_optimizer,
+    describe_optimizer,
+    extra_states,
+    restore_optimizer,
+    set_extra_states,
+)
 from trainwright.checkpoint.store import Checkpoint, open_checkpoint, write_checkpoint
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.data.index_stream import Mode
@@ -38,7 +44,7 @@ class Restored(NamedTuple):
 
 
 class Engine:
-    """Joins, or starts, the job's processes and holds its parts.
+    """Joins, or starts, the job's processes and holds its parts. Collective: every rank makes it.
 
     Args:
         devices: processes on this node, one a device; "auto" is what was launched, else every GPU, else one.
@@ -82,9 +88,8 @@ class Engine:
         self.agreement = self.connection.agreement
         self.timeout_seconds = timeout_seconds
         self.strategy.connect(environment.rank, environment.world_size, self.device, asked)
-        seed = self.agreement.broadcast(str(torch.initial_seed() % 2**63).encode(), timeout_seconds)
-        self.seed = int(seed)
-        """What the order of the data starts from: rank 0's torch seed, alike on every rank."""
+        self.seed = 0
+        """What the order of the data starts from, alike on every rank: see `take_seed`."""
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.optimization = Optimization()
@@ -114,13 +119,12 @@ class Engine:
     # -- preparing ---------------------------------------------------------------------------------------------------
 
     def prepare_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        """Move a module to the device and let the strategy wrap it. Collective: call on every rank.
+        """Let the strategy place and wrap a module. Collective: call on every rank.
 
         `optimization` says how it will be trained; None where it will be evaluated only.
         """
         if optimization is not None:
             self.optimization = optimization
-        module.to(self.device)
         self.strategy.setup_module(module, optimization)
         self.modules.append(module)
 
@@ -130,8 +134,12 @@ class Engine:
         return self.optimizers
 
     def prepare_loader(self, loader: Iterable[Any], mode: Mode) -> ShardedLoader:
-        """Return this rank's share of a loader."""
-        return ShardedLoader(loader, rank=self.rank, world_size=self.world_size, seed=self.seed, mode=mode)
+        """Return this rank's share of a loader; `set_epoch` wants `seed`, which a load may still change."""
+        return ShardedLoader(loader, rank=self.rank, world_size=self.world_size, mode=mode)
+
+    def take_seed(self) -> None:
+        """Let the order of the data start from rank 0's torch seed as it is now. Collective: call on every rank."""
+        self.seed = int(self.agreed(str(torch.initial_seed() % 2**63)))
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -174,7 +182,7 @@ class Engine:
         return collectives.all_reduce(tensor, op)
 
     def agreed(self, text: str) -> str:
-        """Return rank 0's text on every rank, over the key-value store. Call on every rank."""
+        """Return rank 0's text on every rank, over the key-value store. Collective: call on every rank."""
         return self.agreement.broadcast(text.encode(), self.timeout_seconds).decode()
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -186,7 +194,8 @@ class Engine:
             CheckpointError: on every rank alike; nothing is left at the path then.
         """
         sections = {"model": self._model_pieces()}
-        contents: dict[str, Any] = {"seed": self.seed, **state}
+        extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
+        contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **state}
         if not weights_only:
             sections["optimizer"] = self._optimizer_pieces()
             contents["precision"] = self.precision.state_dict()
@@ -206,22 +215,34 @@ class Engine:
             timeout_seconds=self.timeout_seconds,
         )
 
-    def load(self, path: str, *, weights_only: bool = False) -> Restored:
+    def load(
+        self, path: str, *, weights_only: bool = False, check: Callable[[dict[str, Any]], None] | None = None
+    ) -> Restored:
         """Verify a checkpoint, then take the state of the modules and the optimizers from it.
 
         It may come from any strategy and any number of ranks. Nothing is changed unless all of it has been verified and
-        fits. Collective: call on every rank.
+        fits; `check` may refuse the caller's own state in it. Collective: call on every rank.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
         """
-        checkpoint = open_checkpoint(path, exchange=self.agreement, rank=self.rank, world_size=self.world_size)
+        checkpoint = open_checkpoint(
+            path,
+            exchange=self.agreement,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout_seconds=self.timeout_seconds,
+        )
         state = checkpoint.state()
+        if check is not None:
+            check(state)
         pieces = self._model_pieces()
         _check_model(checkpoint, pieces)
         if not weights_only:
             self._load_optimizers(checkpoint, state)
         checkpoint.read_into("model", pieces)
+        for number, module in enumerate(self.modules):
+            set_extra_states(module, state.get("extra", {}).get(str(number), {}))
         same_job = (checkpoint.header.get("strategy"), checkpoint.world_size) == (self.strategy.name, self.world_size)
         kept = {} if weights_only or not same_job else state.get("strategy", {})
         self.strategy.after_load(self.modules, self.optimizers, kept)
@@ -252,14 +273,15 @@ class Engine:
             )
         for number, (optimizer, names) in enumerate(named):
             check_optimizer(number, optimizer, names, described[number], checkpoint.path)
-        entries = checkpoint.tensors("optimizer")
+        entries = checkpoint.tensors("optimizer") if "optimizer" in checkpoint.sections else {}
         for number, (optimizer, names) in enumerate(named):
             own: dict[str, TensorEntry] = {
                 name.split("/", 1)[1]: entry for name, entry in entries.items() if name.startswith(f"{number}/")
             }
             self.strategy.allocate_optimizer_state(optimizer, names, own)
             restore_optimizer(optimizer, names, described[number])
-        checkpoint.read_into("optimizer", self._optimizer_pieces())
+        if pieces := self._optimizer_pieces():  # plain SGD has no state at all
+            checkpoint.read_into("optimizer", pieces)
 
     def _model_pieces(self) -> list[Piece]:
         return [

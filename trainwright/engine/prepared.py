@@ -26,6 +26,7 @@ class PreparedOptimizer(Optimizer):
         is_due: tells whether a step is due (an accumulation window ends); a call at another moment does nothing.
         may_clear: tells whether gradients may be cleared; a call at another moment does nothing.
         after_step: told each result.
+        correction: returns the factor by which gradients of a window that ended early have to be multiplied.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class PreparedOptimizer(Optimizer):
         is_due: Callable[[], bool] | None = None,
         may_clear: Callable[[], bool] | None = None,
         after_step: Callable[[StepResult], None] | None = None,
+        correction: Callable[[], float] | None = None,
     ) -> None:
         # Optimizer.__init__ is left out: groups and state are the inner optimizer's, and only those.
         self.optimizer = optimizer
@@ -43,6 +45,7 @@ class PreparedOptimizer(Optimizer):
         self._engine = engine
         self._is_due, self._may_clear = is_due, may_clear
         self._after_step = after_step
+        self._correction = correction
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -68,7 +71,8 @@ class PreparedOptimizer(Optimizer):
             )
         if self._is_due is not None and not self._is_due():
             return
-        result = self._engine.step(self.optimizer)
+        scale = self._correction() if self._correction is not None else 1.0
+        result = self._engine.step(self.optimizer, self._engine.clipper(scale=scale))
         self.step_was_skipped = result.skipped
         if self._after_step is not None:
             self._after_step(result)
@@ -77,6 +81,7 @@ class PreparedOptimizer(Optimizer):
         """Clear the gradients; within an accumulation window nothing happens."""
         if self._may_clear is None or self._may_clear():
             self.optimizer.zero_grad(set_to_none)
+            self._engine.precision.forget(self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer."""
@@ -153,29 +158,38 @@ class PreparedLoader:
     Args:
         engine: whose share, and which device.
         loader: the user's own, to be had back as `.loader`.
-        on_iteration: told when an iteration begins.
+        active: the loaders that are being iterated, the innermost last; this one is among them while it is.
     """
 
-    def __init__(self, engine: Engine, loader: Any, on_iteration: Callable[[PreparedLoader], None]) -> None:
+    def __init__(self, engine: Engine, loader: Any, active: list[PreparedLoader]) -> None:
         self.loader = loader
         self.epoch = 0
         """The number of the epoch that the next batch belongs to."""
         self.is_at_end = False
         """Whether the batch at hand is the epoch's last."""
         self._sharded = engine.prepare_loader(loader, "even")
-        self._device = engine.device
-        self._on_iteration = on_iteration
-        self._batch = 0
+        self._engine = engine
+        self._active = active
+        self._start = self._batch = 0
+        self._is_begun = False
 
     def __iter__(self) -> Iterator[Any]:
-        self._on_iteration(self)
-        length, on_host = self._sharded.exact_length, self._device.type == "cpu"
-        self._sharded.set_epoch(self.epoch, self._batch)
-        for batch, is_last in with_last(self._sharded, self._batch, length):
-            self.is_at_end = is_last
-            self._batch += 1
-            yield batch if on_host else to_device(batch, self._device)
-        self.epoch, self._batch = self.epoch + 1, 0
+        if self._is_begun:
+            self.epoch += 1  # the epoch before was left in its middle
+        self._is_begun = True
+        self._batch, self._start, self.is_at_end = self._start, 0, False
+        device = self._engine.device
+        length, on_host = self._sharded.exact_length, device.type == "cpu"
+        self._sharded.set_epoch(self._engine.seed, self.epoch, self._batch)
+        self._active.append(self)
+        try:
+            for batch, is_last in with_last(self._sharded, self._batch, length):
+                self.is_at_end = is_last
+                self._batch += 1
+                yield batch if on_host else to_device(batch, device)
+            self.epoch, self._batch, self._is_begun, self.is_at_end = self.epoch + 1, 0, False, False
+        finally:
+            self._active.remove(self)
 
     def __len__(self) -> int:
         return len(self._sharded)
@@ -199,7 +213,8 @@ class PreparedLoader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Let the next iteration begin there."""
-        self.epoch, self._batch, self.is_at_end = int(state["epoch"]), int(state["batch"]), False
+        self.epoch, self._start, self._is_begun = int(state["epoch"]), int(state["batch"]), False
+        self._batch, self.is_at_end = self._start, False
 
 
 def _full_precision(tensor: Tensor) -> Tensor:

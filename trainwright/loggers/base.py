@@ -12,7 +12,10 @@ class Logger:
     """The folder of this run; None before `start`, or where the logger has none."""
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
-        """Choose the place of this run; called once, on every rank. `agreed(text)` returns rank 0's text everywhere."""
+        """Choose the place of this run. Collective: called at each run's beginning, on every rank.
+
+        `agreed(text)` returns rank 0's text on every rank.
+        """
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write one row."""

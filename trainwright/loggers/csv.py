@@ -45,6 +45,9 @@ class CSVLogger(Logger):
         root = f"{self.save_dir.rstrip('/')}/{self.name}"
         self._filesystem, _ = fsspec.core.url_to_fs(root)
         self.log_dir = agreed(self._claim(root) if is_writer else "")
+        if is_writer and self._filesystem.exists(self._filesystem._strip_protocol(self.metrics_path)):
+            with fsspec.open(self.metrics_path, "r", newline="") as file:
+                self._columns = list(csv.DictReader(file).fieldnames or [])  # a run that goes on in its folder
 
     def _claim(self, root: str) -> str:
         """Make the run's folder and return its path; one that exists is another run's, unless its version was given."""

@@ -57,6 +57,12 @@ class Precision:
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients of this optimizer by the loss scale, once a step; nothing here."""
 
+    def forget(self, optimizer: Optimizer) -> None:
+        """Take note that this optimizer's gradients were dropped, perhaps without a step; nothing here."""
+
+    def reset(self) -> None:
+        """Begin anew, as a run does; nothing here."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to go on with the same scale."""
         return {}

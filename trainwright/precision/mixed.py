@@ -29,8 +29,8 @@ class MixedPrecision(Precision):
         if name == "16-mixed" and scaler is None:
             scaler = torch.amp.GradScaler(device_type)
         self.scaler = scaler
-        # One object is entered again and again: building an autocast costs more than entering it.
-        self._autocast = torch.autocast(device_type, self.autocast_dtype)
+        self._first_state = scaler.state_dict() if scaler is not None else {}
+        self._autocast = _Autocast(device_type, self.autocast_dtype)
         self._unscaled: set[int] = set()
         self._update_due = False
         self._has_scaled = False
@@ -86,3 +86,35 @@ class MixedPrecision(Precision):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+            self.scaler._per_optimizer_states.clear()  # what steps before the load found is no longer due
+            self._unscaled.clear()
+            self._update_due = False
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Let what was found in the dropped gradients count for the scale, as after a step."""
+        if id(optimizer) in self._unscaled:
+            self._unscaled.discard(id(optimizer))
+            self._update_due = True
+
+    def reset(self) -> None:
+        self.load_state_dict(self._first_state)
+
+
+class _Autocast(AbstractContextManager[None]):
+    """An autocast that is entered again and again, since building one costs more than entering it.
+
+    torch.autocast keeps what it has to restore in itself, so within one that is open another is built.
+    """
+
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        self._arguments = (device_type, dtype)
+        self._outermost = torch.autocast(*self._arguments)
+        self._open: list[torch.autocast] = []
+
+    def __enter__(self) -> None:
+        context = torch.autocast(*self._arguments) if self._open else self._outermost
+        self._open.append(context)
+        context.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.pop().__exit__(*error)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.contents import is_extra_state
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.precision.base import Clipper, Precision, StepResult
 
@@ -88,12 +89,13 @@ class Strategy:
         self.rank, self.world_size, self.device, self.precision = rank, world_size, device, precision
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        """Wrap or shard a module, which is on the device by now; called before its optimizers are made.
+        """Move a module to the device, and wrap or shard it; called before its optimizers are made.
 
         Collective: rank 0's weights and buffers become everyone's. `optimization` is None where the module will be
         evaluated only; no `setup_optimizers` follows then. A module comes again after `close`, sharded as it was left.
         Its parameters may be other objects from here on, so names are taken afterwards.
         """
+        module.to(self.device)
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
@@ -130,6 +132,10 @@ class Strategy:
         """Clip where asked and step."""
         return self.precision.step(optimizer, clip)
 
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the loss scale before the step does, so that they can be looked at."""
+        self.precision.unscale(optimizer)
+
     def clip_gradients(
         self, optimizer: Optimizer, norm: float | None, value: float | None, scale: float = 1.0
     ) -> Tensor | None:
@@ -155,7 +161,7 @@ class Strategy:
         """Return this rank's share of the module's state_dict, as views that a load writes into."""
         pieces = []
         for name, value in module.state_dict(keep_vars=True).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not is_extra_state(name):
                 # A buffer may differ between ranks (running statistics): rank 0's is the one that counts.
                 writer = None if isinstance(value, nn.Parameter) else 0
                 pieces.append(self.piece(clean_name(name), value, writer))

@@ -47,6 +47,7 @@ class DDPStrategy(Strategy):
         self._orders: dict[nn.Module, ReadyOrder] = {}
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        module.to(self.device)
         if self.world_size == 1:
             return
         if optimization is None or not any(parameter.requires_grad for parameter in module.parameters()):
@@ -107,8 +108,10 @@ class DDPStrategy(Strategy):
             order.replay(indices)
 
     def close(self) -> None:
-        self.wrapped.clear()
+        for order in self._orders.values():
+            order.close()
         self._orders.clear()
+        self.wrapped.clear()
 
 
 class ReadyOrder:
@@ -129,8 +132,13 @@ class ReadyOrder:
             self._seen.add(index)
             self.indices.append(index)
         if len(self.indices) == len(self._parameters):
-            for handle in self._handles:
-                handle.remove()
+            self.close()
+
+    def close(self) -> None:
+        """Stop recording."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def replay(self, indices: Sequence[int]) -> None:
         """Make an empty backward in a recorded order, before the first real one; the next forward lays out the buckets."""

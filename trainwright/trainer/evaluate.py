@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torchmetrics import Metric
 
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.transfer import to_device
-from trainwright.module import Module
+from trainwright.module import Module, is_metric
 from trainwright.trainer.metrics import MetricCollector
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ def evaluate(
     loader: ShardedLoader,
     stage: str,
     limit: int | float | None,
-    without_gradients: Callable[[], AbstractContextManager[Any]],
 ) -> dict[str, float]:
     """Run one evaluation ("validation" or "test") and return its metrics, over all ranks.
 
@@ -34,16 +32,15 @@ def evaluate(
     """
     engine, hooks = trainer.engine, trainer.hooks
     engine.strategy.before_evaluation(engine.modules)
-    was_training = {child: child.training for child in module.modules()}
-    module.eval()
     collector = trainer.logbook.start(module, training=False)
-    loader.set_epoch(0)
-    num_batches = limited(loader.length, limit)
-    with without_gradients():
+    loader.set_epoch(engine.seed, 0)
+    num_batches, on_host = limited(loader.length, limit), engine.device.type == "cpu"
+    # Not inference_mode: what is made in it (a metric's state, a cache of the module's) breaks the training that follows.
+    with torch.no_grad(), in_evaluation_mode(module):
         hooks.call(f"on_{stage}_start")
         hooks.call(f"on_{stage}_epoch_start")
         for index, batch in enumerate(islice(loader, num_batches)):
-            collector.batch = batch = to_device(batch, engine.device)
+            collector.batch = batch = batch if on_host else to_device(batch, engine.device)
             if loader.real_length is not None and index >= loader.real_length:
                 with discarded(module, collector):  # this rank is out of batches; the others need it in their forward
                     engine.run(module, f"{stage}_step", batch, index)
@@ -55,13 +52,11 @@ def evaluate(
         hooks.call(f"on_{stage}_epoch_end")
         metrics = trainer.logbook.finish(module)
         hooks.call(f"on_{stage}_end")
-    for child, training in was_training.items():
-        child.training = training
     return metrics
 
 
 def sanity_check(trainer: Trainer, module: Module, loader: ShardedLoader) -> None:
-    """Run a few validation batches before training, so that an error in validation_step costs no epoch."""
+    """Run a few validation batches before training, so that an error in validation_step costs no epoch. Collective."""
     if trainer.settings.num_sanity_val_steps == 0:
         return
     limit = trainer.num_val_batches
@@ -69,7 +64,7 @@ def sanity_check(trainer: Trainer, module: Module, loader: ShardedLoader) -> Non
         limit = limited(trainer.num_val_batches, trainer.settings.num_sanity_val_steps)
     trainer.logbook.is_silent = True
     trainer.hooks.call("on_sanity_check_start")
-    evaluate(trainer, module, loader, "validation", limit, torch.no_grad)
+    evaluate(trainer, module, loader, "validation", limit)
     trainer.hooks.call("on_sanity_check_end")
     trainer.logbook.is_silent = False
 
@@ -88,9 +83,21 @@ def limited(length: int | None, limit: int | float | None) -> int | None:
 
 
 @contextmanager
+def in_evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Put every submodule into evaluation mode, and back to the mode that it was in."""
+    was_training = {child: child.training for child in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for child, training in was_training.items():
+            child.training = training
+
+
+@contextmanager
 def discarded(module: nn.Module, collector: MetricCollector) -> Iterator[None]:
     """Throw away what the block logs and what it adds to the module's torchmetrics."""
-    metrics = [child for child in module.modules() if isinstance(child, Metric)]
+    metrics = [child for child in module.modules() if is_metric(child)]
     kept = [(metric, metric._copy_state_dict(), metric._update_count) for metric in metrics]
     collector.silent = True
     try:

@@ -21,7 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -72,12 +71,11 @@ class TrainingRun:
 
 
 def fit(run: TrainingRun, val_loader: ShardedLoader | None, generators: dict[str, Any] | None) -> None:
-    """Train until the trainer's limits are reached; `run.state` says where to begin.
+    """Train until the trainer's limits are reached; `run.state` says where to begin. Collective.
 
     `generators` are this rank's, of the checkpoint that the run goes on from; None in a fresh run.
     """
     trainer, state, hooks = run.trainer, run.state, run.hooks
-    run.module.train()
     if val_loader is not None and trainer.resume_source is None:
         sanity_check(trainer, run.module, val_loader)
     if generators is not None:
@@ -92,10 +90,10 @@ def fit(run: TrainingRun, val_loader: ShardedLoader | None, generators: dict[str
 
 
 def fit_epoch(run: TrainingRun, val_loader: ShardedLoader | None) -> None:
-    """Train one epoch, or what is left of it."""
+    """Train one epoch, or what is left of it. Collective."""
     trainer, state, hooks, device = run.trainer, run.state, run.hooks, run.engine.device
     collector = trainer.logbook.start(run.module, training=True)
-    run.loader.set_epoch(state.epoch, state.batch)
+    run.loader.set_epoch(run.engine.seed, state.epoch, state.batch)
     hooks.call("on_train_epoch_start")
     batch_start, batch_end = hooks["on_train_batch_start"], hooks["on_train_batch_end"]
     on_host, log_every = device.type == "cpu", trainer.settings.log_every_n_steps
@@ -106,6 +104,7 @@ def fit_epoch(run: TrainingRun, val_loader: ShardedLoader | None) -> None:
         index = state.batch
         if batch_start and -1 in [hook(batch, index) for hook in batch_start]:
             is_last = True
+            leave_window(run)
             break
         steps_before = state.step
         outputs = train_batch(run, batch, index, is_last)
@@ -122,19 +121,18 @@ def fit_epoch(run: TrainingRun, val_loader: ShardedLoader | None) -> None:
             break
     else:
         refuse_short_epoch(run, is_last)
+    collector.batch = None
     finish_epoch(run, val_loader, is_complete=is_last)
 
 
 def finish_epoch(run: TrainingRun, val_loader: ShardedLoader | None, is_complete: bool) -> None:
-    """Step the epoch-wise schedulers, validate where due, reduce the metrics, and let callbacks judge them."""
+    """Step the epoch-wise schedulers, validate where due, reduce the metrics, and let callbacks judge them. Collective."""
     trainer, state, hooks = run.trainer, run.state, run.hooks
     collector = trainer.logbook.collector
-    assert collector is not None
-    collector.batch = None
     if is_complete:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=False)
     if val_loader is not None and (state.epoch + 1) % trainer.settings.check_val_every_n_epoch == 0:
-        evaluate(trainer, run.module, val_loader, "validation", trainer.settings.limit_val_batches, torch.no_grad)
+        evaluate(trainer, run.module, val_loader, "validation", trainer.settings.limit_val_batches)
     trainer.logbook.collector = collector
     hooks.call("on_train_epoch_end")
     trainer.logbook.finish(run.module)
@@ -142,6 +140,7 @@ def finish_epoch(run: TrainingRun, val_loader: ShardedLoader | None, is_complete
         step_schedulers(run, "epoch", state.epoch + 1, plateau=True)
     state.epoch_ended = is_complete
     hooks.call(JUDGED)
+    trainer.logbook.flush()
 
 
 def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
@@ -149,6 +148,7 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
     engine, optimizer = run.engine, run.optimizer
     if optimizer is None:
         return engine.run(run.module, "training_step", batch, index)
+    run.is_within_window = True
     place = index % run.accumulate
     if place == 0:
         for hook in run.before_zero_grad:
@@ -168,9 +168,9 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
         for hook in run.after_backward:
             hook()
         run.window_has_gradients = True
-    run.is_within_window = not at_end
     if at_end and run.window_has_gradients:
         step(run, optimizer, place + 1)
+    run.is_within_window = not at_end
     return outputs
 
 
@@ -183,7 +183,7 @@ def step(run: TrainingRun, optimizer: Optimizer, window_length: int) -> None:
         settings = run.trainer.settings
         clip = run.engine.clipper(settings.clip_norm, settings.clip_value, scale=run.accumulate / window_length)
     if run.before_step:
-        run.engine.precision.unscale(optimizer)
+        run.engine.strategy.unscale(optimizer)
         for hook in run.before_step:
             hook(optimizer)
     result = run.engine.step(optimizer, clip)
@@ -193,6 +193,14 @@ def step(run: TrainingRun, optimizer: Optimizer, window_length: int) -> None:
     elif run.schedulers:
         step_schedulers(run, "step", state.step, plateau=False)
         step_schedulers(run, "step", state.step, plateau=True)
+
+
+def leave_window(run: TrainingRun) -> None:
+    """Drop the gradients of a window that will not be ended."""
+    if run.optimizer is not None and run.is_within_window:
+        run.optimizer.zero_grad()
+        run.is_within_window = False
+        run.trainer.save_waiting()
 
 
 def refuse_short_epoch(run: TrainingRun, is_last: bool) -> None:

@@ -49,6 +49,8 @@ def check_loader(loader: Any, argument: str, call: str) -> Iterable[Any]:
 def choose_checkpoint(ckpt_path: str | None, callback: ModelCheckpoint | None, engine: Engine) -> str | None:
     """Return the path that ckpt_path stands for: itself, or the "best" or the "last" checkpoint of the callback.
 
+    Collective: call on every rank.
+
     Raises:
         ValueError: "best" or "last" without a ModelCheckpoint.
         CheckpointError: it has saved none.
@@ -65,6 +67,7 @@ def choose_checkpoint(ckpt_path: str | None, callback: ModelCheckpoint | None, e
     else:
         entry = latest_checkpoint(callback.dirpath) if callback.dirpath is not None else None
         path = entry.path if entry is not None else ""
+    path = engine.agreed(path)  # every rank looks at the folder at its own moment
     if not path:
         raise CheckpointError(
             f"ckpt_path={ckpt_path!r}: no checkpoint was saved"
@@ -75,4 +78,4 @@ def choose_checkpoint(ckpt_path: str | None, callback: ModelCheckpoint | None, e
             )
             + ". Run fit first, or pass a path."
         )
-    return engine.agreed(path)  # every rank looks at the folder at its own moment
+    return path

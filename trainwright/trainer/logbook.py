@@ -46,6 +46,7 @@ class Logbook:
         self._keep_steps(collector)
         reduced = reduce_epoch(collector, module, self._engine.world_size, self._engine.device)
         collector.clear()
+        self.collector = None  # from here to the next start nothing is collected, and self.log says so
         if self.is_silent:
             return {}
         self._epoch_values.update(reduced)
@@ -79,6 +80,11 @@ class Logbook:
             **to_numbers(shown),
             **{key.epoch_name: value for key, value in self._epoch_values.items() if key.prog_bar},
         }
+
+    def flush(self) -> None:
+        """Have the loggers write what they hold back."""
+        for logger in self._loggers:
+            logger.flush()
 
     def _keep_steps(self, collector: MetricCollector | None) -> None:
         """Remember the latest step values; they outlive the epoch that they were logged in."""

@@ -1,18 +1,23 @@
 """Metrics: what self.log collects during one epoch of training or one evaluation, and its exact reduction.
 
 A value stays on its device: a step value is read when something shows it, an epoch value is summed there in float64. At
-an epoch's end the (sum, weight) pairs of every key go over the ranks in one all_gather (see engine/reduction.py).
+an epoch's end the (sum, weight) pairs of every key go over the ranks in one all_gather (see reduction.py).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from numbers import Real
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
+
+from trainwright.module import is_metric
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 SUMMED_AT_ONCE = 64
@@ -78,7 +83,7 @@ class LoggedValue:
         elif self.reduce_fx in ("min", "max"):
             pair = [torch.as_tensor(each, dtype=torch.float64).to(getattr(value, "device", "cpu"))
                     for each in (self._total, value)]  # fmt: skip
-            self._total = torch.fmin(*pair) if self.reduce_fx == "min" else torch.fmax(*pair)
+            self._total = torch.minimum(*pair) if self.reduce_fx == "min" else torch.maximum(*pair)
         else:
             self._total = self._total + value
 
@@ -128,9 +133,9 @@ class MetricCollector:
                 )
             # On the host reading is the cheapest copy (0.3 us); on a device the copy stays there, since reading would wait.
             value = value.item() if value.device.type == "cpu" else value.detach().reshape(()).clone()
-        elif isinstance(value, (int, float)):
+        elif isinstance(value, Real):  # numpy's numbers too
             value = float(value)
-        elif isinstance(value, Metric):
+        elif is_metric(value):
             self._log_metric(logged, value)
             return
         else:
@@ -183,6 +188,12 @@ class MetricCollector:
             return 1.0
         if self._batch_size_of is not self.batch:
             sizes = sorted(set(_leading_sizes(self.batch)))
+            if not sizes:
+                warnings.warn(
+                    f"no tensor was found in this batch, a {type(self.batch).__name__}; the mean of {name!r} over the epoch "
+                    "weighs each batch alike. Pass batch_size= to self.log to say which is the batch size.",
+                    stacklevel=4,
+                )
             if len(sizes) > 1:
                 warnings.warn(
                     f"the tensors of this batch have leading sizes {sizes}; the mean of {name!r} over the epoch is "
@@ -205,7 +216,7 @@ class MetricCollector:
     def clear(self) -> None:
         """Start a new epoch: forget the values and reset the metrics that were logged."""
         for logged in self.values.values():
-            if logged.metric is not None and logged.on_epoch:
+            if logged.metric is not None:
                 logged.metric.reset()
         self.values.clear()
         self.batch = self._batch_size_of = None

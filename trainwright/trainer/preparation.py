@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from torch.optim import LBFGS
 
 from trainwright.engine.compilation import compile_children
 from trainwright.engine.optimizers import read_optimizers
@@ -31,6 +34,8 @@ def prepare_fit(trainer: Trainer, module: Module, train_dataloaders: Iterable[An
             "accumulate_grad_batches and gradient_clip_val are automatic optimization's, but this module has "
             "automatic_optimization = False; accumulate and clip in training_step, and leave them at their defaults."
         )
+    engine.take_seed()
+    engine.precision.reset()
     loader = engine.prepare_loader(train_dataloaders, "train")
     limit = settings.limit_train_batches
     trainer.num_training_batches = limited(loader.length, limit)
@@ -43,12 +48,23 @@ def prepare_fit(trainer: Trainer, module: Module, train_dataloaders: Iterable[An
         module, Optimization(automatic, settings.clip_norm, settings.clip_value, settings.accumulate_grad_batches)
     )
     if settings.compile:
-        compile_children(module, settings.compile if isinstance(settings.compile, dict) else {})
+        num_compiled = compile_children(module, settings.compile if isinstance(settings.compile, dict) else {})
+        if num_compiled == 0:
+            warnings.warn(
+                f"compile= has nothing to compile: {type(module).__name__} has no submodule with a forward; "
+                "put the network into one.",
+                stacklevel=4,
+            )
     optimizers, trainer.lr_scheduler_configs = read_optimizers(module.configure_optimizers())
     if automatic and len(optimizers) > 1:
         raise ValueError(
             f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization steps one; set "
             "automatic_optimization = False in the module and step them in training_step."
+        )
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers) and automatic:
+        raise ValueError(
+            "configure_optimizers returned LBFGS, which calls the training step several times in each of its own; that is not "
+            "there yet. Choose another optimizer, or set automatic_optimization = False and step it in training_step."
         )
     trainer.optimizers = engine.prepare_optimizers(optimizers)
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from trainwright.distributed import collectives
 from trainwright.trainer.metrics import LoggedValue, MetricCollector
@@ -109,10 +108,9 @@ def _combine(key: Key, pairs: list[tuple[float, float]]) -> float:
     totals = [total for total, weight in pairs if weight > 0]
     if not totals:
         return float("nan")
-    if key.reduce_fx == "min":
-        return min(totals)
-    if key.reduce_fx == "max":
-        return max(totals)
+    if key.reduce_fx in ("min", "max"):
+        values = torch.tensor(totals, dtype=torch.float64)
+        return float(values.min() if key.reduce_fx == "min" else values.max())  # a NaN among them stays one
     total = sum(totals)
     return total / sum(weight for _, weight in pairs) if key.reduce_fx == "mean" else total
 
@@ -120,11 +118,11 @@ def _combine(key: Key, pairs: list[tuple[float, float]]) -> float:
 def _computed(module: nn.Module, key: Key) -> float:
     """Compute a torchmetrics object; it gathers its own state over the ranks."""
     metric: Any = module.get_submodule(key.attribute)
-    assert isinstance(metric, Metric)
     with warnings.catch_warnings():
         # A rank without a batch of its own computes too; that it had no update is no news to the user.
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
         value = metric.compute()
+    metric.reset()  # on every rank: one without a batch of its own would keep what it computed, and not take part again
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(
             f"the metric logged as {key.name!r} computes a tensor of shape {tuple(value.shape)}; accepted is one element. "

@@ -14,7 +14,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
     """Return counters, schedulers and callbacks as plain data."""
     callbacks = {each.state_key: each.state_dict() for each in trainer.callbacks}
     return {
-        "trainer": trainer.state.state_dict(),
+        "position": trainer.state.state_dict(),
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "callbacks": {key: state for key, state in callbacks.items() if state},
     }
@@ -26,21 +26,23 @@ def restore(trainer: Trainer, path: str) -> dict[str, Any] | None:
     Raises:
         CheckpointError: no checkpoint, a damaged one, or one of another run.
     """
-    restored = trainer.engine.load(path)
+
+    def check(state: dict[str, Any]) -> None:
+        saved, present = len(state.get("schedulers", [])), len(trainer.lr_scheduler_configs)
+        if saved != present and "position" in state:
+            raise CheckpointError(
+                f"{path}: it was saved with {saved} schedulers, but this run has {present}. "
+                "Build the same schedulers to resume."
+            )
+
+    restored = trainer.engine.load(path, check=check)
     state = restored.state
-    schedulers = state.get("schedulers", [])
-    if "trainer" not in state or len(schedulers) != len(trainer.lr_scheduler_configs):
-        raise CheckpointError(
-            f"{path}: it was saved with {len(schedulers)} schedulers, but this run has {len(trainer.lr_scheduler_configs)}. "
-            "Build the same schedulers to resume."
-            if "trainer" in state
-            else f"{path}: it holds no trainer's counters, so no fit can go on from it; load its weights instead."
-        )
-    trainer.state.load_state_dict(state["trainer"])
-    for config, saved in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
+    trainer.state.load_state_dict(state["position"])
+    for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
         config.scheduler.load_state_dict(saved)
+    callbacks = state.get("callbacks", {})  # a loop of one's own saves none
     for callback in trainer.callbacks:
-        if callback.state_key in state["callbacks"]:
-            callback.load_state_dict(state["callbacks"][callback.state_key])
+        if callback.state_key in callbacks:
+            callback.load_state_dict(callbacks[callback.state_key])
     trainer.resume_source = path
     return restored.rng

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,7 +19,7 @@ from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.loggers.base import Logger
 from trainwright.loggers.csv import CSVLogger
-from trainwright.module import Module
+from trainwright.module import Module, is_overridden
 from trainwright.precision import Precision
 from trainwright.strategies import Strategy
 from trainwright.trainer.evaluate import evaluate, limited
@@ -91,7 +90,7 @@ class Trainer:
         enable_checkpointing: bool = True,
         enable_progress_bar: bool = True,
         enable_model_summary: bool = True,
-        default_root_dir: str = ".",
+        default_root_dir: str | None = None,
     ) -> None:
         self.settings = Settings(
             max_epochs=max_epochs,
@@ -107,7 +106,7 @@ class Trainer:
             gradient_clip_algorithm=gradient_clip_algorithm,
             compile=compile,
         )
-        self.default_root_dir = str(default_root_dir)
+        self.default_root_dir = "." if default_root_dir is None else str(default_root_dir)
         self.callbacks = _with_defaults(callbacks, enable_checkpointing, enable_progress_bar, enable_model_summary)
         self.loggers = _loggers(logger, self.default_root_dir)
         self.engine = Engine(devices=devices, strategy=strategy, precision=precision, accelerator=accelerator)
@@ -118,7 +117,7 @@ class Trainer:
         self.prepared_optimizers: list[PreparedOptimizer] = []
         self.lr_scheduler_configs: list[SchedulerConfig] = []
         self.should_stop = False
-        """Set it to True to end the run after this optimizer step."""
+        """Set it to True, on every rank in the same batch, to end the run after this optimizer step."""
         self.num_training_batches: int | None = None
         self.num_val_batches: int | None = None
         self.num_test_batches: int | None = None
@@ -162,8 +161,8 @@ class Trainer:
             if val_dataloaders is not None:
                 val_loader = self._evaluation_loader(val_dataloaders)
                 self.num_val_batches = limited(val_loader.length, self.settings.limit_val_batches)
-                if self.num_val_batches == 0:
-                    val_loader = None  # limit_val_batches=0 turns validation off
+                if self.settings.limit_val_batches == 0:
+                    val_loader = None  # by the setting, which is alike on every rank: one may have no batch of its own
             self.hooks.call("on_fit_start")
             generators = restore(self, path) if path is not None else None
             fit(self._run, val_loader, generators)
@@ -172,7 +171,7 @@ class Trainer:
     def validate(
         self, model: Module | None = None, dataloaders: Iterable[Any] | None = None, *, ckpt_path: str | None = None
     ) -> list[dict[str, float]]:
-        """Evaluate a module with validation_step; arguments and result are those of `test`."""
+        """Evaluate a module with validation_step; arguments and result are those of `test`. Collective."""
         return self._evaluate("validate", "validation", model, dataloaders, ckpt_path)
 
     def test(
@@ -190,24 +189,29 @@ class Trainer:
         """
         return self._evaluate("test", "test", model, dataloaders, ckpt_path)
 
-    def save_checkpoint(self, filepath: str, weights_only: bool = False) -> None:
-        """Write a checkpoint. Collective: call on every rank.
+    def save_checkpoint(self, filepath: str, weights_only: bool = False) -> bool:
+        """Write a checkpoint and return whether it is there. Collective: call on every rank.
 
-        Within an accumulation window it is written when the window ends, since gradients are not part of it.
+        Within an accumulation window it is written when the window ends, since gradients are not part of it; False then.
 
         Raises:
             CheckpointError: on every rank alike.
-            RuntimeError: no module was given to fit, validate or test before.
+            RuntimeError: there is nothing to save, or no run that could go on from it.
         """
         if not self.engine.modules:
             raise RuntimeError("there is nothing to save: save_checkpoint works from fit's beginning on.")
+        if not weights_only and not self.engine.optimizers:
+            raise RuntimeError(
+                "the latest run was an evaluation, which has no optimizer to save; pass weights_only=True, or save after fit."
+            )
         if self._run is not None and self._run.is_within_window:
             self._run.waiting_saves.append((str(filepath), weights_only))
-            return
+            return False
         state = {} if weights_only else run_state(self)
         self.engine.save(
             str(filepath), step=self.state.step, epoch=self.state.epoch, state=state, weights_only=weights_only
         )
+        return True
 
     def save_waiting(self) -> None:
         """Write the checkpoints that were asked for within the window that has ended."""
@@ -263,11 +267,16 @@ class Trainer:
         with self._running(model, call):
             sharded = self._evaluation_loader(loader)
             limit = self.settings.limit_test_batches if stage == "test" else self.settings.limit_val_batches
-            self.num_test_batches = self.num_val_batches = limited(sharded.length, limit)
+            num_batches = limited(sharded.length, limit)
+            if stage == "test":
+                self.num_test_batches = num_batches
+            else:
+                self.num_val_batches = num_batches
             self.engine.prepare_module(model, None)
             if path is not None:
                 self.engine.load(path, weights_only=True)
-            metrics = evaluate(self, model, sharded, stage, limit, torch.inference_mode)
+            self.engine.take_seed()
+            metrics = evaluate(self, model, sharded, stage, limit)
         if metrics:
             self.print(format_table(f"{call} metric", metrics))
         return [metrics]
@@ -361,6 +370,12 @@ def _with_defaults(
             raise TypeError(
                 f"callbacks= holds {each!r}, a {type(each).__name__}; accepted are instances of trainwright.Callback."
             )
+    keys = [each.state_key for each in given if is_overridden("state_dict", each, Callback)]
+    if len(set(keys)) < len(keys):
+        raise ValueError(
+            f"callbacks= holds two of one state_key ({', '.join(keys)}), so a checkpoint could keep the state of only one; "
+            "give them settings or a state_key that differ."
+        )
     defaults: list[tuple[bool, type[Callback]]] = [
         (summary, ModelSummary),
         (progress_bar, TQDMProgressBar),
