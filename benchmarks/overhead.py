@@ -216,16 +216,9 @@ def hf_trainer(steps: int) -> float:
             outputs = self.net(inputs)
             return {"loss": nn.functional.cross_entropy(outputs, labels), "logits": outputs}
 
-    class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
-        def __init__(self) -> None:
-            batches = Batches(steps)
-            self.inputs, self.labels = batches.inputs.flatten(0, 1), batches.targets.flatten()
-
-        def __len__(self) -> int:
-            return len(self.inputs)
-
-        def __getitem__(self, index: int) -> dict[str, Tensor]:
-            return {"inputs": self.inputs[index], "labels": self.labels[index]}
+    class Ready(Batches):
+        def __getitem__(self, index: int) -> Any:
+            return {"inputs": self.inputs[index], "labels": self.targets[index]}
 
     class Clock(TrainerCallback):
         began = seconds = 0.0
@@ -240,7 +233,9 @@ def hf_trainer(steps: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
             output_dir=folder,
-            per_device_train_batch_size=8,
+            per_device_train_batch_size=1,  # of batches that are ready
+            max_grad_norm=0.0,
+            lr_scheduler_type="constant",
             num_train_epochs=1,
             use_cpu=True,
             report_to=[],
@@ -249,7 +244,13 @@ def hf_trainer(steps: int) -> float:
             disable_tqdm=True,
             dataloader_pin_memory=False,
         )
-        Trainer(model=Net(), args=settings, train_dataset=Samples(), callbacks=[clock]).train()
+        Trainer(
+            model=Net(),
+            args=settings,
+            train_dataset=Ready(steps),
+            data_collator=lambda batches: batches[0],
+            callbacks=[clock],
+        ).train()
     return clock.seconds
 
 

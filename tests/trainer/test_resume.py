@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small import QUIET, Classifier, assert_equal, loss_of, make_loader, weights
+from small import QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import trainwright as tw
 
@@ -278,3 +279,33 @@ def test_what_a_save_needs(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no optimizer to save; pass weights_only=True"):
         trainer.save_checkpoint(str(tmp_path / "x.ckpt"))
     assert trainer.save_checkpoint(str(tmp_path / "x.ckpt"), weights_only=True)
+
+
+class Jittered(torch.utils.data.Dataset[Any]):
+    """Random augmentation, drawn in the loader's workers."""
+
+    def __init__(self) -> None:
+        self.data = make_data(40)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target = self.data[index]
+        return inputs + random.random() + float(np.random.rand()) + torch.rand_like(inputs), target
+
+
+def test_resume_is_exact_with_augmentation_in_persistent_workers(tmp_path: Path) -> None:
+    def train(name: str, ckpt_path: str | None = None, **limits: Any) -> dict[str, Tensor]:
+        tw.seed_everything(3)
+        callback = tw.ModelCheckpoint(str(tmp_path / name))
+        trainer = tw.Trainer(callbacks=[callback], **{**QUIET, "enable_checkpointing": True, **limits})
+        module = Classifier(dropout=0.3)
+        loader: Any = DataLoader(Jittered(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True)
+        trainer.fit(module, loader, ckpt_path=ckpt_path)
+        return weights(module)
+
+    whole = train("whole", max_epochs=3)
+    train("part", max_epochs=1)
+    train("part", "last", max_steps=17)  # in the middle of the second epoch
+    assert_equal(train("part", "last", max_epochs=3), whole)

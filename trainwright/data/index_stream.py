@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from trainwright.data.seeding import SideGenerators, derive_seed
+from trainwright.data.worker_seeding import SeededBatch, SeededIndex
 
 Mode = Literal["train", "evaluate", "ghost", "even"]
 DRAWN_AT_ONCE = 256  # batches; swapping generators costs about as much as drawing a hundred of them
@@ -44,6 +45,8 @@ class IndexStream:
         self.rank, self.world_size, self.mode = rank, world_size, mode
         self.seed = 0
         """With the epoch, the seed of everything that the source draws."""
+        self.gives_seeds = False
+        """Whether each item carries a seed for the worker that fetches it."""
         self.epoch = 0
         self.start_batch = 0
         self.real_sizes: list[int] | None = None
@@ -60,7 +63,8 @@ class IndexStream:
                 set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(self._share(), self.start_batch, None)
+        share = islice(self._share(), self.start_batch, None)
+        return self._seeded(share) if self.gives_seeds else share
 
     def __len__(self) -> int:
         """Return how many batches this rank has in an epoch, from its start; TypeError where the source has no length."""
@@ -99,6 +103,11 @@ class IndexStream:
             yield from chunk
             if len(chunk) < DRAWN_AT_ONCE:
                 return
+
+    def _seeded(self, share: Iterator[Any]) -> Iterator[Any]:
+        for place, item in enumerate(share, start=self.start_batch):
+            seed = derive_seed(self.seed, self.epoch, place, self.rank)
+            yield SeededBatch(item, seed) if self.batched else SeededIndex(item, seed)
 
     def _share(self) -> Iterator[Any]:
         if self.world_size == 1:

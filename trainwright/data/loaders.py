@@ -17,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trainwright.data.index_stream import IndexStream, Mode
 from trainwright.data.seeding import derive_seed
+from trainwright.data.worker_seeding import SeededDataset, WorkerStart
 
 
 class ShardedLoader:
@@ -53,6 +54,10 @@ class ShardedLoader:
         source = loader.batch_sampler if batched else loader.sampler
         self.stream = IndexStream(source, batched=batched, rank=self.rank, world_size=self.world_size, mode=self.mode)
         clone = copy.copy(loader)
+        if loader.num_workers > 0:
+            self.stream.gives_seeds = True
+            clone.__dict__["dataset"] = SeededDataset(loader.dataset)
+            clone.__dict__["worker_init_fn"] = WorkerStart(loader.dataset, loader.worker_init_fn)
         # Through __dict__: a DataLoader refuses to have its sampler set, and a subclass may have properties of its own.
         clone.__dict__["batch_sampler" if batched else "sampler"] = self.stream
         clone.__dict__["_iterator"] = None  # a used persistent loader would go on with its old index stream

@@ -1,0 +1,69 @@
+"""Random augmentation in loader workers: a function of (seed, epoch, batch), whatever the workers did before."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from trainwright.data.loaders import ShardedLoader
+
+
+class Augmented(Dataset[Any]):
+    """Draws from every generator for each item, and knows itself in its worker."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> list[float]:
+        info = get_worker_info()
+        assert info is not None
+        assert isinstance(info.dataset, Augmented)
+        return [index, random.random(), float(np.random.rand()), torch.rand(()).item()]
+
+
+class InGroups(Augmented):
+    def __getitems__(self, indices: list[int]) -> list[list[float]]:
+        return [self[index] for index in indices]
+
+
+def on_start(worker_id: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    assert isinstance(info.dataset, Augmented)
+    random.seed(worker_id)  # has no effect on the items
+
+
+def drawn(shard: ShardedLoader, epoch: int, start: int = 0) -> list[Any]:
+    shard.set_epoch(5, epoch, start)
+    return [[part.tolist() for part in batch] if isinstance(batch, list) else batch.tolist() for batch in shard]
+
+
+@pytest.fixture(params=["plain", "groups", "unbatched"])
+def loaders(request: pytest.FixtureRequest) -> list[DataLoader[Any]]:
+    dataset = InGroups() if request.param == "groups" else Augmented()
+    settings: dict[str, Any] = {"batch_size": None if request.param == "unbatched" else 4, "worker_init_fn": on_start}
+    if request.param == "unbatched":
+        settings["collate_fn"] = torch.tensor
+    made = [
+        DataLoader(dataset, num_workers=2, persistent_workers=True, **settings),
+        DataLoader(dataset, num_workers=1, **settings),
+    ]
+    return made
+
+
+def test_augmentation_is_the_same_after_a_resume_and_with_other_workers(loaders: list[DataLoader[Any]]) -> None:
+    persistent, single = (ShardedLoader(loader, rank=0, world_size=1, mode="train") for loader in loaders)
+    first, second = drawn(persistent, 0), drawn(persistent, 1)
+    assert first != second
+    assert drawn(single, 1) == second
+    assert drawn(single, 1, start=3) == second[3:]
+    assert drawn(persistent, 0) == first
+    items = [tuple(item) for item in torch.tensor(first).reshape(24, -1).tolist()] if len(first) == 24 else first
+    assert len({str(item) for item in items}) == len(items)
+    iterator = persistent._source._iterator  # type: ignore[attr-defined]
+    iterator._shutdown_workers()
