@@ -29,6 +29,7 @@ from trainwright.data.transfer import map_tensors
 from trainwright.distributed import collectives
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedLoader, PreparedModule, PreparedOptimizer, PreparedScheduler
+from trainwright.engine.window import AccumulationWindow
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult
 from trainwright.strategies import Strategy
@@ -80,15 +81,13 @@ class Accelerator:
             accelerator="cpu" if cpu else "auto",
         )
         self.gradient_accumulation_steps = gradient_accumulation_steps
-        self.sync_gradients = True
-        """Whether the batch at hand ends its accumulation window."""
         self.step_count = 0
         """Optimizer steps made, those of every optimizer, the skipped ones among them."""
         self._loaders: list[PreparedLoader] = []
         self._active: list[PreparedLoader] = []
         self._optimizers: list[PreparedOptimizer] = []
         self._schedulers: list[PreparedScheduler] = []
-        self._window = _Window(self)
+        self._window = AccumulationWindow(self.engine, gradient_accumulation_steps, self._active)
         self._parameters: set[int] = set()
         """The ids of the prepared models' parameters, as given and as the strategy has left them."""
         self._has_gradients = False
@@ -126,7 +125,7 @@ class Accelerator:
                     is_due=self._is_due,
                     may_clear=self._may_clear,
                     after_step=self._count_step,
-                    correction=partial(self._correct, optimizer),
+                    correction=partial(self._window.correct, optimizer),
                 )
                 self._optimizers.append(prepared[id(given)])
         for each in objects:
@@ -175,7 +174,7 @@ class Accelerator:
         prepared = self._prepared(optimizer)
         if not self.sync_gradients:
             return None
-        scale = self._correct(prepared.optimizer)
+        scale = self._window.correct(prepared.optimizer)
         result = self.engine.step(prepared.optimizer, self.engine.clipper(max_norm, clip_value, scale=scale))
         prepared.step_was_skipped = result.skipped
         self._count_step(result)
@@ -196,6 +195,11 @@ class Accelerator:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context that forwards run in, for code beside the model."""
         return self.engine.precision.forward_context() or nullcontext()
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Return whether the batch at hand ends its accumulation window."""
+        return self._window.is_at_end
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -274,7 +278,7 @@ class Accelerator:
         for scheduler, saved in zip(self._schedulers, restored.state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         position = restored.state["position"]
-        self.step_count, self._has_gradients, self.sync_gradients = int(position["step"]), False, True
+        self.step_count, self._has_gradients = int(position["step"]), False
         self._window.reset()
         if position.get("epoch_ended"):
             position = {"epoch": position["epoch"] + 1, "batch": 0}
@@ -331,14 +335,6 @@ class Accelerator:
         self.step_count += 1
         self._has_gradients = False
 
-    def _correct(self, optimizer: Optimizer) -> float:
-        """Return what this optimizer's gradients are still to be multiplied with, in this step, and take it as done."""
-        scale = self._window.correction
-        if scale == 1.0 or id(optimizer) in self._window.corrected:
-            return 1.0
-        self._window.corrected.add(id(optimizer))
-        return scale
-
     def _refuse_strangers(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse optimizers of a module that is not prepared (ValueError): its ranks would drift apart."""
         if self.num_processes == 1:
@@ -365,49 +361,12 @@ class Accelerator:
             own = {id(parameter) for group in prepared.param_groups for parameter in group["params"]}
             if own <= wanted and not any(p.grad is not None for p in given if id(p) not in own):
                 self.engine.strategy.unscale(prepared.optimizer)
-                scale = self._correct(prepared.optimizer)
+                scale = self._window.correct(prepared.optimizer)
                 return self.engine.strategy.clip_gradients(prepared.optimizer, norm, value, scale)
         raise ValueError(
             "the parameters to clip are not those of one prepared optimizer; pass those that one optimizer steps, such as "
             "model.parameters() of a model whose only optimizer was prepared."
         )
-
-
-class _Window(AbstractContextManager[None]):
-    """One batch of an accumulation window; entered anew for each."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self.corrected: set[int] = set()
-        """The optimizers whose gradients have been corrected in this window."""
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin with the first batch of a window."""
-        self.length = 1
-        self.correction = 1.0
-        """What gradients are to be multiplied with: a window that ended early was divided by the usual length."""
-        self._place = 0
-
-    def __enter__(self) -> None:
-        accelerator, usual = self._accelerator, self._accelerator.gradient_accumulation_steps
-        if usual == 1:
-            return
-        loader = accelerator._active[-1] if accelerator._active else None
-        if self._place == 0:
-            self.correction = 1.0
-            self.corrected.clear()
-            left = loader.batches_left if loader is not None else None
-            self.length = usual if left is None else max(1, min(usual, left))
-        at_end = self._place == usual - 1 or (loader is not None and loader.is_at_end)
-        if at_end and loader is not None and loader.batches_left is None:
-            self.correction = usual / (self._place + 1)
-        accelerator.sync_gradients = at_end
-        accelerator.engine.sync_gradients(at_end)
-        self._place = 0 if at_end else self._place + 1
-
-    def __exit__(self, *error: object) -> None:
-        return None
 
 
 _KINDS: tuple[tuple[str, Callable[[Any], bool]], ...] = (

@@ -267,11 +267,7 @@ class Trainer:
         with self._running(model, call):
             sharded = self._evaluation_loader(loader)
             limit = self.settings.limit_test_batches if stage == "test" else self.settings.limit_val_batches
-            num_batches = limited(sharded.length, limit)
-            if stage == "test":
-                self.num_test_batches = num_batches
-            else:
-                self.num_val_batches = num_batches
+            setattr(self, "num_test_batches" if stage == "test" else "num_val_batches", limited(sharded.length, limit))
             self.engine.prepare_module(model, None)
             if path is not None:
                 self.engine.load(path, weights_only=True)
