@@ -37,9 +37,8 @@ def test_every_sample_counts_once(mode: str, world_size: int) -> None:
         wanted = count // size * size if drop_last else count
         if mode == "train" and drop_last and world_size > 1:
             wanted = count // size // world_size * world_size * size  # a short round is dropped, as a short batch is
-        enough = wanted >= max(1, world_size) or world_size == 1 or not len(loader)
-        if mode == "train" and not enough:
-            with pytest.raises(ValueError, match=f"batches for {world_size} ranks"):
+        if mode == "train" and drop_last and 0 < len(loader) < world_size:
+            with pytest.raises(ValueError, match=f"has {len(loader)} batches for {world_size} ranks"):
                 shards(loader, world_size, mode)
             continue
         parts = shards(loader, world_size, mode)
@@ -47,7 +46,7 @@ def test_every_sample_counts_once(mode: str, world_size: int) -> None:
         assert [len(each) for each in got] == [len(part) for part in parts]
         if mode == "ghost":
             got = [each[: part.real_length] for each, part in zip(got, parts, strict=True)]
-        if mode == "even" and parts[0].last_sizes is not None:
+        if mode in ("even", "train") and parts[0].last_sizes is not None:
             got = [[*each[:-1], each[-1][:real]] for each, real in zip(got, parts[0].last_sizes, strict=True)]
         if mode in ("train", "even", "ghost"):
             assert len({len(part) for part in parts}) == 1, "every rank makes the same number of rounds"
@@ -159,17 +158,21 @@ def test_a_custom_batch_sampler_is_shared_out() -> None:
     groups = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
     left, right = (batches(part) for part in shards(DataLoader(numbers(11), batch_sampler=groups), 2, "evaluate"))
     assert (left, right) == ([[0, 1, 2], [4, 5], [10]], [[3], [6, 7, 8, 9]])
-    # One sample is too little for two ranks: it joins the round before.
-    left, right = (batches(part) for part in shards(DataLoader(numbers(11), batch_sampler=groups), 2))
-    assert (left, right) == ([[0, 1, 2], [4, 5, 6, 7]], [[3], [8, 9, 10]])
+    # One sample is too little for two ranks: the other works on it too, with no weight.
+    parts = shards(DataLoader(numbers(11), batch_sampler=groups), 2)
+    assert [batches(part) for part in parts] == [[[0, 1, 2], [4, 5], [10]], [[3], [6, 7, 8, 9], [10]]]
+    assert [part.last_weight for part in parts] == [2.0, 0.0]
 
 
 def test_batches_made_beforehand() -> None:
     items = DataLoader([torch.full((2,), index) for index in range(7)], batch_size=None)
     left, right = (batches(part) for part in shards(items, 2, "evaluate"))
     assert [len(left), len(right)] == [4, 3]
+    parts = shards(items, 2)
+    left, right = (batches(part) for part in parts)
+    assert [left[-1], right[-1], *(part.last_weight for part in parts)] == [[6, 6], [6, 6], 2.0, 0.0]
     with pytest.raises(ValueError, match="batch_size=None and 7 items, which 2 ranks cannot share evenly"):
-        shards(items, 2)
+        shards(items, 2, "even")
 
 
 def test_a_distributed_sampler_of_the_users_is_respected() -> None:

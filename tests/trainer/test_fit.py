@@ -214,10 +214,32 @@ class LyingSampler(list[Any]):
         return 20
 
 
+class ModestSampler(list[Any]):
+    def __len__(self) -> int:
+        return 1
+
+
+class Nothing:
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class Vector(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+
 @pytest.mark.parametrize(
     ("module", "loader", "error", "match"),
     [
         (NoLoss(), None, TypeError, "returned a str; accepted are a loss tensor"),
+        (Vector(), None, RuntimeError, r"a loss of shape \(4, 3\); accepted is one element"),
+        (
+            Classifier(),
+            DataLoader(make_data(), batch_sampler=ModestSampler([[0], [1]])),
+            RuntimeError,
+            "more batches than its length, 1",
+        ),
         (Detached(), None, RuntimeError, "no parameter requiring a gradient"),
         (TwoOptimizers(), None, ValueError, "automatic_optimization = False"),
         (NoOptimizer(), None, TypeError, "forget the return"),
@@ -228,7 +250,9 @@ class LyingSampler(list[Any]):
         (Classifier(), {"a": 1}, TypeError, "is a dict; accepted is one torch DataLoader"),
         (Classifier(), 3, TypeError, "is a int; accepted"),
         (Classifier(), [], ValueError, "no batch"),
-        (Classifier(), iter([]), RuntimeError, "gave no batch"),
+        (Classifier(), iter([]), TypeError, "can be read only once"),
+        (Classifier(), [make_loader()], TypeError, "holds 1 DataLoaders; several are not there yet"),
+        (Classifier(), Nothing(), RuntimeError, "gave no batch"),
         (
             Classifier(),
             DataLoader(make_data(), batch_sampler=LyingSampler([[0], [1]])),
@@ -274,6 +298,7 @@ def test_fit_without_a_loader_says_so() -> None:
         ({"accelerator": "tpu"}, ValueError, "choose from auto, cpu, cuda, gpu"),
         ({"callbacks": [tw.ModelCheckpoint]}, TypeError, "accepted are instances"),
         ({"callbacks": [tw.ModelCheckpoint()]}, ValueError, "leave out one of the two"),
+        ({"callbacks": tw.ModelSummary}, TypeError, "accepted are instances"),
         ({"logger": "csv"}, TypeError, "accepted are True, False or Logger"),
         ({"devices": 2}, tw.LaunchError, "torchrun"),
         ({"max_epoch": 3}, TypeError, "max_epoch"),

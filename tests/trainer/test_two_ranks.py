@@ -16,12 +16,15 @@ from torchmetrics.classification import MulticlassAccuracy
 import trainwright as tw
 
 SAMPLES = 45  # batches of 8: the last round has 5 samples, which two ranks share as 3 and 2
+ALONE = 17  # batches of 8: the last round has one sample, so one rank has none
 VAL_SAMPLES = 21
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulation": {"accumulate_grad_batches": 4},  # 6 global batches: a window of 4 and one of 2
     "clip_norm": {"gradient_clip_val": 0.1},
     "16-mixed": {"precision": "16-mixed"},
+    "one left": {"samples": ALONE},
+    "one left in a window": {"samples": ALONE, "accumulate_grad_batches": 2},
 }
 
 
@@ -71,11 +74,12 @@ class Gan(tw.Module):
         return [torch.optim.Adam(self.generator.parameters(), 0.01), torch.optim.Adam(self.critic.parameters(), 0.01)]
 
 
-def train(batch_size: int, **settings: Any) -> dict[str, Tensor]:
+def train(batch_size: int, samples: int = SAMPLES, **settings: Any) -> dict[str, Tensor]:
     module = Classifier()
     trainer = tw.Trainer(max_epochs=2, **{**QUIET, **settings})
-    trainer.fit(module, make_loader(SAMPLES, batch_size))
-    return {**weights(module), "steps": torch.tensor(trainer.global_step)}
+    trainer.fit(module, make_loader(samples, batch_size))
+    loss = trainer.callback_metrics["loss_epoch"]
+    return {**weights(module), "steps": torch.tensor(trainer.global_step), "loss": loss}
 
 
 def train_gan(batch_size: int) -> dict[str, Tensor]:
@@ -181,7 +185,8 @@ def refusals() -> list[str]:
     for call in (
         lambda: tw.Trainer(devices=3, **QUIET),
         lambda: tw.Trainer(strategy="single_device", **QUIET),
-        lambda: tw.Trainer(**QUIET).fit(Classifier(), make_loader(1, 4)),
+        lambda: tw.Trainer(**QUIET).fit(Classifier(), make_loader(5, 4, drop_last=True)),
+        lambda: tw.Trainer(**QUIET).fit(Classifier(), make_loader(44 + 8 * dist.get_rank())),
         lambda: tw.Trainer(**QUIET).fit(Classifier(), [1, 2]),
         lambda: tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(), make_loader(), ckpt_path="nowhere.ckpt"),
         lambda: tw.Accelerator(cpu=True).prepare(torch.optim.SGD(make_net().parameters(), lr=0.1)),
@@ -286,10 +291,11 @@ def test_no_collective_of_ours_in_a_batch(results: list[dict[str, Any]]) -> None
 
 def test_refusals_are_alike_on_both_ranks_and_name_the_remedy(results: list[dict[str, Any]]) -> None:
     assert results[0]["refusals"] == results[1]["refusals"]
-    devices, strategy, samples, loader, checkpoint, strangers = results[0]["refusals"]
+    devices, strategy, samples, lengths, loader, checkpoint, strangers = results[0]["refusals"]
     assert "launched with 2 processes" in devices
     assert "such as 'ddp'" in strategy
-    assert "Use fewer devices or more data" in samples
+    assert "1 batches for 2 ranks, and drop_last drops a short round" in samples
+    assert "different lengths (6, 7 batches)" in lengths
     assert "Pass a torch DataLoader" in loader
     assert "nowhere.ckpt" in checkpoint
     assert "give the models and their optimizers in one call" in strangers

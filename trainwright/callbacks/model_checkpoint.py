@@ -65,6 +65,11 @@ class ModelCheckpoint(Callback):
             raise ValueError(
                 f"filename={filename!r} has a brace without its pair; write fields as {{epoch}} or {{val_loss:.3f}}."
             )
+        if isinstance(every_n_epochs, bool) or not isinstance(every_n_epochs, int):
+            raise TypeError(f"every_n_epochs={every_n_epochs!r} is no whole number; pass a number of epochs.")
+        for name, text in (("filename", filename), ("monitor", monitor)):
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"{name}={text!r} is a {type(text).__name__}; accepted are a str and None.")
         if every_n_epochs < 1:
             raise ValueError(f"every_n_epochs={every_n_epochs} is below 1; pass a number of epochs.")
         self.dirpath = str(dirpath).rstrip("/") if dirpath is not None else None

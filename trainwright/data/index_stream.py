@@ -4,8 +4,8 @@ Every rank walks the whole stream of the loader's batch sampler, drawn under a s
 batch of it. So the order is a pure function of (seed, epoch), it can start at any batch, and no sampler is built anew.
 
     train      batches 0 .. N-1 make a round, rank r takes the r-th; the last round is re-split evenly where it is short
-               or uneven, so that each rank makes the same number of steps and no sample is dropped or repeated; with
-               drop_last a short round is dropped, as a short batch is
+               or uneven, so that each rank makes the same number of steps; it weighs by its samples (`last_weight`), so a
+               rank that is left without one works on another's with no weight. With drop_last a short round is dropped
     evaluate   rank r takes batches r, r + N, r + 2N ...; nothing is padded, so each sample counts once
     ghost      as evaluate, but a rank without a batch in the last round runs the first batch again, for the collectives in
                it; `real_length` tells that its results do not count
@@ -20,7 +20,6 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import BatchSampler
 
 from trainwright.data.seeding import SideGenerators, derive_seed
 from trainwright.data.worker_seeding import SeededBatch, SeededIndex
@@ -51,13 +50,12 @@ class IndexStream:
         self.start_batch = 0
         self.real_sizes: list[int] | None = None
         """Per rank, the samples of the last round that are no repeats; None until a re-split round has been drawn."""
-        self._samples_left: int | None = None
-        self._refuse_indivisible()
+        self._refuse_what_cannot_be_shared()
 
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
         """Choose the order that comes next, and the batch of this rank that it starts with."""
         self.seed, self.epoch, self.start_batch = seed, epoch, start_batch
-        self.real_sizes = self._samples_left = None
+        self.real_sizes = None
         for sampler in (self.source, getattr(self.source, "sampler", None)):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
@@ -74,9 +72,7 @@ class IndexStream:
         rounds, left = divmod(count, ranks)
         if left == 0:
             return rounds
-        if self.mode == "train" and self.batched and (self._drops_last or self._samples_in_last(left) < ranks):
-            return rounds
-        return rounds + 1
+        return rounds if self._drops_short_round else rounds + 1
 
     @property
     def real_length(self) -> int:
@@ -134,65 +130,48 @@ class IndexStream:
             following = list(islice(stream, ranks))
             if not following:
                 break
-            if self.mode == "train" and self._drops_last and len(following) < ranks:
-                break
-            if self.mode == "train" and self.batched and sum(map(len, following)) < ranks:
-                held += following  # too few samples for one a rank: they join the round before
-                break
             yield held
             held = following
-        if held and not (len(held) < ranks and self.mode == "train" and self._drops_last):
+        if held and not (len(held) < ranks and self._drops_short_round):
             yield self._last_round(held)
 
     def _last_round(self, batches: list[Any]) -> list[Any]:
         ranks = self.world_size
         if len(batches) == ranks and (not self.batched or len({len(batch) for batch in batches}) == 1):
             return batches
-        samples = [index for batch in batches for index in batch]
+        samples = [index for batch in batches for index in batch] if self.batched else batches
         size, larger = divmod(len(samples), ranks)
         self.real_sizes = [size + (rank < larger) for rank in range(ranks)]
         starts = [sum(self.real_sizes[:rank]) for rank in range(ranks)]
         parts = [samples[start : start + real] for start, real in zip(starts, self.real_sizes, strict=True)]
-        if self.mode == "even":
-            parts = [part + samples[: max(self.real_sizes) - len(part)] for part in parts]
-        return parts
-
-    def _samples_in_last(self, left: int) -> int:
-        """Return how many samples the last `left` batches hold."""
-        source = self.source
-        if type(source) is BatchSampler and not source.drop_last:
-            return len(source.sampler) - (len(source) - left) * source.batch_size  # type: ignore[arg-type]
-        if type(source) is BatchSampler:
-            return left * source.batch_size
-        if self._samples_left is None:  # drawn once an epoch, before anything else of it is
-            self._samples_left = sum(len(batch) for batch in islice(self._drawn(), len(source) - left, None))
-        return self._samples_left
+        # A rank without a sample of its own works on the first one again, which weighs nothing.
+        least = max(self.real_sizes) if self.mode == "even" else 1
+        parts = [part + samples[: max(0, least - len(part))] for part in parts]
+        return parts if self.batched else [part[0] for part in parts]
 
     @property
-    def _drops_last(self) -> bool:
-        return self.batched and getattr(self.source, "drop_last", False) is True
+    def _drops_short_round(self) -> bool:
+        return self.mode == "train" and self.batched and getattr(self.source, "drop_last", False) is True
 
-    def _refuse_indivisible(self) -> None:
-        """Refuse data that cannot be shared out in training (ValueError), before the first step."""
+    def _refuse_what_cannot_be_shared(self) -> None:
+        """Refuse data that cannot be shared out (ValueError), before the first step."""
         if self.world_size == 1 or self.mode in ("evaluate", "ghost"):
             return
         try:
             count = len(self.source)
         except TypeError:
             return
-        if not self.batched and count % self.world_size:
+        if self.mode == "even" and not self.batched and count % self.world_size:
             raise ValueError(
                 f"the loader has batch_size=None and {count} items, which {self.world_size} ranks cannot share evenly; "
                 "pass a loader with a batch_size, so that the last round can be split, or a number of items that "
                 f"{self.world_size} divides."
             )
-        if self.mode == "train" and self.batched and 0 < count <= self.world_size:
-            samples = self._samples_in_last(count)
-            if samples < self.world_size or (self._drops_last and count < self.world_size):
-                raise ValueError(
-                    f"the training data has {samples} samples in {count} batches for {self.world_size} ranks; each rank needs "
-                    "at least one sample, and one whole batch with drop_last. Use fewer devices or more data."
-                )
+        if 0 < count < self.world_size and self._drops_short_round:
+            raise ValueError(
+                f"the training data has {count} batches for {self.world_size} ranks, and drop_last drops a short round; "
+                "use fewer devices, a smaller batch_size, more data, or drop_last=False."
+            )
 
 
 def _with_own_generators(source: Any) -> tuple[Any, list[tuple[torch.Generator, int]]]:

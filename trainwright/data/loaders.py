@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -118,14 +118,20 @@ class ShardedLoader:
 
 
 def with_last(
-    loader: Iterable[Any], start: int, length: int | None, most: int | None = None
+    loader: ShardedLoader, start: int, length: int | None, most: int | None = None
 ) -> Iterator[tuple[Any, bool]]:
     """Yield (batch, whether it is the last); without a known length one batch is read ahead to tell.
 
     The loader begins at batch number `start` of `length`; `most` limits the batches where no length is known.
+
+    Raises:
+        RuntimeError: the loader gives more batches than its whole length.
     """
     if length is not None:
-        for index, batch in enumerate(islice(loader, max(0, length - start)), start=start + 1):
+        is_whole = length == loader.exact_length
+        for index, batch in enumerate(loader if is_whole else islice(loader, max(0, length - start)), start=start + 1):
+            if index > length:
+                refuse_length(length)
             yield batch, index == length
         return
     batches = islice(loader, None if most is None else max(0, most - start))
@@ -137,6 +143,13 @@ def with_last(
         yield held, False
         held = batch
     yield held, True
+
+
+def refuse_length(length: int) -> NoReturn:
+    """Say that a loader gives more batches than its length (RuntimeError)."""
+    raise RuntimeError(
+        f"the loader gives more batches than its length, {length}; let the __len__ of its sampler tell how many it yields."
+    )
 
 
 def _distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:

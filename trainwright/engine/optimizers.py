@@ -68,7 +68,14 @@ def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfi
             if returned is None
             else f"configure_optimizers returned {_shape(returned)}; accepted are {ACCEPTED}."
         )
-    return optimizers, [_config(each) for each in schedulers]
+    configs = [_config(each) for each in schedulers]
+    for config in configs:
+        if not any(getattr(config.scheduler, "optimizer", each) is each for each in optimizers):
+            raise ValueError(
+                f"the {type(config.scheduler).__name__} that configure_optimizers returned schedules an optimizer that "
+                "it did not return; make it with one of those returned."
+            )
+    return optimizers, configs
 
 
 def _split(returned: Any) -> tuple[list[Any], list[Any]]:

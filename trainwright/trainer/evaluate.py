@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from trainwright.data.loaders import ShardedLoader
+from trainwright.data.loaders import ShardedLoader, refuse_length
 from trainwright.data.transfer import to_device
 from trainwright.module import Module, is_metric
 from trainwright.trainer.metrics import MetricCollector
@@ -34,12 +34,17 @@ def evaluate(
     engine.strategy.before_evaluation(engine.modules)
     collector = trainer.logbook.start(module, training=False)
     loader.set_epoch(engine.seed, 0)
-    num_batches, on_host = limited(loader.length, limit), engine.device.type == "cpu"
+    on_host, length = engine.device.type == "cpu", loader.exact_length
+    num_batches = limited(length if length is not None or isinstance(limit, int) else loader.length, limit)
+    if limit is None:
+        num_batches = None  # to the loader's end, whatever it says of its length
     # Not inference_mode: what is made in it (a metric's state, a cache of the module's) breaks the training that follows.
     with torch.no_grad(), in_evaluation_mode(module):
         hooks.call(f"on_{stage}_start")
         hooks.call(f"on_{stage}_epoch_start")
         for index, batch in enumerate(islice(loader, num_batches)):
+            if length is not None and index >= length:
+                refuse_length(length)
             collector.batch = batch = batch if on_host else to_device(batch, engine.device)
             if loader.real_length is not None and index >= loader.real_length:
                 with discarded(module, collector):  # this rank is out of batches; the others need it in their forward
@@ -78,7 +83,7 @@ def limited(length: int | None, limit: int | float | None) -> int | None:
             raise ValueError(
                 f"a limit of {limit} is a fraction of the batches, but this loader has no length; pass a number of batches."
             )
-        return int(length * limit)
+        return max(int(length * limit), 1 if limit > 0 and length > 0 else 0)  # a fraction is one batch at least
     return limit if length is None else min(limit, length)
 
 
@@ -95,15 +100,17 @@ def in_evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def discarded(module: nn.Module, collector: MetricCollector) -> Iterator[None]:
+def discarded(module: nn.Module, collector: MetricCollector | None) -> Iterator[None]:
     """Throw away what the block logs and what it adds to the module's torchmetrics."""
     metrics = [child for child in module.modules() if is_metric(child)]
     kept = [(metric, metric._copy_state_dict(), metric._update_count) for metric in metrics]
-    collector.silent = True
+    if collector is not None:
+        collector.silent = True
     try:
         yield
     finally:
-        collector.silent = False
+        if collector is not None:
+            collector.silent = False
         for metric, states, count in kept:
             for name, value in states.items():
                 setattr(metric, name, value)

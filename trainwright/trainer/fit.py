@@ -31,7 +31,7 @@ from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.module import Module
 from trainwright.precision.base import Clipper
-from trainwright.trainer.evaluate import evaluate, sanity_check
+from trainwright.trainer.evaluate import discarded, evaluate, sanity_check
 from trainwright.trainer.hooks import JUDGED, HookTable
 from trainwright.trainer.state import TrainerState
 
@@ -158,7 +158,13 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
     at_end = is_last or place == run.accumulate - 1
     if run.accumulate > 1:
         engine.sync_gradients(at_end)
-    outputs = engine.run(run.module, "training_step", batch, index)
+    if is_last and run.loader.last_weight == 0.0:
+        with discarded(
+            run.module, run.trainer.logbook.collector
+        ):  # this rank has no sample of its own in the last round
+            outputs = engine.run(run.module, "training_step", batch, index)
+    else:
+        outputs = engine.run(run.module, "training_step", batch, index)
     loss = outputs if type(outputs) is Tensor else read_loss(outputs, engine.world_size)
     if loss is not None:
         weighted = weigh(run, loss, index, place, is_last)
@@ -216,6 +222,11 @@ def refuse_short_epoch(run: TrainingRun, is_last: bool) -> None:
 
 def weigh(run: TrainingRun, loss: Tensor, index: int, place: int, is_last: bool) -> Tensor:
     """Return the loss as it goes backward: divided by its window's length, and by its share of a re-split last round."""
+    if loss.numel() != 1:
+        raise RuntimeError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}; accepted is one element. Reduce it, for example with "
+            ".mean()."
+        )
     if not loss.requires_grad:
         raise RuntimeError(
             "training_step returned a loss that no parameter requiring a gradient led to; compute it from the module's "

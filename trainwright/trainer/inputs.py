@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint.store import latest_checkpoint
@@ -43,10 +45,19 @@ def check_loader(loader: Any, argument: str, call: str) -> Iterable[Any]:
         raise TypeError(
             f"{argument}= is a {type(loader).__name__}; accepted is one torch DataLoader, or an iterable of batches."
         )
+    if isinstance(loader, (list, tuple)) and any(isinstance(each, DataLoader) for each in loader):
+        raise TypeError(f"{argument}= holds {len(loader)} DataLoaders; several are not there yet: pass one.")
+    if isinstance(loader, Iterator):
+        raise TypeError(
+            f"{argument}= is a {type(loader).__name__}, which can be read only once; pass a list, a DataLoader, or an object "
+            "whose __iter__ begins anew."
+        )
     return loader
 
 
-def choose_checkpoint(ckpt_path: str | None, callback: ModelCheckpoint | None, engine: Engine) -> str | None:
+def choose_checkpoint(
+    ckpt_path: str | os.PathLike[str] | None, callback: ModelCheckpoint | None, engine: Engine
+) -> str | None:
     """Return the path that ckpt_path stands for: itself, or the "best" or the "last" checkpoint of the callback.
 
     Collective: call on every rank.
@@ -55,6 +66,10 @@ def choose_checkpoint(ckpt_path: str | None, callback: ModelCheckpoint | None, e
         ValueError: "best" or "last" without a ModelCheckpoint.
         CheckpointError: it has saved none.
     """
+    if ckpt_path is not None and not isinstance(ckpt_path, (str, os.PathLike)):
+        raise TypeError(
+            f"ckpt_path={ckpt_path!r} is a {type(ckpt_path).__name__}; accepted are a path, 'best' and 'last'."
+        )
     if ckpt_path not in ("best", "last"):
         return None if ckpt_path is None else str(ckpt_path)
     if callback is None:

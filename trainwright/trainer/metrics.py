@@ -156,6 +156,10 @@ class MetricCollector:
                 f"self.log({name!r}, ...) was called with other settings before in this epoch; use one setting for a name, "
                 "or two names."
             )
+        if name in ("step", "epoch"):
+            raise ValueError(
+                f"self.log({name!r}, ...) would take the place of the loggers' own column; choose another name."
+            )
         if not isinstance(name, str):
             raise TypeError(f"a metric's name is a str; got {name!r}.")
         if reduce_fx not in REDUCTIONS:

@@ -6,8 +6,9 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Optimizer
 
+from trainwright.data.loaders import ShardedLoader
 from trainwright.engine.compilation import compile_children
 from trainwright.engine.optimizers import read_optimizers
 from trainwright.engine.prepared import PreparedOptimizer
@@ -34,16 +35,8 @@ def prepare_fit(trainer: Trainer, module: Module, train_dataloaders: Iterable[An
             "accumulate_grad_batches and gradient_clip_val are automatic optimization's, but this module has "
             "automatic_optimization = False; accumulate and clip in training_step, and leave them at their defaults."
         )
-    engine.take_seed()
-    engine.precision.reset()
-    loader = engine.prepare_loader(train_dataloaders, "train")
+    loader = _prepare_loader(trainer, train_dataloaders)
     limit = settings.limit_train_batches
-    trainer.num_training_batches = limited(loader.length, limit)
-    if trainer.num_training_batches == 0:
-        raise ValueError(
-            "the training loader has no batch (its dataset is empty, drop_last dropped all, or limit_train_batches is too "
-            "small); give it data."
-        )
     engine.prepare_module(
         module, Optimization(automatic, settings.clip_norm, settings.clip_value, settings.accumulate_grad_batches)
     )
@@ -56,16 +49,8 @@ def prepare_fit(trainer: Trainer, module: Module, train_dataloaders: Iterable[An
                 stacklevel=4,
             )
     optimizers, trainer.lr_scheduler_configs = read_optimizers(module.configure_optimizers())
-    if automatic and len(optimizers) > 1:
-        raise ValueError(
-            f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization steps one; set "
-            "automatic_optimization = False in the module and step them in training_step."
-        )
-    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers) and automatic:
-        raise ValueError(
-            "configure_optimizers returned LBFGS, which calls the training step several times in each of its own; that is not "
-            "there yet. Choose another optimizer, or set automatic_optimization = False and step it in training_step."
-        )
+    if automatic:
+        _check_optimizers(optimizers)
     trainer.optimizers = engine.prepare_optimizers(optimizers)
 
     def count(result: StepResult) -> None:
@@ -87,3 +72,40 @@ def prepare_fit(trainer: Trainer, module: Module, train_dataloaders: Iterable[An
         accumulate=settings.accumulate_grad_batches,
         clip=engine.clipper(settings.clip_norm, settings.clip_value),
     )
+
+
+def _prepare_loader(trainer: Trainer, train_dataloaders: Iterable[Any]) -> ShardedLoader:
+    """Begin a run's data and precision anew, and share out its loader, of one length on every rank. Collective."""
+    engine = trainer.engine
+    engine.take_seed()
+    engine.precision.reset()
+    loader = engine.prepare_loader(train_dataloaders, "train")
+    limit = trainer.settings.limit_train_batches
+    trainer.num_training_batches = limited(loader.length, limit)
+    own = str(loader.length).encode()
+    lengths = [text.decode() for text in engine.agreement.exchange(own, timeout_seconds=engine.timeout_seconds)]
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"the ranks have training loaders of different lengths ({', '.join(lengths)} batches), so some would wait for "
+            "ever; give every rank the same data, which is shared out then."
+        )
+    if trainer.num_training_batches == 0:
+        raise ValueError(
+            "the training loader has no batch (its dataset is empty, drop_last dropped all, or limit_train_batches is too "
+            "small); give it data."
+        )
+    return loader
+
+
+def _check_optimizers(optimizers: list[Optimizer]) -> None:
+    """Refuse what automatic optimization cannot step (ValueError)."""
+    if len(optimizers) > 1:
+        raise ValueError(
+            f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization steps one; set "
+            "automatic_optimization = False in the module and step them in training_step."
+        )
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "configure_optimizers returned LBFGS, which calls the training step several times in each of its own; that is not "
+            "there yet. Choose another optimizer, or set automatic_optimization = False and step it in training_step."
+        )

@@ -229,7 +229,9 @@ class Trainer:
     def _running(self, model: Module, stage: str) -> Iterator[None]:
         """Set up what surrounds a run, and take it down whatever happens."""
         self.module = model
-        model._trainer = self
+        for child in model.modules():
+            if isinstance(child, Module):
+                child._trainer = self  # one within another may log too
         self.logbook = Logbook(self.loggers, self.engine, self.state)
         self.hooks = HookTable(self, model, self.callbacks)
         self.engine.close()
@@ -360,7 +362,7 @@ def _with_defaults(
     callbacks: Callback | Sequence[Callback] | None, checkpointing: bool, progress_bar: bool, summary: bool
 ) -> list[Callback]:
     """Return the user's callbacks, and before them the default ones that are enabled and not among them."""
-    given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+    given = [callbacks] if isinstance(callbacks, (Callback, type)) else list(callbacks or [])
     for each in given:
         if not isinstance(each, Callback):
             raise TypeError(
@@ -388,7 +390,7 @@ def _with_defaults(
 def _loggers(logger: bool | Logger | Iterable[Logger] | None, root: str) -> list[Logger]:
     if logger is None or logger is True:
         return [CSVLogger(root)]
-    loggers = [logger] if isinstance(logger, Logger) else [] if logger is False else list(logger)
+    loggers = [logger] if isinstance(logger, (Logger, str)) else [] if logger is False else list(logger)
     for each in loggers:
         if not isinstance(each, Logger):
             raise TypeError(
