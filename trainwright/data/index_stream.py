@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from trainwright.data.seeding import SideGenerators, derive_seed
-from trainwright.data.worker_seeding import SeededBatch, SeededIndex
+from trainwright.data.workers import SeededBatch, SeededIndex
 
 Mode = Literal["train", "evaluate", "ghost", "even"]
 DRAWN_AT_ONCE = 256  # batches; swapping generators costs about as much as drawing a hundred of them

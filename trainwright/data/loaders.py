@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trainwright.data.index_stream import IndexStream, Mode
 from trainwright.data.seeding import derive_seed
-from trainwright.data.worker_seeding import SeededDataset, WorkerStart
+from trainwright.data.workers import SeededDataset, WorkerStart
 
 
 class ShardedLoader:

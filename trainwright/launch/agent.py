@@ -5,7 +5,6 @@ Importing this module imports torch elastic, so only the launcher process does i
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -33,6 +32,8 @@ END_SECONDS = 2.0
 """How long a rank that has posted its failure has to end."""
 CLOSE_SECONDS = 3.0
 """How long a rank has between SIGTERM and SIGKILL."""
+TIDY_SECONDS = 0.5
+"""How long the loader workers of a rank that has ended have between the two."""
 
 
 class LoopbackRendezvous(RendezvousHandler):
@@ -198,10 +199,22 @@ class JobAgent(LocalElasticAgent):
             self.rendezvous.board.mark_printed()  # there is nothing to wait for
 
     def _kill_groups(self, ranks: Any) -> None:
-        """End what ended ranks have left behind in their process groups, such as loader workers."""
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._handlers()[rank].proc.pid, signal.SIGKILL)
+        """End what ended ranks have left behind in their process groups, such as loader workers.
+
+        SIGTERM lets a loader worker remove its temporary folder.
+        """
+        groups = {self._handlers()[rank].proc.pid for rank in ranks}
+        deadline = time.monotonic() + TIDY_SECONDS
+        for signal_number in (signal.SIGTERM, 0, signal.SIGKILL):
+            while groups:
+                for group in list(groups):
+                    try:
+                        os.killpg(group, signal_number)
+                    except (ProcessLookupError, PermissionError):
+                        groups.discard(group)
+                if signal_number or time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
 
     def kill_all(self) -> None:
         """End every worker that still runs, at once."""

@@ -1,4 +1,4 @@
-"""Worker seeding: what a loader's workers draw for a batch is a function of (seed, epoch, batch).
+"""Workers: what a loader's workers draw for a batch is a function of (seed, epoch, batch), and they leave nothing behind.
 
 Without it a worker draws on from batch to batch, so that random augmentation would differ after a resume, and with
 another number of workers. The index stream gives each batch of indices a seed, and the dataset that the workers see
@@ -7,7 +7,10 @@ seeds their generators with it. The user's own dataset is what `get_worker_info(
 
 from __future__ import annotations
 
+import multiprocessing.util
+import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -61,8 +64,15 @@ class WorkerStart:
     def __call__(self, worker_id: int) -> None:
         info: Any = get_worker_info()
         object.__setattr__(info, "dataset", self.dataset)  # a WorkerInfo's own __setattr__ refuses
+        signal.signal(signal.SIGTERM, leave_tidily)
         if self.init is not None:
             self.init(worker_id)
+
+
+def leave_tidily(signal_number: int, frame: object) -> None:
+    """End a worker on a signal, its temporary folder removed; by itself it would be left behind."""
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    os._exit(128 + signal_number)
 
 
 def seed_generators(seed: int) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,3 +71,34 @@ def test_augmentation_is_the_same_after_a_resume_and_with_other_workers(loaders:
     assert len({str(item) for item in items}) == len(items)
     iterator = persistent._source._iterator  # type: ignore[attr-defined]
     iterator._shutdown_workers()
+
+
+FAILING = """
+import sys
+from small import QUIET, Classifier, make_loader
+import trainwright as tw
+
+class Broken(Classifier):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and self.current_epoch == 1:
+            raise ArithmeticError("boom")
+        return super().training_step(batch, batch_idx)
+
+loader = make_loader(num_workers=2, persistent_workers=True)
+tw.Trainer(devices=2, max_epochs=3, **QUIET).fit(Broken(), loader)
+"""
+
+
+def test_a_failed_job_with_workers_leaves_no_folder(tmp_path: Path) -> None:
+    """Each worker has a temporary folder of its own, which a worker that is killed leaves behind."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "rank 1 of 2 failed first (ArithmeticError: boom)" in done.stderr
+    assert list(temporary.iterdir()) == []
