@@ -79,7 +79,8 @@ class Module(nn.Module):
             RuntimeError: outside of a trainer's run.
             ValueError: an unknown reduce_fx, a tensor of several elements, a name logged in two different ways.
         """
-        collector = self.trainer.logbook.collector
+        trainer = self._trainer if self._trainer is not None else self.trainer  # which says what is wrong
+        collector = trainer.logbook.collector
         if collector is None:
             raise RuntimeError(
                 f"self.log({name!r}, ...) was called where nothing is collected; log in a step, or in a hook from the start "

@@ -20,6 +20,7 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from trainwright.data.seeding import SideGenerators, derive_seed
 from trainwright.data.workers import SeededBatch, SeededIndex
@@ -90,7 +91,17 @@ class IndexStream:
         """Yield the items of the whole stream, drawn in chunks under the seed of this epoch."""
         for generator, original in self._generators:
             generator.manual_seed(derive_seed(self.seed, self.epoch, original))
+        if _is_stock(self.source, SequentialSampler):
+            yield from self.source
+            return
         side = SideGenerators(derive_seed(self.seed, self.epoch))
+        if _is_stock(self.source, RandomSampler):
+            stock = iter(self.source)
+            with side.drawn():
+                first = list(islice(stock, 1))  # it draws the seed of a generator of its own, and no more
+            yield from first
+            yield from stock
+            return
         items: Iterator[Any] | None = None
         while True:
             with side.drawn():
@@ -172,6 +183,11 @@ class IndexStream:
                 f"the training data has {count} batches for {self.world_size} ranks, and drop_last drops a short round; "
                 "use fewer devices, a smaller batch_size, more data, or drop_last=False."
             )
+
+
+def _is_stock(source: Any, kind: type) -> bool:
+    """Return whether a sampler is torch's own of a kind, or torch's own batch sampler around one."""
+    return type(source) is kind or (type(source) is BatchSampler and type(source.sampler) is kind)
 
 
 def _with_own_generators(source: Any) -> tuple[Any, list[tuple[torch.Generator, int]]]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -90,7 +89,6 @@ class Accelerator:
         self._window = AccumulationWindow(self.engine, gradient_accumulation_steps, self._active)
         self._parameters: set[int] = set()
         """The ids of the prepared models' parameters, as given and as the strategy has left them."""
-        self._has_gradients = False
 
     # -- preparing ---------------------------------------------------------------------------------------------------
 
@@ -119,14 +117,7 @@ class Accelerator:
             earlier = len(self.engine.optimizers)
             inner = self.engine.prepare_optimizers([*self.engine.optimizers, *optimizers])[earlier:]
             for given, optimizer in zip(optimizers, inner, strict=True):
-                prepared[id(given)] = PreparedOptimizer(
-                    self.engine,
-                    optimizer,
-                    is_due=self._is_due,
-                    may_clear=self._may_clear,
-                    after_step=self._count_step,
-                    correction=partial(self._window.correct, optimizer),
-                )
+                prepared[id(given)] = PreparedOptimizer(self.engine, optimizer, self._window, self._count_step)
                 self._optimizers.append(prepared[id(given)])
         for each in objects:
             if _kind(each) == "loader":
@@ -162,9 +153,10 @@ class Accelerator:
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Send a loss backward, divided by the length of its window."""
-        if self._window.length > 1:
-            loss = loss / self._window.length
-        self._has_gradients = True
+        window = self._window
+        if window.length > 1:
+            loss = loss / window.length
+        window.has_gradients = True
         self.engine.backward(loss, retain_graph)
 
     def step(
@@ -176,7 +168,8 @@ class Accelerator:
             return None
         scale = self._window.correct(prepared.optimizer)
         result = self.engine.step(prepared.optimizer, self.engine.clipper(max_norm, clip_value, scale=scale))
-        prepared.step_was_skipped = result.skipped
+        prepared.step_was_skipped, prepared.is_unscaled = result.skipped, False
+        self._window.has_gradients = False
         self._count_step(result)
         return result
 
@@ -242,7 +235,7 @@ class Accelerator:
             CheckpointError: on every rank alike, where the path exists too.
             RuntimeError: within an accumulation window, whose gradients no checkpoint holds.
         """
-        if self._has_gradients and self.gradient_accumulation_steps > 1:
+        if self._window.has_gradients and self.gradient_accumulation_steps > 1:
             raise RuntimeError(
                 "save_state was called within an accumulation window, whose gradients a checkpoint does not hold; call it when "
                 "accelerator.sync_gradients is True and the optimizer has stepped."
@@ -278,7 +271,7 @@ class Accelerator:
         for scheduler, saved in zip(self._schedulers, restored.state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         position = restored.state["position"]
-        self.step_count, self._has_gradients = int(position["step"]), False
+        self.step_count = int(position["step"])
         self._window.reset()
         if position.get("epoch_ended"):
             position = {"epoch": position["epoch"] + 1, "batch": 0}
@@ -321,19 +314,11 @@ class Accelerator:
 
     # -- what the prepared objects ask -------------------------------------------------------------------------------
 
-    def _is_due(self) -> bool:
-        return self.sync_gradients
-
-    def _may_clear(self) -> bool:
-        # Within a window, gradients that no step has used yet are kept, wherever in the batch the loop clears them.
-        return self.gradient_accumulation_steps == 1 or not self._has_gradients
-
     def _scheduler_is_due(self) -> bool:
         return self.sync_gradients and not self.optimizer_step_was_skipped
 
     def _count_step(self, result: StepResult) -> None:
         self.step_count += 1
-        self._has_gradients = False
 
     def _refuse_strangers(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse optimizers of a module that is not prepared (ValueError): its ranks would drift apart."""
@@ -361,6 +346,7 @@ class Accelerator:
             own = {id(parameter) for group in prepared.param_groups for parameter in group["params"]}
             if own <= wanted and not any(p.grad is not None for p in given if id(p) not in own):
                 self.engine.strategy.unscale(prepared.optimizer)
+                prepared.is_unscaled = True
                 scale = self._window.correct(prepared.optimizer)
                 return self.engine.strategy.clip_gradients(prepared.optimizer, norm, value, scale)
         raise ValueError(

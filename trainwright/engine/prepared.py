@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from trainwright.data.transfer import map_tensors, to_device
 from trainwright.engine.engine import Engine
 from trainwright.precision import StepResult
 
+if TYPE_CHECKING:
+    from trainwright.engine.window import AccumulationWindow
+
 
 class PreparedOptimizer(Optimizer):
     """Steps an optimizer through the Engine, so that the loss scale and the strategy have their part in it.
@@ -23,29 +26,25 @@ class PreparedOptimizer(Optimizer):
     Args:
         engine: steps the optimizer.
         optimizer: what the strategy prepared.
-        is_due: tells whether a step is due (an accumulation window ends); a call at another moment does nothing.
-        may_clear: tells whether gradients may be cleared; a call at another moment does nothing.
+        window: tells whether a step is due, and whether gradients may be cleared; a call at another moment does nothing.
+            None where each call is meant.
         after_step: told each result.
-        correction: returns the factor by which gradients of a window that ended early have to be multiplied.
     """
 
     def __init__(
         self,
         engine: Engine,
         optimizer: Optimizer,
-        is_due: Callable[[], bool] | None = None,
-        may_clear: Callable[[], bool] | None = None,
+        window: AccumulationWindow | None = None,
         after_step: Callable[[StepResult], None] | None = None,
-        correction: Callable[[], float] | None = None,
     ) -> None:
         # Optimizer.__init__ is left out: groups and state are the inner optimizer's, and only those.
         self.optimizer = optimizer
         self.step_was_skipped = False
         """Whether the latest step was left out because the gradients held an inf or a NaN."""
-        self._engine = engine
-        self._is_due, self._may_clear = is_due, may_clear
-        self._after_step = after_step
-        self._correction = correction
+        self.is_unscaled = False
+        """Whether the gradients have been divided by the loss scale, and no step has been made with them."""
+        self._engine, self._window, self._after_step = engine, window, after_step
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -69,19 +68,24 @@ class PreparedOptimizer(Optimizer):
                 "a prepared optimizer takes no closure; compute the loss and its backward before step(), or step the inner "
                 "optimizer (.optimizer) yourself."
             )
-        if self._is_due is not None and not self._is_due():
+        window = self._window
+        if window is not None and not window.is_at_end:
             return
-        scale = self._correction() if self._correction is not None else 1.0
-        result = self._engine.step(self.optimizer, self._engine.clipper(scale=scale))
-        self.step_was_skipped = result.skipped
+        scale = window.correct(self.optimizer) if window is not None else 1.0
+        result = self._engine.step(self.optimizer, None if scale == 1.0 else self._engine.clipper(scale=scale))
+        self.step_was_skipped, self.is_unscaled = result.skipped, False
+        if window is not None:
+            window.has_gradients = False
         if self._after_step is not None:
             self._after_step(result)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; within an accumulation window nothing happens."""
-        if self._may_clear is None or self._may_clear():
+        if self._window is None or self._window.may_clear:
             self.optimizer.zero_grad(set_to_none)
-            self._engine.precision.forget(self.optimizer)
+            if self.is_unscaled:
+                self._engine.precision.forget(self.optimizer)
+                self.is_unscaled = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer."""

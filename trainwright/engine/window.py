@@ -32,8 +32,15 @@ class AccumulationWindow(AbstractContextManager[None]):
         """What the losses of this window are divided by."""
         self.is_at_end = True
         """Whether the batch at hand ends its window."""
+        self.has_gradients = False
+        """Whether gradients wait for a step."""
         self._place = 0
         self._correction = 1.0
+
+    @property
+    def may_clear(self) -> bool:
+        """Return whether gradients may be cleared: those that no step has used yet are kept until the window ends."""
+        return self.usual_length == 1 or not self.has_gradients
 
     def __enter__(self) -> None:
         if self.usual_length == 1:

@@ -49,10 +49,8 @@ class LoggedValue:
         self._weight = 0.0
 
     def add(self, value: Tensor | float, weight: float) -> None:
-        """Take a value; a tensor is kept on its device, not read."""
+        """Add a value of an epoch; a tensor is kept on its device, not read."""
         self.last = value
-        if not self.on_epoch:
-            return
         self._weight += weight
         if isinstance(value, Tensor):
             self._pending.append(value)
@@ -121,18 +119,17 @@ class MetricCollector:
         """Take one value (the contract is Module.log's)."""
         if self.silent:
             return
-        spec = (prog_bar, logger, on_step, on_epoch, reduce_fx)
         logged = self.values.get(name)
-        if logged is None or logged.spec != spec:
-            logged = self._first_time(name, spec, logged)
+        if logged is None or logged.spec != (prog_bar, logger, on_step, on_epoch, reduce_fx):
+            logged = self._first_time(name, (prog_bar, logger, on_step, on_epoch, reduce_fx), logged)
         if type(value) is Tensor or isinstance(value, Tensor):
-            if value.numel() != 1:
+            if value.dim() and value.numel() != 1:
                 raise ValueError(
                     f"self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; accepted is one element. "
                     "Reduce it first, for example with .mean()."
                 )
             # On the host reading is the cheapest copy (0.3 us); on a device the copy stays there, since reading would wait.
-            value = value.item() if value.device.type == "cpu" else value.detach().reshape(()).clone()
+            value = value.item() if value.is_cpu else value.detach().reshape(()).clone()
         elif isinstance(value, Real):  # numpy's numbers too
             value = float(value)
         elif is_metric(value):
@@ -143,8 +140,11 @@ class MetricCollector:
                 f"self.log({name!r}, ...) got a {type(value).__name__}; accepted are a number, a tensor of one element "
                 "or a torchmetrics Metric."
             )
+        if not logged.on_epoch:
+            logged.last = value
+            return
         weight = 1.0
-        if logged.on_epoch and reduce_fx == "mean":
+        if reduce_fx == "mean":
             weight = float(batch_size) if batch_size is not None else self._found_batch_size(name)
         logged.add(value, weight)
 
