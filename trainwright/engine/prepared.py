@@ -71,8 +71,10 @@ class PreparedOptimizer(Optimizer):
         window = self._window
         if window is not None and not window.is_at_end:
             return
-        scale = window.correct(self.optimizer) if window is not None else 1.0
-        result = self._engine.step(self.optimizer, None if scale == 1.0 else self._engine.clipper(scale=scale))
+        clip = None
+        if window is not None and window.correction != 1.0:
+            clip = self._engine.clipper(scale=window.correct(self.optimizer))
+        result = self._engine.step(self.optimizer, clip)
         self.step_was_skipped, self.is_unscaled = result.skipped, False
         if window is not None:
             window.has_gradients = False

@@ -35,7 +35,8 @@ class AccumulationWindow(AbstractContextManager[None]):
         self.has_gradients = False
         """Whether gradients wait for a step."""
         self._place = 0
-        self._correction = 1.0
+        self.correction = 1.0
+        """What gradients are to be multiplied with: a window that ended early was divided by the usual length."""
 
     @property
     def may_clear(self) -> bool:
@@ -47,14 +48,14 @@ class AccumulationWindow(AbstractContextManager[None]):
             return
         loader = self._active[-1] if self._active else None
         if self._place == 0:
-            self._correction = 1.0
+            self.correction = 1.0
             self._corrected.clear()
             left = loader.batches_left if loader is not None else None
             self.length = self.usual_length if left is None else max(1, min(self.usual_length, left))
         self.is_at_end = self._place == self.usual_length - 1 or (loader is not None and loader.is_at_end)
         if self.is_at_end and loader is not None and loader.batches_left is None:
             # It was divided by the usual length before its end was known.
-            self._correction = self.usual_length / (self._place + 1)
+            self.correction = self.usual_length / (self._place + 1)
         self._engine.sync_gradients(self.is_at_end)
         self._place = 0 if self.is_at_end else self._place + 1
 
@@ -63,7 +64,7 @@ class AccumulationWindow(AbstractContextManager[None]):
 
     def correct(self, optimizer: Optimizer) -> float:
         """Return what an optimizer's gradients are still to be multiplied with in this window, and take it as done."""
-        if self._correction == 1.0 or id(optimizer) in self._corrected:
+        if self.correction == 1.0 or id(optimizer) in self._corrected:
             return 1.0
         self._corrected.add(id(optimizer))
-        return self._correction
+        return self.correction
