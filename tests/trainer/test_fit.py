@@ -402,3 +402,15 @@ def test_lbfgs_and_an_empty_compile_say_what_to_do() -> None:
 
     with pytest.warns(UserWarning, match="Flat has no submodule with a forward"):
         fit(Flat(), compile={"backend": "eager"})
+
+
+def test_an_evaluation_goes_to_the_end_of_a_loader_that_estimates_its_length() -> None:
+    class Modest(Unmeasured):
+        def __len__(self) -> int:
+            return 8
+
+    for dataset in (Modest(), Stream(), Unmeasured()):
+        assert tw.Trainer(**QUIET).test(Classifier(), DataLoader(dataset, batch_size=44))[0]["count"] == 44
+    sampler = ModestSampler([[0], [1]])
+    with pytest.raises(RuntimeError, match="more batches than its length, 1"):
+        tw.Trainer(**QUIET).test(Classifier(), DataLoader(make_data(), batch_sampler=sampler))

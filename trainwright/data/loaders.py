@@ -97,8 +97,8 @@ class ShardedLoader:
 
     @property
     def real_length(self) -> int | None:
-        """Return how many of this rank's batches count in an evaluation; None where the loader has no length."""
-        return self.length if self.length is None or self.stream is None else self.stream.real_length
+        """Return how many of this rank's batches count in an evaluation; None where all that come do."""
+        return None if self.stream is None or self.length is None else self.stream.real_length
 
     def __len__(self) -> int:
         length = self.length
