@@ -93,8 +93,8 @@ def test_the_first_failure_is_kept() -> None:
     store = make_store()
     board = FailureBoard(store)
     assert board.first() is None
-    assert Agreement(store, 1, 2).report_failure(ValueError("bad\nmore")) == 1
-    assert Agreement(store, 0, 2).report_failure(KeyError("late")) == 2
+    assert FailureBoard(store).post_error(1, ValueError("bad\nmore")) == 1
+    assert FailureBoard(store).post_error(0, KeyError("late")) == 2
     report = board.first()
     assert report is not None
     assert (report.rank, report.summary, report.was_printed) == (1, "ValueError: bad", False)

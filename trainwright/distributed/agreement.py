@@ -46,7 +46,6 @@ class Agreement:
         store: the key-value store of the job; None in a job of one process.
         rank: this process's global rank.
         world_size: how many processes the job has.
-        failures: where failures are posted; by default a board on the same store.
         name: the channel. Calls pair up by their order in one channel.
     """
 
@@ -56,7 +55,6 @@ class Agreement:
         rank: int,
         world_size: int,
         *,
-        failures: FailureBoard | None = None,
         name: str = "main",
     ) -> None:
         if store is None and world_size > 1:
@@ -64,14 +62,13 @@ class Agreement:
         self.rank = rank
         self.world_size = world_size
         self._store = store
-        self._failures = failures if failures is not None or store is None else FailureBoard(store)
         self._name = name
         self._lock = threading.Lock()
         self._calls = 0
 
     def channel(self, name: str) -> Agreement:
         """Return an agreement with a call order of its own, for a thread that runs beside the main one."""
-        return Agreement(self._store, self.rank, self.world_size, failures=self._failures, name=f"{self._name}/{name}")
+        return Agreement(self._store, self.rank, self.world_size, name=f"{self._name}/{name}")
 
     def exchange(self, payload: bytes, *, timeout_seconds: float) -> list[bytes]:
         """Post this rank's payload and return those of all ranks, by rank. Call on every rank, in the same order."""
@@ -95,12 +92,6 @@ class Agreement:
             raise TypeError("payload=None on rank 0; rank 0 gives the bytes that all ranks get.")
         own = payload if self.rank == 0 and payload is not None else b""
         return self.exchange(own, timeout_seconds=timeout_seconds)[0]
-
-    def report_failure(self, error: BaseException) -> int:
-        """Post this rank's error for the launcher and the other ranks; return its place in the order of failures."""
-        if self._failures is None:
-            return 1
-        return self._failures.post_error(self.rank, error)
 
     def _key(self, call: int, rank: int) -> str:
         return f"agreement/{self._name}/{call}/{rank}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
 
-from trainwright.distributed.agreement import Agreement, FailureBoard, PeerWatch, Store
+from trainwright.distributed.agreement import Agreement, PeerWatch, Store
 
 JOB_VARIABLE = "TRAINWRIGHT_JOB"
 """One JSON object: what our launcher tells its workers."""
@@ -241,7 +241,6 @@ def open_process_group(environment: Environment, backend: str, timeout_seconds: 
         _stores().PrefixStore(f"generation/{_generation}", control),
         environment.rank,
         environment.world_size,
-        failures=FailureBoard(control),
     )
     _generation += 1
     opened = Connection(environment, dist.get_backend(), agreement, control, owns_group=not is_joined, _watch=watch)
