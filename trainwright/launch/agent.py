@@ -99,14 +99,17 @@ class PipeLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Return where each rank's streams go; an empty path stands for the launcher's own stream."""
-        stdouts, stderrs = {0: ""}, {0: ""}
+        stdouts: dict[int, str] = {}
+        stderrs: dict[int, str] = {}
         for local_rank, variables in envs.items():
             variables["TORCHELASTIC_ERROR_FILE"] = ""
-            if local_rank == 0:
+            prefix = f"[rank{local_rank}] " if local_rank else ""
+            for streams, target in ((stdouts, sys.stdout), (stderrs, sys.stderr)):
+                # In a terminal rank 0 writes to it directly, for its progress bars; elsewhere whole lines keep apart.
+                is_direct = local_rank == 0 and target.isatty()
+                streams[local_rank] = "" if is_direct else self._output.open_pipe(prefix, target)
+            if local_rank == 0 and sys.stdout.isatty():
                 continue
-            prefix = f"[rank{local_rank}] "
-            stdouts[local_rank] = self._output.open_pipe(prefix, sys.stdout)
-            stderrs[local_rank] = self._output.open_pipe(prefix, sys.stderr)
             if "PYTHONUNBUFFERED" not in os.environ:  # a pipe would else hold lines back, and lose them in a crash
                 variables["PYTHONUNBUFFERED"] = "1"
         return LogsDest(stdouts, stderrs, {}, {}, dict.fromkeys(envs, os.devnull))

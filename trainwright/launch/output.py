@@ -1,4 +1,4 @@
-"""What the workers print: rank 0 on the terminal itself, the others line by line with the rank in front.
+"""What the workers print: rank 0 on the terminal itself, if it is one, the others line by line with the rank in front.
 
 The lines travel through pipes. Nothing is written to disk, so nothing is left there.
 """
