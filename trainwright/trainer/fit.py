@@ -158,16 +158,15 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
     at_end = is_last or place == run.accumulate - 1
     if run.accumulate > 1:
         engine.sync_gradients(at_end)
-    if is_last and run.loader.last_weight == 0.0:
-        with discarded(
-            run.module, run.trainer.logbook.collector
-        ):  # this rank has no sample of its own in the last round
+    weight = round_weight(run, index) if is_last else 1.0
+    if weight == 0.0:  # this rank has no sample of its own in the last round
+        with discarded(run.module, run.trainer.logbook.collector):
             outputs = engine.run(run.module, "training_step", batch, index)
     else:
         outputs = engine.run(run.module, "training_step", batch, index)
     loss = outputs if type(outputs) is Tensor else read_loss(outputs, engine.world_size)
     if loss is not None:
-        weighted = weigh(run, loss, index, place, is_last)
+        weighted = weigh(run, loss, index, place, weight)
         for hook in run.before_backward:
             hook(weighted)
         engine.backward(weighted)
@@ -220,7 +219,12 @@ def refuse_short_epoch(run: TrainingRun, is_last: bool) -> None:
         )
 
 
-def weigh(run: TrainingRun, loss: Tensor, index: int, place: int, is_last: bool) -> Tensor:
+def round_weight(run: TrainingRun, index: int) -> float:
+    """Return this rank's weight in the round of a batch: not 1 in a re-split last round, unless a limit came before it."""
+    return run.loader.last_weight if run.loader.length in (None, index + 1) else 1.0
+
+
+def weigh(run: TrainingRun, loss: Tensor, index: int, place: int, weight: float) -> Tensor:
     """Return the loss as it goes backward: divided by its window's length, and by its share of a re-split last round."""
     if loss.numel() != 1:
         raise RuntimeError(
@@ -232,8 +236,8 @@ def weigh(run: TrainingRun, loss: Tensor, index: int, place: int, is_last: bool)
             "training_step returned a loss that no parameter requiring a gradient led to; compute it from the module's "
             "parameters, outside of torch.no_grad and without .detach() or .item()."
         )
-    if is_last and index + 1 == (run.loader.length or index + 1) and run.loader.last_weight != 1.0:
-        loss = loss * run.loader.last_weight
+    if weight != 1.0:
+        loss = loss * weight
     if run.accumulate == 1:
         return loss
     length = run.accumulate
