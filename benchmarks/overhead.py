@@ -1,8 +1,9 @@
 """What a training step costs beside a hand-written loop: ours and every peer that is installed, in one run.
 
 All do the same work: an MLP 32-64-10, batches of 8 that are collated beforehand, AdamW with torch's default flags, one
-thread. The Trainers log the loss each step where they can log; no progress bar, no checkpoint. The rounds are
-interleaved, so that a noisy moment hits everyone, and the median of each counts. Only the steps are timed.
+thread. The Trainers log the loss each step where they can log; no progress bar, no checkpoint, but for those of ours that
+have everything on. The rounds are interleaved, so that a noisy moment hits everyone, and the median of each counts. Only
+the steps are timed.
 
     python benchmarks/overhead.py [--rounds 7] [--steps 1000] [--only hand_written,trainwright_trainer]
 """
@@ -10,6 +11,8 @@ interleaved, so that a noisy moment hits everyone, and the median of each counts
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import logging
 import os
 import statistics
@@ -61,9 +64,9 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def hand_written(steps: int) -> float:
+def hand_written(steps: int, fused: bool | None = None) -> float:
     model = make_model()
-    optimizer = make_optimizer(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     loader = make_loader(steps)
     began = time.perf_counter()
     for batch in loader:
@@ -74,7 +77,8 @@ def hand_written(steps: int) -> float:
     return time.perf_counter() - began
 
 
-def trainwright_trainer(steps: int, log: bool = True) -> float:
+def trainwright_trainer(steps: int, log: bool = True, **settings: Any) -> float:
+    """With the optimizer's flags as they are; `settings` are the Trainer's in place of bare ones."""
     import trainwright as tw
 
     class Net(tw.Module):
@@ -101,22 +105,39 @@ def trainwright_trainer(steps: int, log: bool = True) -> float:
             self.seconds = time.perf_counter() - self.began
 
     clock = Clock()
-    trainer = tw.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[clock],
-    )
+    bare = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "fused_optimizers": False,
+    }
+    trainer = tw.Trainer(max_epochs=1, accelerator="cpu", devices=1, callbacks=[clock], **(settings or bare))
     trainer.fit(Net(), make_loader(steps))
     return clock.seconds
 
 
 def trainwright_trainer_silent(steps: int) -> float:
     return trainwright_trainer(steps, log=False)
+
+
+def trainwright_trainer_dressed(steps: int) -> float:
+    """With progress bar, CSV logger, summary and a checkpoint; the optimizer's flags as they are."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()):
+            return trainwright_trainer(steps, default_root_dir=folder, fused_optimizers=False)
+
+
+def trainwright_trainer_out_of_the_box(steps: int) -> float:
+    """With every argument at its default: bar, logger, summary, a checkpoint, and the optimizer fused."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()):
+            return trainwright_trainer(steps, default_root_dir=folder)
+
+
+def hand_written_fused(steps: int) -> float:
+    """The hand-written loop with fused=True, for comparison."""
+    return hand_written(steps, fused=True)
 
 
 def trainwright_accelerator(steps: int) -> float:
@@ -275,8 +296,11 @@ def ignite_engine(steps: int) -> float:
 
 LOOPS: tuple[Callable[[int], float], ...] = (
     hand_written,
+    hand_written_fused,
     trainwright_trainer,
     trainwright_trainer_silent,
+    trainwright_trainer_dressed,
+    trainwright_trainer_out_of_the_box,
     trainwright_accelerator,
     ignite_engine,
     lightning_fabric,

@@ -16,9 +16,11 @@ from trainwright.strategies import STRATEGIES
 ROOT = Path(trainwright.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = [
-    {"errors"},
-    {"distributed"},
-    {"precision", "checkpoint", "data", "loggers"},
+    {"errors", "duration", "compiled_names"},
+    {"distributed", "hyperparameters"},
+    {"precision", "checkpoint", "loggers", "profilers", "rank_zero"},
+    {"data"},
+    {"module_hooks"},
     {"strategies", "callbacks", "module"},
     {"engine"},
     {"trainer"},
@@ -91,7 +93,8 @@ def test_names_are_nouns() -> None:
         words = path.stem.split("_")
         words += [node.name.lower() for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
         for word in words:
-            assert not any(banned in word for banned in BANNED_WORDS), f"{path}: {word}"
+            found = word.replace("simple", "")  # holds "impl"
+            assert not any(banned in found for banned in BANNED_WORDS), f"{path}: {word}"
 
 
 def test_no_strategy_is_named_outside_its_folder() -> None:
@@ -123,8 +126,11 @@ def test_nothing_is_pickled_or_loaded_unsafely() -> None:
                 assert not {"pickle", "dill", "joblib"} & {
                     name for each in node.names for name in each.name.split(".")
                 }, path
-            if isinstance(node, ast.Attribute):
-                assert ast.unparse(node) not in ("torch.load", "torch.save", "yaml.load"), f"{path}:{node.lineno}"
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                assert path.name == "exchange.py", f"{path}:{node.lineno}"
+                assert any(each.arg == "weights_only" and ast.unparse(each.value) == "True" for each in node.keywords)
+            elif isinstance(node, ast.Attribute):
+                assert ast.unparse(node) not in ("torch.save", "yaml.load"), f"{path}:{node.lineno}"
 
 
 AUDIT = """

@@ -35,17 +35,17 @@ class Bare(tw.Module):
     def configure_optimizers(self) -> Any:
         frames = self.frames
 
-        class Watched(torch.optim.SGD):
-            def step(self, closure: Any = None) -> None:
-                frame, names = sys._getframe(1), []
-                while frame is not None and frame.f_code.co_name != "fit":
-                    if frame.f_code.co_filename.startswith(PACKAGE):
-                        names.append(frame.f_code.co_name)
-                    frame = frame.f_back  # type: ignore[assignment]
-                frames[:] = names
-                super().step()
+        def watch(*_: Any) -> None:
+            frame, names = sys._getframe(1), []
+            while frame is not None and frame.f_code.co_name != "fit":
+                if frame.f_code.co_filename.startswith(PACKAGE):
+                    names.append(frame.f_code.co_name)
+                frame = frame.f_back  # type: ignore[assignment]
+            frames[:] = names
 
-        return Watched(self.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(watch)
+        return optimizer
 
 
 def count_calls(log: bool) -> tuple[float, list[str]]:
@@ -85,7 +85,8 @@ def test_a_batch_reads_nothing_from_the_device(monkeypatch: Any) -> None:
         inner = getattr(Tensor, name)
         monkeypatch.setattr(Tensor, name, lambda self, *a, n=name, f=inner: (read.append(n), f(self, *a))[1])
     collector = MetricCollector(torch.nn.Module(), training=True)
-    collector.batch = torch.zeros(4)
+    collector.batch, collector.hook = torch.zeros(4), "training_step"
     for _ in range(200):
-        collector.log("x", torch.zeros((), device="meta"), False, True, True, True, "mean", None)
+        value = torch.zeros((), device="meta")
+        collector.log("x", value, False, True, True, True, "mean", False, False, None, True, None, None, False)
     assert read == []

@@ -3,6 +3,7 @@
     import trainwright as tw
 
 The public names are loaded when they are first used, so importing the package costs little more than importing torch.
+`LightningModule` and `LightningDataModule` are other names of Module and DataModule, for scripts that have them.
 """
 
 from __future__ import annotations
@@ -11,14 +12,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainwright.callbacks import Callback, ModelCheckpoint, ModelSummary, TQDMProgressBar
-    from trainwright.data.seeding import seed_everything
+    from trainwright.callbacks import (
+        Callback,
+        EarlyStopping,
+        GradientAccumulationScheduler,
+        LambdaCallback,
+        LearningRateMonitor,
+        ModelCheckpoint,
+        ModelSummary,
+        Timer,
+        TQDMProgressBar,
+    )
+    from trainwright.data.combined import CombinedLoader
+    from trainwright.data.datamodule import DataModule
+    from trainwright.data.datamodule import DataModule as LightningDataModule
+    from trainwright.data.seeding import isolate_rng, seed_everything
     from trainwright.engine.accelerator import Accelerator
     from trainwright.engine.engine import Engine
     from trainwright.errors import CheckpointError, LaunchError, TrainwrightError
-    from trainwright.loggers import CSVLogger, Logger
+    from trainwright.loggers import CSVLogger, Logger, TensorBoardLogger
     from trainwright.module import Module
+    from trainwright.module import Module as LightningModule
     from trainwright.precision import Precision
+    from trainwright.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+    from trainwright.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
     from trainwright.strategies import Strategy
     from trainwright.strategies.ddp import DDPStrategy
     from trainwright.trainer.trainer import Trainer
@@ -27,42 +44,79 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Accelerator": "trainwright.engine.accelerator",
+    "AdvancedProfiler": "trainwright.profilers",
     "CSVLogger": "trainwright.loggers",
     "Callback": "trainwright.callbacks",
     "CheckpointError": "trainwright.errors",
+    "CombinedLoader": "trainwright.data.combined",
     "DDPStrategy": "trainwright.strategies.ddp",
+    "DataModule": "trainwright.data.datamodule",
+    "EarlyStopping": "trainwright.callbacks",
     "Engine": "trainwright.engine.engine",
+    "GradientAccumulationScheduler": "trainwright.callbacks",
+    "LambdaCallback": "trainwright.callbacks",
     "LaunchError": "trainwright.errors",
+    "LearningRateMonitor": "trainwright.callbacks",
+    "LightningDataModule": "trainwright.data.datamodule:DataModule",
+    "LightningModule": "trainwright.module:Module",
     "Logger": "trainwright.loggers",
     "ModelCheckpoint": "trainwright.callbacks",
     "ModelSummary": "trainwright.callbacks",
     "Module": "trainwright.module",
     "Precision": "trainwright.precision",
+    "Profiler": "trainwright.profilers",
+    "PyTorchProfiler": "trainwright.profilers",
+    "SimpleProfiler": "trainwright.profilers",
     "Strategy": "trainwright.strategies",
     "TQDMProgressBar": "trainwright.callbacks",
+    "TensorBoardLogger": "trainwright.loggers",
+    "Timer": "trainwright.callbacks",
     "Trainer": "trainwright.trainer.trainer",
     "TrainwrightError": "trainwright.errors",
+    "isolate_rng": "trainwright.data.seeding",
+    "rank_zero_info": "trainwright.rank_zero",
+    "rank_zero_only": "trainwright.rank_zero",
+    "rank_zero_warn": "trainwright.rank_zero",
     "seed_everything": "trainwright.data.seeding",
 }
+"""Where each name lives; after a colon, what it is called there."""
 
 __all__ = [
     "Accelerator",
+    "AdvancedProfiler",
     "CSVLogger",
     "Callback",
     "CheckpointError",
+    "CombinedLoader",
     "DDPStrategy",
+    "DataModule",
+    "EarlyStopping",
     "Engine",
+    "GradientAccumulationScheduler",
+    "LambdaCallback",
     "LaunchError",
+    "LearningRateMonitor",
+    "LightningDataModule",
+    "LightningModule",
     "Logger",
     "ModelCheckpoint",
     "ModelSummary",
     "Module",
     "Precision",
+    "Profiler",
+    "PyTorchProfiler",
+    "SimpleProfiler",
     "Strategy",
     "TQDMProgressBar",
+    "TensorBoardLogger",
+    "Timer",
     "Trainer",
     "TrainwrightError",
     "__version__",
+    "isolate_rng",
+    "rank_zero_info",
+    "rank_zero_only",
+    "rank_zero_warn",
     "seed_everything",
 ]
 
@@ -70,7 +124,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'trainwright' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    home, _, original = _HOMES[name].partition(":")
+    value = getattr(importlib.import_module(home), original or name)
     globals()[name] = value
     return value
 

@@ -3,31 +3,55 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeGuard
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.optim import Optimizer
+
+from trainwright.checkpoint.exchange import read_weights
+from trainwright.compiled_names import register_clean_names
+from trainwright.data.transfer import map_tensors, to_device
+from trainwright.distributed import collectives
+from trainwright.hyperparameters import HyperParameters, build, read_hyper_parameters
+from trainwright.module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
+    from trainwright.loggers.base import Logger
     from trainwright.trainer.trainer import Trainer
 
+Self = TypeVar("Self", bound="Module")
 
-class Module(nn.Module):
+
+class Module(HyperParameters, ModuleHooks, nn.Module):
     """A torch module with the steps and the optimizers of its training.
 
     Override `training_step` and `configure_optimizers`; the rest where it is wanted. A step gets the batch on the right
-    device and its index within the epoch.
+    device, its index within the epoch, and the index of its loader where there are several; it may take the first alone, or
+    the first two. A step whose argument is called `dataloader_iter` gets an iterator of (batch, batch_idx, dataloader_idx)
+    instead, and takes what it wants.
     """
 
     automatic_optimization = True
     """False: training_step itself calls `manual_backward` and steps the optimizers that `optimizers()` returns."""
+    strict_loading = True
+    """False: a checkpoint may lack tensors of this module, or have others."""
+    prepare_data_per_node = True
+    """False: `prepare_data` runs once in the job, not once on each node."""
+    example_input_array: Any = None
+    """An input of `forward`, for the summary's shapes, the logger's graph and `to_onnx`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._trainer: Trainer | None = None
+        self._toggled: dict[Tensor, bool] = {}
+        register_clean_names(self)
 
     # -- what one step computes --------------------------------------------------------------------------------------
 
@@ -43,9 +67,53 @@ class Module(nn.Module):
         """Evaluate one batch in `trainer.test`."""
         raise RuntimeError(f"{type(self).__name__} has no test_step; define it to call trainer.test.")
 
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return what `trainer.predict` keeps of one batch; by default what `forward` returns."""
+        return self(batch)
+
     def configure_optimizers(self) -> Any:
         """Return the optimizer, or (optimizers, schedulers), or a dict with "optimizer" and "lr_scheduler"."""
         raise RuntimeError(f"{type(self).__name__} has no configure_optimizers; define it to call trainer.fit.")
+
+    # -- how a step is made, for who wants it otherwise --------------------------------------------------------------
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Send a loss backward; override it to do so in another way. The loss is scaled already where that is due."""
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Optimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Step the optimizer, at a window's end; override it to do so otherwise, or not at all.
+
+        The gradients are there and clipped by now. The closure's first call returns the loss that they come from; each later
+        call computes the window anew, so that optimizers such as LBFGS may ask again.
+        """
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Clear the gradients at a window's start."""
+        optimizer.zero_grad()
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients before a step; override it to clip otherwise. The values are the Trainer's."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Step a scheduler; `metric` is the value of its monitor, or None."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
 
     # -- what a step may ask for -------------------------------------------------------------------------------------
 
@@ -54,62 +122,216 @@ class Module(nn.Module):
         name: str,
         value: Any,
         prog_bar: bool = False,
-        logger: bool = True,
+        logger: bool | None = None,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
-        reduce_fx: str = "mean",
-        *,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
         sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
         batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
     ) -> None:
         """Log a number under a name.
 
         Args:
             name: the metric's name; with on_step and on_epoch both, it is logged as name_step and name_epoch.
-            value: a number, a tensor of one element (it stays on its device until it is read), or a torchmetrics Metric
-                that is an attribute of this module (computed and reset when the epoch ends).
+            value: a number, a tensor of one element (it stays on its device until it is read), a torchmetrics Metric that is
+                an attribute of this module (computed and reset when the epoch ends), or a flat dict of these, which are
+                logged as name/key.
             prog_bar, logger: whether the progress bar and the loggers show it.
             on_step: log the value of this very step; the default in training_step.
             on_epoch: log the reduction over the epoch and over all ranks; the default elsewhere.
             reduce_fx: "mean" (weighted by batch_size), "sum", "min" or "max".
+            enable_graph: keep the graph of the latest value.
             sync_dist: accepted and not needed: epoch values are exact over all ranks, step values are this rank's own.
+            sync_dist_group: not accepted; values are reduced over all ranks.
+            add_dataloader_idx: with several loaders, add the loader to the name.
             batch_size: samples behind this value; found in the batch where it is not given.
+            metric_attribute: the name of the attribute that holds the Metric, where it cannot be found.
+            rank_zero_only: log rank 0's value alone; such a value cannot be monitored.
 
         Raises:
-            RuntimeError: outside of a trainer's run.
+            RuntimeError: where nothing may be logged.
             ValueError: an unknown reduce_fx, a tensor of several elements, a name logged in two different ways.
         """
-        trainer = self._trainer if self._trainer is not None else self.trainer  # which says what is wrong
+        if is_compiling():  # within a graph: one break, not one for each thing that log does
+            _log_uncompiled(
+                self, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist,
+                sync_dist_group, add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
+            )  # fmt: skip
+            return
+        trainer = self._trainer
+        if trainer is None:
+            self._warn_of_no_trainer("log")
+            return
         collector = trainer.logbook.collector
         if collector is None:
             raise RuntimeError(
                 f"self.log({name!r}, ...) was called where nothing is collected; log in a step, or in a hook from the start "
                 "of an epoch to its end."
             )
-        collector.log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size)
+        collector.log(
+            name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
+            add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
+        )  # fmt: skip
 
-    def log_dict(self, values: dict[str, Any], **kwargs: Any) -> None:
-        """Log each value of a flat dict under its key; the keyword arguments are those of `log`."""
-        for name, value in values.items():
-            self.log(name, value, **kwargs)
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log each value of a flat dict, or each metric of a MetricCollection; the other arguments are those of `log`."""
+        items: Callable[..., Any] = dictionary.items
+        for name, value in items(keep_base=False, copy_state=False) if _is_collection(dictionary) else items():
+            self.log(name, value, *args, **kwargs)
 
-    def optimizers(self) -> Any:
-        """Return the optimizer, or the list of them where there are several, for manual optimization."""
-        prepared = self.trainer.prepared_optimizers
-        return prepared[0] if len(prepared) == 1 else list(prepared)
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Return the optimizer, or the list of them where there are several, for manual optimization.
+
+        Their step goes through the strategy and the precision; with use_pl_optimizer=False they are the bare ones.
+        """
+        trainer = self.trainer
+        found: list[Any] = list(trainer.prepared_optimizers if use_pl_optimizer else trainer.optimizers)
+        return found[0] if len(found) == 1 else found
 
     def lr_schedulers(self) -> Any:
         """Return the scheduler, or the list of them, for manual optimization; None where there is none."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
 
-    def manual_backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Send a loss backward under manual optimization, with the scale and the averaging over ranks that it needs."""
-        self.trainer.engine.backward(loss, retain_graph)
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Send a loss backward under manual optimization, with the scale and the averaging over ranks that it needs.
+
+        The other arguments are those of `Tensor.backward`, such as retain_graph=True.
+        """
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"manual_backward was given a {type(loss).__name__}; accepted is a loss tensor.")
+        names = ("gradient", "retain_graph", "create_graph", "inputs")
+        options = {**dict(zip(names, args, strict=False)), **kwargs}
+        send = self.backward if is_overridden("backward", self, Module) else None
+        self.trainer.manual_backward(loss, send, options)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of one optimizer: by "norm" (the default) or by "value"; None for no limit."""
+        self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def toggle_optimizer(self, optimizer: Optimizer) -> None:
+        """Let only the parameters of one optimizer require gradients, until `untoggle_optimizer`."""
+        self.untoggle_optimizer(optimizer)
+        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for each in self.trainer.optimizers:
+            for parameter in (parameter for group in each.param_groups for parameter in group["params"]):
+                if parameter not in own and parameter not in self._toggled:
+                    self._toggled[parameter] = parameter.requires_grad
+                    parameter.requires_grad = False
+
+    def untoggle_optimizer(self, optimizer: Optimizer) -> None:
+        """Give back what `toggle_optimizer` has taken."""
+        for parameter, required in self._toggled.items():
+            parameter.requires_grad = required
+        self._toggled.clear()
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
+        """Toggle an optimizer for the length of a block."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return each tensor of a nested structure with those of all ranks, stacked along a new first dimension.
+
+        On one process it is returned as it is. With sync_grads the gradients go back to the rank that they belong to.
+        Collective: call on every rank, with equal shapes.
+        """
+        if group is not None:
+            raise ValueError("all_gather was given a group; accepted is None: all ranks of the job take part.")
+        if self.trainer.world_size == 1:
+            return data
+        gather = collectives.all_gather_with_gradients if sync_grads else collectives.all_gather
+        return map_tensors(lambda tensor: torch.stack(list(gather(tensor))), data)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only."""
         self.trainer.print(*args, **kwargs)
+
+    def freeze(self: Self) -> Self:
+        """Let no parameter require gradients, and go into evaluation mode."""
+        for parameter in self.parameters():
+            parameter.requires_grad = False
+        self.eval()
+        return self
+
+    def unfreeze(self: Self) -> Self:
+        """Let each parameter require gradients, and go into training mode."""
+        for parameter in self.parameters():
+            parameter.requires_grad = True
+        self.train()
+        return self
+
+    # -- in and out --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load_from_checkpoint(
+        cls: type[Self],
+        checkpoint_path: str,
+        map_location: Any = None,
+        hparams_file: str | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Make a module from a checkpoint: with the hyper-parameters that it was saved with, and its weights.
+
+        Args:
+            checkpoint_path: a checkpoint of a Trainer, of whatever strategy and number of processes; also a Lightning `.ckpt`
+                file, a file with a state_dict, or a safetensors file.
+            map_location: the device to put the module on; the CPU by default.
+            hparams_file: a JSON or YAML file with hyper-parameters, in place of those in the checkpoint.
+            strict: refuse a checkpoint that lacks tensors, or has others; by default as the module's strict_loading says.
+            weights_only: accepted and not needed: nothing but plain data and tensors is ever read.
+            kwargs: arguments of the constructor, which win over what was saved.
+
+        Raises:
+            CheckpointError: no checkpoint, a damaged one, or one that holds more than plain data and tensors.
+            TypeError: the constructor needs an argument that was not saved.
+        """
+        weights = read_weights(str(checkpoint_path))
+        stored = weights.hyper_parameters if hparams_file is None else read_hyper_parameters(hparams_file)
+        module = build(cls, stored, kwargs, weights.hparams_name)
+        contents = {**weights.contents, "state_dict": weights.state_dict}
+        module.on_load_checkpoint(contents)
+        module.load_state_dict(contents["state_dict"], strict=module.strict_loading if strict is None else strict)
+        return module if map_location is None else module.to(torch.device(map_location))
+
+    def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
+        """Export `forward` as an ONNX file, in evaluation mode; the keyword arguments are those of torch.onnx.export.
+
+        Raises:
+            ValueError: neither input_sample nor example_input_array is there.
+            ImportError: the packages of torch's exporter are missing.
+        """
+        sample = self.example_input_array if input_sample is None else input_sample
+        if sample is None:
+            raise ValueError("to_onnx has no input: pass input_sample=, or set example_input_array on the module.")
+        try:
+            import onnxscript  # type: ignore[import-not-found] # noqa: F401 - torch's exporter needs it
+        except ImportError as error:
+            raise ImportError('to_onnx needs torch\'s exporter: pip install "onnx" "onnxscript"') from error
+        sample = to_device(sample, self.device)
+        was_training = self.training
+        self.eval()
+        try:
+            with torch.no_grad():
+                return torch.onnx.export(self, sample if isinstance(sample, tuple) else (sample,), file_path, **kwargs)
+        finally:
+            self.train(was_training)
 
     # -- where it is -------------------------------------------------------------------------------------------------
 
@@ -118,16 +340,32 @@ class Module(nn.Module):
         """Return the trainer that runs this module; RuntimeError where none does."""
         if self._trainer is None:
             raise RuntimeError(
-                f"{type(self).__name__} is attached to no trainer; self.log, self.trainer and their like work inside "
-                "trainer.fit, trainer.validate and trainer.test."
+                f"{type(self).__name__} is attached to no trainer; self.trainer and what needs it work inside "
+                "trainer.fit, trainer.validate, trainer.test and trainer.predict."
             )
         return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        for child in self.modules():
+            if isinstance(child, Module):
+                child._trainer = trainer
 
     @property
     def device(self) -> torch.device:
         """Return the device of the first parameter; the CPU where there is none."""
         parameter = next(self.parameters(), None)
         return parameter.device if parameter is not None else torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of the first floating-point parameter; torch's default where there is none."""
+        return next((each.dtype for each in self.parameters() if each.is_floating_point()), torch.get_default_dtype())
+
+    @property
+    def on_gpu(self) -> bool:
+        """Return whether this module is on a GPU."""
+        return self.device.type == "cuda"
 
     @property
     def current_epoch(self) -> int:
@@ -144,95 +382,47 @@ class Module(nn.Module):
         """Return this process's rank in the job; 0 outside of a run."""
         return self._trainer.global_rank if self._trainer is not None else 0
 
+    @property
+    def local_rank(self) -> int:
+        """Return this process's rank on its node; 0 outside of a run."""
+        return self._trainer.local_rank if self._trainer is not None else 0
+
+    @property
+    def logger(self) -> Logger | None:
+        """Return the trainer's first logger; None where there is none."""
+        return self._trainer.logger if self._trainer is not None else None
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """Return the trainer's loggers."""
+        return list(self._trainer.loggers) if self._trainer is not None else []
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle of the module is the module alone, not the run that it is in.
-        return {**self.__dict__, "_trainer": None}
+        return {**self.__dict__, "_trainer": None, "_toggled": {}}
 
-    # -- hooks, in the order of trainer/hooks.py ---------------------------------------------------------------------
+    def _warn_of_no_trainer(self, method: str) -> None:
+        warnings.warn(
+            f"self.{method} does nothing here: {type(self).__name__} is attached to no trainer, which trainer.fit, "
+            "trainer.validate, trainer.test and trainer.predict do.",
+            stacklevel=3,
+        )
 
-    def setup(self, stage: str) -> None:
-        """Called first of all, on every rank; stage is "fit", "validate" or "test"."""
 
-    def teardown(self, stage: str) -> None:
-        """Called last of all, on every rank."""
-
-    def on_fit_start(self) -> None:
-        """Called once the model and the optimizers are prepared, before a checkpoint is restored."""
-
-    def on_fit_end(self) -> None:
-        """Called after on_train_end."""
-
-    def on_train_start(self) -> None:
-        """Called after the sanity check, before the first epoch."""
-
-    def on_train_end(self) -> None:
-        """Called after the last epoch."""
-
-    def on_train_epoch_start(self) -> None:
-        """Called before the first batch of an epoch."""
-
-    def on_train_epoch_end(self) -> None:
-        """Called after the last batch of an epoch and the validation that follows it."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Called with the batch on its device, before training_step; return -1, on every rank, to end the epoch here."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called with what training_step returned, after the optimizer's and the scheduler's step."""
-
-    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Called before the gradients of a new accumulation window are cleared."""
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        """Called before backward, with the loss as it goes backward (divided by the window's length)."""
-
-    def on_after_backward(self) -> None:
-        """Called after backward; gradients may still be multiplied by the loss scale."""
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called before the gradients are clipped and the optimizer steps; they are divided by the loss scale by now."""
-
-    def on_validation_start(self) -> None:
-        """Called before validation, with the module in evaluation mode."""
-
-    def on_validation_end(self) -> None:
-        """Called after validation, with its metrics in trainer.callback_metrics."""
-
-    def on_validation_epoch_start(self) -> None:
-        """Called before the first validation batch."""
-
-    def on_validation_epoch_end(self) -> None:
-        """Called after the last validation batch; what is logged here counts for this validation."""
-
-    def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Called before validation_step."""
-
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after validation_step."""
-
-    def on_test_start(self) -> None:
-        """Called before a test, with the module in evaluation mode."""
-
-    def on_test_end(self) -> None:
-        """Called after a test, with its metrics in trainer.callback_metrics."""
-
-    def on_test_epoch_start(self) -> None:
-        """Called before the first test batch."""
-
-    def on_test_epoch_end(self) -> None:
-        """Called after the last test batch; what is logged here counts for this test."""
-
-    def on_test_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Called before test_step."""
-
-    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after test_step."""
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _log_uncompiled(module: Module, *arguments: Any) -> None:
+    module.log(*arguments)
 
 
 def is_metric(value: object) -> TypeGuard[Metric]:
     """Return whether a value is a torchmetrics object. Where nobody has imported torchmetrics, nobody has made one."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+
+
+def _is_collection(value: object) -> bool:
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.MetricCollection)
 
 
 def is_overridden(method: str, owner: object, base: type) -> bool:

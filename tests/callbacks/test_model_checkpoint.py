@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from small import QUIET, Classifier, make_loader
+import torch
+from jobs import run_job
+from small import QUIET, Classifier, assert_equal, make_loader, weights
+from torch import Tensor
 
 import trainwright as tw
 from trainwright.checkpoint.store import latest_checkpoint
@@ -131,7 +137,11 @@ def test_a_failed_save_is_told_and_the_kept_ones_stay(tmp_path: Path) -> None:
         ({"mode": "least"}, "choose from min, max"),
         ({"save_top_k": -2}, "or -1 for all"),
         ({"save_top_k": 3}, "needs a metric to judge by"),
-        ({"every_n_epochs": 0}, "below 1"),
+        ({"every_n_epochs": -1}, "below 0"),
+        ({"every_n_epochs": 2, "every_n_train_steps": 3}, "exclude each other"),
+        ({"every_n_epochs": 2, "train_time_interval": "00:00:10:00"}, "exclude each other"),
+        ({"train_time_interval": "10 minutes"}, "train_time_interval='10 minutes'"),
+        ({"save_last": "copy"}, "choose from True, False, None, 'link'"),
         ({"filename": "{epoch"}, "a brace without its pair"),
     ],
 )
@@ -167,3 +177,250 @@ def test_of_two_runs_in_one_folder_the_newer_is_the_last(tmp_path: Path) -> None
     entry = latest_checkpoint(str(tmp_path))
     assert entry is not None
     assert entry.path == newer.last_model_path
+
+
+# -- saves within an epoch -----------------------------------------------------------------------------------------------
+
+
+def train(callback: tw.ModelCheckpoint | None, *more: tw.Callback, **kwargs: Any) -> tw.Trainer:
+    """Train a module with dropout; its batches are shuffled, 11 of them an epoch."""
+    tw.seed_everything(3)
+    ckpt_path, has_validation = kwargs.pop("ckpt_path", None), kwargs.pop("has_validation", False)
+    callbacks = [*more, *([callback] if callback is not None else [])]
+    settings = {**QUIET, "enable_checkpointing": callback is not None, "max_epochs": 3, **kwargs}
+    trainer = tw.Trainer(callbacks=callbacks, **settings)
+    loaders = [make_loader(shuffle=True), make_loader(8)] if has_validation else [make_loader(shuffle=True)]
+    trainer.fit(Classifier(dropout=0.3), *loaders, ckpt_path=ckpt_path)
+    return trainer
+
+
+def end(trainer: tw.Trainer) -> dict[str, Tensor]:
+    return weights(trainer.lightning_module)
+
+
+def test_every_n_train_steps(tmp_path: Path) -> None:
+    """A run that goes on from any of them ends as the one that was never stopped."""
+    callback = tw.ModelCheckpoint(str(tmp_path), save_top_k=-1, every_n_train_steps=5)
+    whole = end(train(callback))
+    steps = (5, 10, 15, 20, 25, 30)
+    assert names(tmp_path) == sorted(f"epoch={(step - 1) // 11}-step={step}.ckpt" for step in steps)
+    for path in list(callback.best_k_models)[1::2]:
+        assert_equal(end(train(None, ckpt_path=path)), whole)
+
+
+def test_every_n_train_steps_of_windows(tmp_path: Path) -> None:
+    """Windows of 4 batches: 3 steps an epoch, each of them saved once."""
+    callback = tw.ModelCheckpoint(str(tmp_path), save_top_k=-1, every_n_train_steps=2)
+    train(callback, accumulate_grad_batches=4)
+    assert names(tmp_path) == [f"epoch={epoch}-step={step}.ckpt" for epoch, step in ((0, 2), (1, 4), (1, 6), (2, 8))]
+
+
+def test_a_step_save_before_the_metric_is_there(tmp_path: Path) -> None:
+    """Until the first validation nothing can be judged, and only save_last keeps what is saved."""
+    callback = tw.ModelCheckpoint(str(tmp_path), monitor="val_loss", save_last=True, every_n_train_steps=8)
+    with pytest.warns(UserWarning, match="is to save by 'val_loss', which was not logged yet") as caught:
+        train(callback, has_validation=True, max_epochs=1)
+    assert len(caught) == 1
+    assert names(tmp_path) == ["epoch=0-step=8.ckpt"]
+    assert (callback.best_model_path, callback.last_model_path) == ("", f"{tmp_path}/epoch=0-step=8.ckpt")
+    train(callback, has_validation=True, max_epochs=2, ckpt_path="last")
+    assert callback.best_model_path == f"{tmp_path}/epoch=1-step=16.ckpt"
+
+
+def test_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("trainwright.callbacks.model_checkpoint.time", clock)
+
+    class Passes(tw.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            clock.now += 150.0
+
+    callback = tw.ModelCheckpoint(str(tmp_path), save_top_k=-1, train_time_interval=timedelta(minutes=10))
+    train(callback, Passes(), max_epochs=1)
+    assert names(tmp_path) == ["epoch=0-step=4.ckpt", "epoch=0-step=8.ckpt"]
+
+
+def test_after_each_validation_within_an_epoch(tmp_path: Path) -> None:
+    """Of 11 batches an epoch two validations, or three: the one at the epoch's end is saved with it."""
+    ends = ((0, 11), (1, 22))
+    within = ((0, 5), (0, 10), (1, 16), (1, 21))
+    for folder, save_on_train_epoch_end, interval, steps in (
+        ("auto", None, 0.5, within),
+        ("within", False, 0.5, within),
+        ("end", True, 0.5, ends),
+        ("both", None, 1, tuple((step > 11, step) for step in range(1, 23))),
+    ):
+        callback = tw.ModelCheckpoint(
+            str(tmp_path / folder),
+            monitor="val_loss",
+            save_top_k=-1,
+            save_on_train_epoch_end=save_on_train_epoch_end,
+        )
+        settings = {"has_validation": True, "max_epochs": 2, "val_check_interval": interval}
+        whole = train(callback, **settings)
+        assert names(tmp_path / folder) == sorted(f"epoch={int(epoch)}-step={step}.ckpt" for epoch, step in steps)
+        for path in list(callback.best_k_models)[-3:]:
+            resumed = train(None, ckpt_path=path, **settings)
+            assert_equal(end(resumed), end(whole))
+            assert resumed.global_step == 22
+
+
+def test_a_save_of_a_validation_within_a_window_waits(tmp_path: Path) -> None:
+    """Validations after 5 and 10 of 11 batches, in windows of 4: the saves come after 8 and 11."""
+    callback = tw.ModelCheckpoint(str(tmp_path), monitor="val_loss", save_top_k=-1)
+    settings = {"has_validation": True, "max_epochs": 1, "val_check_interval": 5, "accumulate_grad_batches": 4}
+    whole = end(train(callback, **settings))
+    assert names(tmp_path)[0] == "epoch=0-step=2.ckpt"
+    assert_equal(end(train(None, ckpt_path=f"{tmp_path}/epoch=0-step=2.ckpt", **settings)), whole)
+
+
+def test_epochs_without_validation_are_not_saved(tmp_path: Path) -> None:
+    for folder, save_on_train_epoch_end, epochs in (("auto", None, [1, 3]), ("end", True, [0, 1, 2, 3])):
+        callback = tw.ModelCheckpoint(
+            str(tmp_path / folder), save_top_k=-1, save_on_train_epoch_end=save_on_train_epoch_end
+        )
+        train(callback, has_validation=True, max_epochs=4, check_val_every_n_epoch=2)
+        assert names(tmp_path / folder) == [f"epoch={epoch}-step={11 * (epoch + 1)}.ckpt" for epoch in epochs]
+
+
+def test_switched_off(tmp_path: Path) -> None:
+    for kwargs in ({"every_n_epochs": 0}, {"every_n_train_steps": 0}):
+        callback = tw.ModelCheckpoint(str(tmp_path / "none"), **kwargs)
+        train(callback, max_epochs=1)
+        assert not (tmp_path / "none").exists()
+
+
+def test_a_trial_run_saves_nothing(tmp_path: Path) -> None:
+    callback = tw.ModelCheckpoint(str(tmp_path / "none"), monitor="no such metric", every_n_train_steps=1)
+    train(callback, fast_dev_run=True)
+    assert not (tmp_path / "none").exists()
+
+
+# -- after a failure -----------------------------------------------------------------------------------------------------
+
+
+class Fails(tw.Callback):
+    """Raises at a hook, at a given batch of the second epoch."""
+
+    def __init__(self, hook: str, batch: int, error: BaseException) -> None:
+        self.place, self.batch, self.error = hook, batch, error
+        setattr(self, hook, self.fail)
+
+    def fail(self, trainer: Any, module: Any, *args: Any) -> None:
+        if trainer.current_epoch == 1 and trainer.state.batch >= self.batch:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the disk of the data is gone"), KeyError("x")])
+def test_a_failed_run_is_saved_where_it_can_be_resumed(tmp_path: Path, error: BaseException, capsys: Any) -> None:
+    whole = end(train(None))
+    callback = tw.ModelCheckpoint(str(tmp_path), save_top_k=0, save_on_exception=True)
+    with pytest.raises(type(error)):
+        train(callback, Fails("on_train_batch_start", 4, error))
+    path = f"{tmp_path}/exception-epoch=1-step=15.ckpt"
+    assert f"the run was saved as {path}" in capsys.readouterr().err
+    assert_equal(end(train(None, ckpt_path=path)), whole)
+
+
+def test_a_failed_run_is_not_saved_where_it_cannot(tmp_path: Path, capsys: Any) -> None:
+    def fail(hook: str, batch: int, **settings: Any) -> str:
+        callback = tw.ModelCheckpoint(str(tmp_path), save_top_k=0, save_on_exception=True)
+        with pytest.raises(RuntimeError, match="this one is seen"):
+            train(callback, Fails(hook, batch, RuntimeError("this one is seen")), **settings)
+        return str(capsys.readouterr().err)
+
+    assert "in the middle of a step" in fail("on_train_batch_start", 2, accumulate_grad_batches=4)
+    assert "in the middle of a step" in fail("on_after_backward", 2)
+    assert "at the end of an epoch" in fail("on_validation_start", 0, has_validation=True)
+    assert "at the end of an epoch" in fail("on_train_epoch_end", 0)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "exception-epoch=1-step=15.ckpt").write_text("in the way")
+    assert "the save failed: CheckpointError" in fail("on_train_batch_start", 4)
+
+
+# -- names and values ----------------------------------------------------------------------------------------------------
+
+
+def test_one_name_for_all_replaces_the_one_before(tmp_path: Path) -> None:
+    kwargs: dict[str, Any] = {"filename": "best", "enable_version_counter": False}
+    callback = run(tmp_path, [3.0, 5.0, 1.0, 4.0], **kwargs)
+    assert names(tmp_path) == ["best.ckpt"]
+    assert callback.best_model_path == f"{tmp_path}/best.ckpt"
+    trainer = tw.Trainer(max_epochs=4, **QUIET)
+    trainer.fit(Scored([3.0, 5.0, 1.0, 4.0]), make_loader(), make_loader(4), ckpt_path=callback.best_model_path)
+    assert trainer.global_step == 44
+    # The one that is still the best, or that the run was resumed from, is not replaced.
+    callback = run(tmp_path / "last", [3.0, 1.0, 4.0], save_last=True, **kwargs)
+    assert names(tmp_path / "last") == ["best-v1.ckpt", "best.ckpt"]
+    assert callback.best_model_path == f"{tmp_path}/last/best.ckpt"
+    source = callback.last_model_path
+    run(tmp_path / "last", [3.0, 1.0, 4.0, 0.5, 0.4], save_last=True, ckpt_path=source, **kwargs)
+    assert Path(source).name in names(tmp_path / "last")
+
+
+def test_values_are_tensors_and_come_back(tmp_path: Path) -> None:
+    callback = run(tmp_path, [3.0, 1.0, 2.0], save_top_k=2)
+    assert isinstance(callback.best_model_score, Tensor)
+    assert (callback.best_model_score.item(), callback.best_model_score.shape) == (1.0, torch.Size([]))
+    assert isinstance(callback.kth_value, Tensor)
+    assert (callback.kth_value.item(), Path(callback.kth_best_model_path).name) == (2.0, "epoch=2-step=33.ckpt")
+    assert isinstance(callback.current_score, Tensor)
+    assert callback.current_score.item() == 2.0
+    again = tw.ModelCheckpoint(str(tmp_path), monitor="val/score", save_top_k=2)
+    assert again.state_key == callback.state_key
+    again.load_state_dict(callback.state_dict())
+    assert again.state_dict() == callback.state_dict()
+    assert again.best_model_path == callback.best_model_path
+    assert again.kth_best_model_path == callback.kth_best_model_path
+
+
+def test_format_checkpoint_name() -> None:
+    values = {"epoch": 2, "step": 7, "val/loss": torch.tensor(0.5)}
+    callback = tw.ModelCheckpoint("runs/", "{epoch:02d}-{val/loss:.2f}")
+    assert callback.format_checkpoint_name(values) == "runs/epoch=02-val_loss=0.50.ckpt"
+    assert callback.format_checkpoint_name(values, "{step}", ver=3) == "runs/step=7-v3.ckpt"
+    assert tw.ModelCheckpoint(filename="fixed").format_checkpoint_name(values) == "fixed.ckpt"
+
+
+def test_lightnings_order_of_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    callback = tw.ModelCheckpoint(
+        tmp_path, "{epoch}", "val/score", True, "link", 2, False, True, "max", False, 0, None, 1
+    )
+    assert callback.monitor == "val/score"
+    trainer = tw.Trainer(max_epochs=1, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
+    trainer.fit(Scored([0.5]), make_loader(), make_loader(4))
+    assert names(tmp_path) == ["0.ckpt"]
+    assert f"epoch 0, step 11: saved {tmp_path}/0.ckpt" in capsys.readouterr().out
+
+
+def two_ranks(folder: Path) -> dict[str, Any]:
+    """Rank 1's clock and rank 1's metric say something else than rank 0's."""
+
+    class RankScored(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            time.sleep(0.02)
+            loss = super().training_step(batch, batch_idx)
+            self.log("own", float(self.global_step) * (1 if self.global_rank == 0 else -1))
+            return loss
+
+    by_time = tw.ModelCheckpoint(
+        str(folder / "time"), save_top_k=-1, train_time_interval=timedelta(seconds=0.2), filename="{step}"
+    )
+    by_metric = tw.ModelCheckpoint(str(folder / "metric"), monitor="own", every_n_train_steps=2, filename="{step}")
+    exceptional = tw.ModelCheckpoint(str(folder / "exception"), save_on_exception=True, every_n_epochs=0)
+    trainer = tw.Trainer(
+        max_epochs=6,
+        devices=2,
+        callbacks=[by_time, by_metric, exceptional],
+        **{**QUIET, "enable_checkpointing": True},
+    )
+    trainer.fit(RankScored(), make_loader())
+    return {"time": [Path(path).name for path in by_time.best_k_models], "metric": by_metric.best_model_path}
+
+
+def test_two_ranks_save_alike(tmp_path: Path) -> None:
+    first, second = run_job(two_ranks, 2, tmp_path)
+    assert first == second
+    assert first["time"]
+    assert sorted(first["time"]) == names(tmp_path / "time")
+    assert names(tmp_path / "metric") == ["step=2.ckpt"]

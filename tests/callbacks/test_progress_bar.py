@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
 import pytest
-from small import QUIET, Classifier, make_loader
+import torch
+from small import QUIET, Classifier, make_data, make_loader
 
 import trainwright as tw
 
@@ -48,13 +50,132 @@ def test_a_bar_in_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: py
         assert text in shown
 
 
-def test_the_summary_counts_parameters(capsys: pytest.CaptureFixture[str]) -> None:
-    module = Classifier()
-    module.net[0].requires_grad_(False)
-    tw.Trainer(max_epochs=1, callbacks=[tw.ModelSummary(max_depth=2)], **QUIET).fit(module, make_loader())
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == ["Name", "Type", "Parameters"]
-    assert lines[1:3] == [["net", "Sequential", "159"], ["net.0", "Linear", "117"]]
-    assert lines[-1][:5] == ["159", "parameters,", "42", "of", "them"]
-    with pytest.raises(ValueError, match="max_depth=-1 is below 0"):
-        tw.ModelSummary(max_depth=-1)
+class Streamed(torch.utils.data.IterableDataset[Any]):
+    """Has no length."""
+
+    def __iter__(self) -> Any:
+        return iter([make_data(12)[index] for index in range(12)])
+
+
+class Predictor(Shown):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_shown", 2.0, prog_bar=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch[1]
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+
+
+def test_bars_of_several_loaders_and_of_prediction(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal(monkeypatch)
+    trainer = tw.Trainer(max_epochs=1, callbacks=[tw.TQDMProgressBar(refresh_seconds=0.0)], **SETTINGS)
+    trainer.fit(Predictor(), make_loader(), [make_loader(8), make_loader(20)])
+    trainer.validate(Predictor(), [make_loader(8), make_loader(20)])
+    trainer.predict(Predictor(), make_loader(16))
+    shown = capsys.readouterr().err
+    for text in ("Sanity check DataLoader 1: 100%", "Validation DataLoader 0: 100%", "Validation DataLoader 1:  20%"):
+        assert text in shown
+    assert "5/5" in shown
+    assert "Predict: 100%" in shown
+    assert "4/4" in shown
+
+
+def test_a_bar_without_a_known_length(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal(monkeypatch)
+    trainer = tw.Trainer(max_epochs=2, callbacks=[tw.TQDMProgressBar(refresh_seconds=0.0)], **SETTINGS)
+    trainer.fit(Shown(), torch.utils.data.DataLoader(Streamed(), batch_size=4))
+    shown = capsys.readouterr().err
+    assert "Epoch 1: 3batch" in shown
+    assert "%" not in shown
+
+
+def test_a_resumed_bar_goes_on_where_it_was(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = tw.Trainer(max_steps=7, **QUIET)
+    trainer.fit(Shown(), make_loader())
+    trainer.save_checkpoint(str(tmp_path / "run.ckpt"))
+    terminal(monkeypatch)
+    bar = tw.TQDMProgressBar(refresh_seconds=0.0)
+    tw.Trainer(max_epochs=1, callbacks=[bar], **SETTINGS).fit(
+        Shown(), make_loader(), ckpt_path=str(tmp_path / "run.ckpt")
+    )
+    shown = capsys.readouterr().err
+    assert "8/11" in shown
+    assert "11/11" in shown
+    assert not any(f" {count}/11" in shown for count in range(7))
+
+
+def test_its_own_metrics_and_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bar(tw.TQDMProgressBar):
+        def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
+            self.print("a line above")
+            items = super().get_metrics(trainer, module)
+            assert items.pop("v_num") == 7
+            return {**items, "tensor": torch.tensor(0.5), "text": "yes", "count": 3}
+
+    class Versioned(tw.Logger):
+        version = 7
+
+    terminal(monkeypatch)
+    trainer = tw.Trainer(max_epochs=1, callbacks=[Bar(refresh_seconds=0.0)], **{**SETTINGS, "logger": Versioned()})
+    trainer.fit(Shown(), make_loader())
+    captured = capsys.readouterr()
+    assert "tensor=0.5, text=yes, count=3" in captured.err
+    assert "v_num" not in captured.err
+    assert "a line above" in captured.out
+
+
+def test_metrics_are_read_at_an_update_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+
+    class Bar(tw.TQDMProgressBar):
+        def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
+            reads.append(trainer.state.batch)
+            return super().get_metrics(trainer, module)
+
+    terminal(monkeypatch)
+    for kwargs, expected in (
+        ({"refresh_seconds": 3600.0}, [11]),
+        ({"refresh_seconds": 0.0, "refresh_rate": 4}, [4, 8, 11]),
+        ({"refresh_rate": 0}, []),
+    ):
+        reads.clear()
+        tw.Trainer(max_epochs=1, callbacks=[Bar(**kwargs)], **SETTINGS).fit(Shown(), make_loader())
+        assert reads == expected
+
+
+def test_nothing_is_shown_when_it_is_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
+    switched = tw.TQDMProgressBar(line_seconds=0.0)
+    switched.disable()
+    assert switched.is_disabled
+    for bar in (tw.TQDMProgressBar(refresh_rate=0, line_seconds=0.0), switched):
+        tw.Trainer(max_epochs=1, callbacks=[bar], **SETTINGS).fit(Shown(), make_loader(), make_loader())
+    assert capsys.readouterr().err == ""
+    switched.enable()
+    assert switched.is_enabled
+    with pytest.raises(ValueError, match="refresh_rate=-1 is not accepted"):
+        tw.TQDMProgressBar(-1)
+
+
+def test_lines_of_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = tw.Trainer(callbacks=[tw.TQDMProgressBar(line_seconds=0.0)], **SETTINGS)
+    trainer.test(Shown(), make_loader(8))
+    trainer.predict(Predictor(), make_loader(8))
+    lines = [line.split(" in ")[0] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["test: 1/2 batches", "test: 2/2 batches", "predict: 1/2 batches", "predict: 2/2 batches"]
+
+
+def test_a_bar_is_copied_without_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Copies(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            copy.deepcopy(bar)
+
+    terminal(monkeypatch)
+    bar = tw.TQDMProgressBar(refresh_seconds=0.0)
+    tw.Trainer(max_epochs=1, callbacks=[bar, Copies()], **SETTINGS).fit(Shown(), make_loader(8))

@@ -197,14 +197,60 @@ class OwnIteration(DataLoader[Any]):
     ("loader", "match"),
     [
         ([1, 2], "a list is no DataLoader"),
-        (DataLoader(Endless()), "an IterableDataset, which has no indices"),
         (OwnIteration(numbers(4)), "has an __iter__ of its own"),
     ],
 )
 def test_what_several_ranks_cannot_share_is_refused(loader: Any, match: str) -> None:
-    with pytest.raises(TypeError, match=match):
+    with pytest.raises(TypeError, match=match + ".*use_distributed_sampler=False"):
         shards(loader, 2)
     assert shards(loader, 1)
+    assert ShardedLoader(loader, rank=1, world_size=2, mode="train", shard=False)
+
+
+def test_an_iterable_dataset_is_not_padded() -> None:
+    with pytest.raises(TypeError, match="an IterableDataset, which has no indices to make even batches of"):
+        shards(DataLoader(Endless()), 2, "even")
+
+
+def test_data_that_the_user_has_shared_out_is_used_whole() -> None:
+    """Its order is of (seed, epoch), it begins at any batch, and a DistributedSampler is told the epoch."""
+    loader = DataLoader(numbers(10), batch_size=3, shuffle=True)
+    alone = ShardedLoader(loader, rank=0, world_size=1, mode="train")
+    own = ShardedLoader(loader, rank=1, world_size=2, mode="train", shard=False)
+    assert batches(own, 2) == batches(alone, 2) != batches(own, 3)
+    assert batches(own, 2, start=2) == batches(alone, 2)[2:]
+    assert (own.exact_length, own.last_weight, own.ends_alike) == (4, 1.0, True)
+    sampler = DistributedSampler(numbers(12), num_replicas=3, rank=2, seed=5)
+    shard = ShardedLoader(
+        DataLoader(numbers(12), batch_size=2, sampler=sampler), rank=1, world_size=2, mode="train", shard=False
+    )
+    first, second = batches(shard, 0), batches(shard, 1)
+    assert first != second == batches(shard, 1)
+    sampler.set_epoch(1)
+    assert list(sampler) == list(itertools.chain.from_iterable(second))
+    assert batches(shard, 1, start=1) == second[1:]
+
+
+def test_shuffling_is_switched_off() -> None:
+    def ordered(loader: Any) -> list[list[int]]:
+        return batches(ShardedLoader(loader, rank=0, world_size=1, mode="train", in_order=True))
+
+    assert ordered(DataLoader(numbers(5), batch_size=2, shuffle=True)) == [[0, 1], [2, 3], [4]]
+    assert ordered(DataLoader(numbers(5), batch_size=2, shuffle=True, drop_last=True)) == [[0, 1], [2, 3]]
+    assert ordered(DataLoader(torch.arange(3), batch_size=None, shuffle=True)) == [0, 1, 2]
+    assert ordered(DataLoader(numbers(4), batch_sampler=[[3, 1], [0]])) == [[3, 1], [0]]
+    own = DataLoader(numbers(5), sampler=RandomSampler(numbers(5), replacement=True, num_samples=2))
+    with pytest.warns(UserWarning, match="the loader's RandomSampler chooses.*which is kept"):
+        assert len(ordered(own)) == 2
+    with pytest.warns(UserWarning, match="the loader's Drawing chooses"):
+        ordered(DataLoader(numbers(300), sampler=Drawing(4)))
+
+
+def test_memory_is_pinned_by_a_copy() -> None:
+    loader = DataLoader(numbers(4))
+    share = ShardedLoader(loader, rank=0, world_size=1, mode="train", pin_memory=True)
+    assert share._source.pin_memory is True  # type: ignore[attr-defined]
+    assert loader.pin_memory is False
 
 
 def test_what_is_no_loader_is_refused() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from trainwright.distributed.environment import Environment, open_process_group, pick_backend
+from trainwright.distributed.environment import Environment, open_process_group, pick_backend, prepare_deterministic
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = {
@@ -72,6 +72,7 @@ def test_torchrun_variables_are_read() -> None:
     assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == (3, 1, 4, 2)
     assert (found.node_rank, found.launched_by, found.restart_count) == (1, "torchrun", 2)
     assert (found.main_address, found.main_port, found.has_agent_store) == ("10.0.0.1", 29500, True)
+    assert (found.num_nodes, Environment().num_nodes) == (2, 1)
     ours = Environment.detect({**TORCHRUN, "TRAINWRIGHT_JOB": "{}"})
     assert ours.launched_by == "trainwright"
 
@@ -98,6 +99,15 @@ def test_a_backend_is_picked_for_the_device() -> None:
     assert pick_backend("cuda") == "nccl"
     with pytest.raises(ValueError, match="device_type='toaster' has no collective backend; choose from"):
         pick_backend("toaster")
+
+
+def test_deterministic_cublas_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    prepare_deterministic()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # what the user chose stays
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    prepare_deterministic()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 @pytest.mark.parametrize("mode", ["joined", "reopened"])

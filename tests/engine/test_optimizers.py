@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from trainwright.engine.optimizers import SchedulerConfig, read_optimizers
+from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure, read_optimizers
 
 SGD = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
 STEP = StepLR(SGD, 1)
@@ -33,7 +33,26 @@ PLATEAU = ReduceLROnPlateau(SGD)
         (
             {"optimizer": SGD, "lr_scheduler": {"scheduler": STEP, "interval": "step", "frequency": 3, "name": "x"}},
             [SGD],
-            [SchedulerConfig(STEP, "step", 3)],
+            [SchedulerConfig(STEP, "step", 3, name="x")],
+        ),
+        (
+            {
+                "optimizer": SGD,
+                "lr_scheduler": {
+                    "scheduler": STEP,
+                    "interval": "validation",
+                    "strict": False,
+                    "reduce_on_plateau": True,
+                },
+                "monitor": "loss",
+            },
+            [SGD],
+            [SchedulerConfig(STEP, "validation", 1, "loss", strict=False, reduce_on_plateau=True)],
+        ),
+        (
+            [[SGD], [STEP, {"scheduler": PLATEAU, "monitor": "a"}]],
+            [SGD],
+            [SchedulerConfig(STEP), SchedulerConfig(PLATEAU, monitor="a")],
         ),
         (
             ({"optimizer": SGD}, {"optimizer": SGD, "lr_scheduler": {"scheduler": STEP}}),
@@ -49,17 +68,34 @@ def test_forms(returned: Any, optimizers: list[Any], schedulers: list[Any]) -> N
 @pytest.mark.parametrize(
     ("returned", "error", "match"),
     [
-        (None, TypeError, "a NoneType; accepted are an Optimizer.*forget the return"),
         ([], TypeError, "a list of"),
         ("adam", TypeError, "a str"),
-        ([SGD, STEP], TypeError, r"\['SGD', 'StepLR'\]"),
+        (([], [STEP]), TypeError, "a pair without an optimizer"),
+        ([SGD, STEP], TypeError, r"item 1 of .* is a StepLR, no Optimizer.*Return \(\[optimizers\], \[schedulers\]\)"),
+        (([SGD, 3], [STEP]), TypeError, "item 1 of the optimizers .* is a int"),
+        (([SGD], [SGD]), TypeError, "a scheduler was expected, got the optimizer SGD"),
+        ([{"optimizer": SGD}, SGD], TypeError, "item 1 of .* is a SGD, but the first is a dict"),
+        ([{"optimizer": SGD}, {"optimizer": None}], TypeError, "'optimizer' of item 1 of .* is a NoneType"),
+        (torch.optim.SGD, TypeError, "a type; accepted are"),
+        ([torch.optim.SGD], TypeError, "item 0 .* Make one of SGD"),
         ({"lr_scheduler": STEP}, ValueError, "accepted are 'optimizer'"),
-        ({"optimizer": SGD, "scheduler": STEP}, ValueError, "'lr_scheduler' and 'monitor'"),
-        ({"optimizer": SGD, "lr_scheduler": {"schedule": STEP}}, ValueError, "a scheduler's dict has the keys"),
+        ({"optimizer": SGD, "scheduler": STEP}, ValueError, "Did you mean 'lr_scheduler'"),
+        (
+            {"optimizer": SGD, "lr_scheduler": {"schedule": STEP}},
+            ValueError,
+            "'scheduler' is needed.*Did you mean 'scheduler'",
+        ),
         (
             {"optimizer": SGD, "lr_scheduler": {"scheduler": STEP, "interval": "batch"}},
             ValueError,
-            "choose from epoch, step",
+            "choose from epoch, step, validation",
+        ),
+        ({"optimizer": SGD, "lr_scheduler": {"scheduler": STEP, "frequency": 0.5}}, TypeError, "a float; pass a whole"),
+        (([SGD], [StepLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), 1)]), ValueError, "did not return"),
+        (
+            {"optimizer": SGD, "lr_scheduler": {"scheduler": STEP, "reduce_on_plateau": True}},
+            ValueError,
+            "StepLR needs the",
         ),
         ({"optimizer": SGD, "lr_scheduler": {"scheduler": STEP, "frequency": 0}}, ValueError, "below 1"),
         ({"optimizer": SGD, "lr_scheduler": PLATEAU}, ValueError, "needs the metric to follow"),
@@ -69,3 +105,52 @@ def test_forms(returned: Any, optimizers: list[Any], schedulers: list[Any]) -> N
 def test_refusals(returned: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         read_optimizers(returned)
+
+
+def test_none_trains_nothing_and_an_unknown_key_of_a_scheduler_has_no_effect() -> None:
+    with pytest.warns(UserWarning, match="without training; did you forget the return"):
+        assert read_optimizers(None) == ([], [])
+    with pytest.warns(UserWarning, match=r"\['freqency'\].*Did you mean 'frequency'"):
+        _, (config,) = read_optimizers({"optimizer": SGD, "lr_scheduler": {"scheduler": STEP, "freqency": 3}})
+    assert config.frequency == 1
+
+
+class Sharpness(torch.optim.SGD):
+    """Calls its closure a second time, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        closure()
+        super().step()
+        return loss
+
+
+class Strict(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:
+        return closure()
+
+
+class Renamed(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize("stepped_before", [False, True])
+@pytest.mark.parametrize(
+    ("make", "needs", "may"),
+    [
+        (torch.optim.SGD, False, False),
+        (torch.optim.AdamW, False, False),
+        (torch.optim.LBFGS, True, True),
+        (Sharpness, False, True),
+        (lambda parameters: Strict(parameters, {"lr": 0.1}), True, True),
+        (Renamed, False, False),
+    ],
+)
+def test_who_calls_a_closure(make: Any, needs: bool, may: bool, stepped_before: bool) -> None:
+    optimizer = make([nn.Parameter(torch.zeros(1))])
+    if stepped_before:
+        StepLR(optimizer, 1)  # it wraps the step of this one instance
+        optimizer.register_step_pre_hook(lambda *_: None)
+        optimizer.step(lambda: torch.zeros(()))
+    assert (needs_closure(optimizer), may_use_closure(optimizer)) == (needs, may)

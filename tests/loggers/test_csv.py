@@ -1,20 +1,34 @@
-"""The CSV logger's folders and rows."""
+"""The CSV logger's folders, rows and hyper-parameters."""
 
 from __future__ import annotations
 
 import csv
+import json
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+import torch
 
 import trainwright as tw
+from trainwright.loggers.csv import MetricsFile
+from trainwright.loggers.folder import claim_folder
 
 
 def rows(logger: tw.CSVLogger) -> list[dict[str, str]]:
     with fsspec.open(logger.metrics_path, "r", newline="") as file:
         return list(csv.DictReader(file))
+
+
+def hyper_parameters(logger: tw.CSVLogger) -> Any:
+    with fsspec.open(f"{logger.log_dir}/hparams.json", "r") as file:
+        return json.load(file)
 
 
 def started(folder: Any, **kwargs: Any) -> tw.CSVLogger:
@@ -23,34 +37,78 @@ def started(folder: Any, **kwargs: Any) -> tw.CSVLogger:
     return logger
 
 
-def test_each_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    folders = [started(tmp_path).log_dir for _ in range(3)]
-    assert folders == [f"{tmp_path}/trainwright_logs/version_{number}" for number in range(3)]
-    assert started(tmp_path, name="runs", version="mine").log_dir == f"{tmp_path}/runs/mine"
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
-@pytest.mark.parametrize("place", ["local", "memory://csv"])
-def test_new_columns_keep_the_earlier_rows(tmp_path: Path, place: str) -> None:
-    logger = started(tmp_path if place == "local" else place)
+@pytest.fixture(params=["local", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A local folder and one in memory."""
+    yield str(tmp_path) if request.param == "local" else "memory://csv"
+    if request.param == "memory":
+        fsspec.filesystem("memory").rm("/", recursive=True)
+
+
+def test_each_run_has_a_folder_of_its_own(place: str) -> None:
+    runs = [started(place) for _ in range(3)]
+    assert [logger.log_dir for logger in runs] == [f"{place}/trainwright_logs/version_{n}" for n in range(3)]
+    assert [logger.version for logger in runs] == [0, 1, 2]
+    named = started(place, name="runs", version="mine")
+    assert (named.log_dir, named.version, named.name) == (f"{place}/runs/mine", "mine", "runs")
+    assert started(place, name="", version=7).log_dir == f"{place}/version_7"
+    assert started(place, name=None).log_dir == f"{place}/version_8"
+
+
+def test_runs_that_start_at_once_claim_different_folders(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda number: claim_folder(str(tmp_path / "runs"), None), range(12)))
+    assert sorted(folders) == sorted(f"{tmp_path}/runs/version_{number}" for number in range(12))
+
+
+def test_other_ranks_know_the_folder_and_write_nothing(tmp_path: Path) -> None:
+    writer = started(tmp_path)
+    other = tw.CSVLogger(str(tmp_path))
+    other.start(lambda text: str(writer.log_dir), is_writer=False)
+    other.log_metrics({"a": 1.0}, 1)
+    other.log_hyperparams({"lr": 1})
+    other.close()
+    assert (other.log_dir, other.version) == (writer.log_dir, 0)
+    assert os.listdir(tmp_path / "trainwright_logs/version_0") == []
+
+
+def test_new_columns_keep_the_earlier_rows(place: str) -> None:
+    logger = started(place)
     logger.log_metrics({"epoch": 0, "a": 1.5}, 1)
     logger.flush()
     logger.log_metrics({"epoch": 0, "a": 2.5}, 2)
     logger.flush()
     logger.log_metrics({"epoch": 1, "b": 3.5}, 3)
     logger.close()
+    logger.log_metrics({"epoch": 2, "b": 0.1 + 0.2}, 4)  # a test after fit goes on
+    logger.close()
     assert rows(logger) == [
         {"step": "1", "epoch": "0", "a": "1.5", "b": ""},
         {"step": "2", "epoch": "0", "a": "2.5", "b": ""},
         {"step": "3", "epoch": "1", "a": "", "b": "3.5"},
+        {"step": "4", "epoch": "2", "a": "", "b": "0.30000000000000004"},
+    ]
+    assert not [
+        name for name in fsspec.open(str(logger.log_dir)).fs.ls(str(logger.log_dir), False) if "tmp" in name[-6:]
     ]
 
 
-def test_rows_are_written_while_a_long_epoch_runs(tmp_path: Path) -> None:
+def test_rows_are_written_while_a_long_epoch_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logger = started(tmp_path)
     for step in range(450):
         logger.log_metrics({"a": 0.1}, step)
-    assert len(rows(logger)) == 400
+    wait_until(lambda: os.path.exists(logger.metrics_path) and len(rows(logger)) == 400)
     assert rows(logger)[0]["a"] == "0.1"
+    monkeypatch.setattr("trainwright.loggers.folder.LONGEST_WAIT_SECONDS", 0.0)
+    logger.log_metrics({"a": 0.1}, 450)  # what waited for ten seconds is written though it is little
+    wait_until(lambda: len(rows(logger)) == 450)
 
 
 def test_the_numbers_of_one_moment_are_one_row(tmp_path: Path) -> None:
@@ -62,14 +120,143 @@ def test_the_numbers_of_one_moment_are_one_row(tmp_path: Path) -> None:
     assert [(row["val"], row["train"]) for row in rows(logger)] == [("1.0", "2.0"), ("", "3.0")]
 
 
-def test_no_folder_before_the_run() -> None:
+def test_what_user_code_logs(tmp_path: Path) -> None:
+    logger = tw.CSVLogger(tmp_path, prefix="p")
+    value = torch.tensor(2.0, requires_grad=True)
+    logger.log_metrics({"a": value, "of": {"x": 1, "y": True}}, step=5)  # before the run: it waits
+    logger.start(lambda text: text, is_writer=True)
+    with torch.no_grad():
+        value += 1
+    logger.log_metrics({"b": torch.tensor([3])})  # of the step before
+    logger.close()
+    assert [row["step"] for row in rows(logger)] == ["5"]
+    assert rows(logger)[0] == {"step": "5", "p-a": "2.0", "p-of/x": "1", "p-of/y": "True", "p-b": "3"}
+    with pytest.raises(TypeError, match=r"metric 'p-x' was given to a logger as a Tensor; accepted are numbers"):
+        logger.log_metrics({"x": torch.ones(2)})
+    with pytest.raises(AttributeError, match=r"CSVLogger has no experiment object.*TensorBoardLogger"):
+        logger.experiment
     with pytest.raises(RuntimeError, match=r"before trainer\.fit"):
         tw.CSVLogger().metrics_path
 
 
-def test_a_run_goes_on_in_the_folder_of_a_given_version(tmp_path: Path) -> None:
+def test_hyper_parameters_become_json(place: str) -> None:
+    logger = started(place)
+    logger.log_hyperparams(
+        {"lr": 0.1, "layers": (1, 2), "t": torch.ones(2), "path": Path("a"), "type": torch.float16, "in": {3: {4}}}
+    )
+    logger.flush()
+    expected = {"lr": 0.1, "layers": [1, 2], "t": [1.0, 1.0], "path": "a", "type": "torch.float16", "in": {"3": [4]}}
+    assert hyper_parameters(logger) == expected
+    logger.log_hyperparams({"lr": 0.2})
+    logger.close()
+    assert hyper_parameters(logger) == {**expected, "lr": 0.2}
+    with pytest.raises(TypeError, match="log_hyperparams got 3, a int"):
+        logger.log_hyperparams(3)  # type: ignore[arg-type]
+
+
+def test_a_run_goes_on_in_the_folder_of_a_given_version(place: str) -> None:
     for value in (1.0, 2.0):
-        logger = started(tmp_path, version="mine")
+        logger = started(place, version="mine")
         logger.log_metrics({"epoch": 0, "a": value}, 1)
         logger.close()
+    with fsspec.open(logger.metrics_path, "r") as file:
+        text = file.read()
+    with fsspec.open(logger.metrics_path, "w") as file:
+        file.write(text[:-3])  # the writer was killed amid a line
+    logger = started(place, version="mine")
+    logger.log_metrics({"epoch": 0, "a": 3.0}, 1)
+    logger.close()
+    assert [row["a"] for row in rows(logger)] == ["1.0", text[:-3].rpartition(",")[2], "3.0"]
+
+
+def test_a_failure_surfaces_at_the_next_flush_and_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = started(tmp_path)
+    logger.log_metrics({"a": 1.0}, 1)
+    logger.flush()
+
+    def fails(file: MetricsFile, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MetricsFile, "_append", fails)
+        logger.log_metrics({"a": 2.0}, 2)
+        with pytest.raises(
+            OSError, match=r"CSVLogger could not write to .*version_0: OSError: .*No space left.*Free space"
+        ):
+            logger.flush()
+    logger.log_metrics({"a": 3.0}, 3)
+    logger.close()
+    assert [row["a"] for row in rows(logger)] == ["1.0", "2.0", "3.0"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # newer Pythons warn of threads
+def test_half_a_row_is_taken_back_when_the_disk_is_full(tmp_path: Path) -> None:
+    """A file that may not grow beyond a size, in a process of its own."""
+    read, write = os.pipe()
+    logger = started(tmp_path, flush_logs_every_n_steps=1000)
+    logger.log_metrics({"a": 1.0}, 0)
+    logger.flush()
+    child = os.fork()
+    if child == 0:
+        import resource
+        import signal
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+        again = started(tmp_path, version=0)
+        outcome = "written"
+        for step in range(1, 100):
+            again.log_metrics({"a": 1.0}, step)
+        try:
+            again.flush()
+        except OSError as error:
+            outcome = str(error)
+        os.write(write, outcome.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert "File too large" in os.read(read, 1000).decode()
+    os.close(read)
+    os.close(write)
+    assert len(rows(logger)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # newer Pythons warn of threads
+def test_a_forked_child_and_a_copy_leave_the_file_alone(tmp_path: Path) -> None:
+    logger = started(tmp_path)
+    logger.log_metrics({"a": 1.0}, 1)
+    child = os.fork()
+    if child == 0:
+        logger.log_metrics({"a": 9.0}, 2)
+        logger.close()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    logger.close()
+    assert [row["a"] for row in rows(logger)] == ["1.0"]
+    copied = pickle.loads(pickle.dumps(logger))
+    copied.log_metrics({"a": 2.0}, 2)
+    copied.close()
     assert [row["a"] for row in rows(logger)] == ["1.0", "2.0"]
+
+
+def test_the_thread_ends_when_nothing_is_to_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainwright.loggers.background.IDLE_SECONDS", 0.02)
+    logger = started(tmp_path)
+    for step in range(5):
+        logger.log_metrics({"a": 1.0}, step)
+        logger.flush()
+        wait_until(lambda: logger._writer._thread is None)
+    assert len(rows(logger)) == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"save_dir": 3}, TypeError, r"CSVLogger\(save_dir=3\) is a int; accepted is a path"),
+        ({"version": 1.5}, TypeError, r"version=1\.5\) is a float; accepted are int, str or None"),
+        ({"flush_logs_every_n_steps": 0}, ValueError, "must be at least 1"),
+        ({"flush_logs_every_n_steps": "1"}, TypeError, "is no int"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        tw.CSVLogger(**settings)

@@ -22,10 +22,32 @@ from trainwright.precision.mixed import MixedPrecision
         ("16", "16-mixed"),
         ("bf16", "bf16-mixed"),
         ("BF16-mixed", "bf16-mixed"),
+        (64, "64-true"),
+        ("64", "64-true"),
+        ("double", "64-true"),
+        ("16-true", "16-true"),
+        ("bf16-true", "bf16-true"),
     ],
 )
 def test_names(given: Any, name: str) -> None:
     assert resolve_precision(given, "cpu").name == name
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ("fp16", ValueError, "choose from 64-true, 32-true, 16-mixed.*Did you mean '16-mixed'"),
+        ("bfloat16", ValueError, "Did you mean 'bf16-mixed'"),
+        ("b16-true", ValueError, "Did you mean 'bf16-true'"),
+        (8, ValueError, "precision=8 is unknown"),
+        (True, TypeError, "is a bool"),
+        (16.0, TypeError, "is a float; accepted are a name, 16, 32, 64"),
+        (Precision, TypeError, "is a type"),
+    ],
+)
+def test_names_refused(given: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        resolve_precision(given, "cpu")
 
 
 def test_an_instance_is_taken_as_it_is() -> None:
@@ -109,3 +131,37 @@ def test_gradients_dropped_after_clipping_count_for_the_scale() -> None:
     assert parameter.grad == 3.0
     assert precision.scaler is not None
     assert precision.scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("name", [32, "bf16-mixed", "16-mixed", "bf16-true"])
+def test_a_loss_is_sent_by_the_callers_own_backward(name: Any) -> None:
+    precision = resolve_precision(name, "cpu")
+    sent: list[Any] = []
+    parameter = nn.Parameter(torch.ones(()))
+    precision.backward(parameter * 2, lambda loss, **options: sent.append((loss.item(), options)), retain_graph=True)
+    assert sent == [(2.0 * 2**16 if name == "16-mixed" else 2.0, {"retain_graph": True})]
+    loss = parameter * 2
+    precision.backward(loss, retain_graph=True)
+    precision.backward(loss, inputs=[parameter])
+    assert parameter.grad is not None
+    assert precision.takes_closure == (name != "16-mixed")
+
+
+@pytest.mark.parametrize("name", [32, "16-mixed"])
+def test_a_closure_is_called_by_the_optimizer_or_before_it_under_a_scale(name: Any) -> None:
+    precision = resolve_precision(name, "cpu")
+    parameter = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    calls = []
+
+    def closure() -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        loss = parameter * 3
+        precision.backward(loss)
+        return loss
+
+    with torch.no_grad():
+        assert precision.step(optimizer, None, closure) == (None, False)
+    assert calls == [True]
+    assert parameter.item() == -3.0

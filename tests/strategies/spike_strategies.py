@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
-from trainwright.precision.base import Clipper, StepResult
+from trainwright.precision.base import Clipper, Closure, Sender, StepResult
 from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, clean_name
 
 
@@ -34,6 +34,7 @@ class FSDPSpike(Strategy):
     name = "fsdp_spike"
     is_parallel = True
     forward_is_collective = True
+    takes_closure = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,18 +77,18 @@ class FSDPSpike(Strategy):
             self._roots[module].add(name)
         return super().run(module, name, args, kwargs)
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         if self._automatic:
-            return super().backward(loss, retain_graph)
+            return super().backward(loss, send, **options)
         # The root's hooks sit on what its step returns, and this backward runs inside of the step: without these the
         # root's group is never reduced.
         for root in self._fsdp_roots():
             root._get_fsdp_state()._register_pre_backward_hook(loss)
-        super().backward(loss, retain_graph)
+        super().backward(loss, send, **options)
         self._gather_roots()
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None) -> StepResult:
-        result = super().step(optimizer, clip)
+    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
+        result = super().step(optimizer, clip, closure)
         if not self._automatic:
             self._gather_roots()
         return result
@@ -196,6 +197,7 @@ class DeepSpeedSpike(Strategy):
 
     name = "deepspeed_spike"
     is_parallel = True
+    takes_closure = False
 
     def __init__(self, stage: int = 2, persistence_threshold: int = 8) -> None:
         super().__init__()
@@ -270,17 +272,17 @@ class DeepSpeedSpike(Strategy):
         with self.precision.forward_context() or nullcontext():
             return step()
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         for engine in self._engines.values():
             engine.optimizer.clear_backward_seen_flag()
             engine._backward_prologue()
             loss = engine.scale(loss)
-        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        super().backward(loss, send, **options)
         for engine in self._engines.values():
             # Engines that this loss reached have run their epilogue from their gradient hooks; the others did not.
             engine.optimizer._backward_hook_state.backward_active_depth = 0
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None) -> StepResult:
+    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
         engine = self._engines[optimizer]
         norm = clip(optimizer) if clip is not None else None
         engine.step()

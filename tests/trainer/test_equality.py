@@ -1,4 +1,7 @@
-"""The same model trained by hand, by the Trainer and by the Accelerator ends in bitwise equal weights."""
+"""The same model trained by hand, by the Trainer and by the Accelerator ends in bitwise equal weights.
+
+The optimizer is fused, as the Trainer makes it of itself.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler
 
 def train_by_hand(case: dict[str, Any], *, loss_in_autocast: bool) -> dict[str, torch.Tensor]:
     net, loader = make_net(), make_loader()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, fused=True)
     scheduler = make_scheduler(optimizer) if case["scheduler"] else None
     dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(case["precision"])
     scaler = torch.amp.GradScaler("cpu", enabled=case["precision"] == "16-mixed")
@@ -96,7 +99,7 @@ def train_by_trainer(case: dict[str, Any]) -> dict[str, torch.Tensor]:
 def train_by_accelerator(case: dict[str, Any]) -> dict[str, torch.Tensor]:
     accelerator = tw.Accelerator(cpu=True, precision=case["precision"], gradient_accumulation_steps=case["accumulate"])
     net = make_net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, fused=True)
     model, optimizer, loader = accelerator.prepare(net, optimizer, make_loader())
     scheduler = accelerator.prepare(make_scheduler(optimizer)) if case["scheduler"] else None
     for _ in range(EPOCHS):
@@ -125,7 +128,7 @@ def test_accelerator_step_clips_and_tells_norm_and_skip() -> None:
     case = settings_of(CASES["clip_norm"])
     accelerator = tw.Accelerator(cpu=True)
     net = make_net()
-    model, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.05), make_loader())
+    model, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.05, fused=True), make_loader())
     for _ in range(EPOCHS):
         for batch in loader:
             optimizer.zero_grad()

@@ -168,12 +168,19 @@ def test_compiled_children_keep_the_names_of_the_state(tmp_path: Any) -> None:
             super().__init__()
             self.blocks = nn.ModuleList([nn.Linear(3, 3)])
 
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self.blocks[0](self.net(batch[0])), batch[1])
+
+        def on_train_end(self) -> None:
+            self.compiled = {type(each).__name__ for each in self.trainer.compiled.called}
+            assert list(self.state_dict()) == names
+
     module = Compiled()
     names = list(module.state_dict())
     trainer = fit(module, compile={"backend": "eager"}, limit_train_batches=2)
     assert list(module.state_dict()) == names
-    assert module.net._compiled_call_impl is not None
-    assert module.blocks[0]._compiled_call_impl is not None
+    assert module.compiled == {"Sequential", "Linear"}
+    assert module.net._compiled_call_impl is None  # a later run may be eager
     trainer.save_checkpoint(str(tmp_path / "compiled.ckpt"))
     eager = Compiled()
     tw.Trainer(**QUIET).test(eager, make_loader(), ckpt_path=str(tmp_path / "compiled.ckpt"))
@@ -193,11 +200,6 @@ class Detached(Classifier):
 class TwoOptimizers(Classifier):
     def configure_optimizers(self) -> Any:
         return [super(TwoOptimizers, self).configure_optimizers() for _ in range(2)]
-
-
-class NoOptimizer(Classifier):
-    def configure_optimizers(self) -> Any:
-        return None
 
 
 class NoSteps(tw.Module):
@@ -242,16 +244,13 @@ class Vector(Classifier):
         ),
         (Detached(), None, RuntimeError, "no parameter requiring a gradient"),
         (TwoOptimizers(), None, ValueError, "automatic_optimization = False"),
-        (NoOptimizer(), None, TypeError, "forget the return"),
         (NoSteps(), None, TypeError, "needs training_step and configure_optimizers, which NoSteps"),
         (NoSuper(), None, TypeError, r"did not call super\(\).__init__\(\)"),
         (Classifier, None, TypeError, "the class Classifier; pass an instance"),
         (nn.Linear(1, 1), None, TypeError, "given a Linear; accepted is an instance of trainwright.Module"),
-        (Classifier(), {"a": 1}, TypeError, "is a dict; accepted is one torch DataLoader"),
         (Classifier(), 3, TypeError, "is a int; accepted"),
         (Classifier(), [], ValueError, "no batch"),
         (Classifier(), iter([]), TypeError, "can be read only once"),
-        (Classifier(), [make_loader()], TypeError, "holds 1 DataLoaders; several are not there yet"),
         (Classifier(), Nothing(), RuntimeError, "gave no batch"),
         (
             Classifier(),
@@ -291,7 +290,7 @@ def test_fit_without_a_loader_says_so() -> None:
         ({"strategy": "dpp"}, ValueError, "choose from auto, single_device, ddp.*Did you mean 'ddp'"),
         ({"strategy": tw.DDPStrategy}, TypeError, "Pass an instance, not its class"),
         ({"strategy": "single_device", "devices": 2}, ValueError, "such as 'ddp'"),
-        ({"precision": "8"}, ValueError, "choose from 32-true, 16-mixed, bf16-mixed"),
+        ({"precision": "8"}, ValueError, "choose from 64-true, 32-true, 16-mixed"),
         ({"precision": 1.5}, TypeError, "is a float"),
         ({"devices": 0}, ValueError, "below 1"),
         ({"devices": 2.5}, TypeError, "accepted are a number of devices"),
@@ -381,14 +380,7 @@ def test_an_epoch_that_ends_within_a_window_is_saved(tmp_path: Any) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["epoch=1-step=2.ckpt"]
 
 
-def test_lbfgs_and_an_empty_compile_say_what_to_do() -> None:
-    class Closing(Classifier):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters())
-
-    with pytest.raises(ValueError, match=r"LBFGS.*automatic_optimization = False"):
-        fit(Closing())
-
+def test_an_empty_compile_says_so() -> None:
     class Flat(tw.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,20 +1,37 @@
-"""The order of the hooks, as trainer/hooks.py draws it."""
+"""The complete order of the hooks, as trainer/hooks.py draws it: each kind of run, on one process and on two ranks."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small import QUIET, Classifier, make_loader
+from jobs import run_job
+from small import QUIET, Classifier, loss_of, make_loader
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 import trainwright as tw
 from trainwright.module import is_overridden
+from trainwright.module_hooks import ModuleHooks
 from trainwright.trainer.hooks import HOOKS
 
+TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+OF_MODULES = (
+    *(name for name in vars(ModuleHooks) if not name.startswith("_")),
+    "training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "backward",
+    "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping",
+)  # fmt: skip
+OF_DATA = (
+    "prepare_data", "setup", "teardown", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader",
+    *TRANSFER, "state_dict", "load_state_dict", "on_exception",
+)  # fmt: skip
+OF_CALLBACKS = (*HOOKS, "state_dict", "load_state_dict")
 
-def recording(base: type, names: list[str], who: str, calls: list[str]) -> type:
-    """Return a subclass that records each of its hooks before it runs it."""
+
+def recording(base: type, names: Any, who: str, calls: list[str]) -> type:
+    """Return a subclass that records each of these methods before it runs it."""
 
     def record(name: str) -> Any:
         inner = getattr(base, name)
@@ -25,43 +42,212 @@ def recording(base: type, names: list[str], who: str, calls: list[str]) -> type:
 
         return call
 
-    return type(f"Recording{base.__name__}", (base,), {name: record(name) for name in names})
+    return type(f"Recording{who}", (base,), {name: record(name) for name in names})
 
 
-def run(**settings: Any) -> list[str]:
+class Last(tw.Callback):
+    """Runs last, and finds the epoch's metrics there."""
+
+    runs_last = True
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.calls.append("L.on_train_epoch_start")
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.calls.append("L.on_train_epoch_end")
+        assert "loss_epoch" in trainer.callback_metrics
+
+
+class Data(tw.DataModule):
+    def train_dataloader(self) -> Any:
+        return make_loader()
+
+    def val_dataloader(self) -> Any:
+        return [make_loader(8), make_loader(8)]
+
+    def test_dataloader(self) -> Any:
+        return make_loader(8)
+
+    def predict_dataloader(self) -> Any:
+        return make_loader(8)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 1}
+
+
+class Planned(Classifier):
+    """Has a scheduler of each kind, and loaders of its own."""
+
+    def __init__(self, calls: list[str], callback: tw.Callback) -> None:
+        super().__init__()
+        self.calls, self.callback = calls, callback
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", loss_of(self.net, batch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+    def configure_callbacks(self) -> Any:
+        return [self.callback, Last(self.calls)]
+
+    train_dataloader = test_dataloader = predict_dataloader = lambda self: make_loader(24)  # noqa: E731
+    val_dataloader = lambda self: make_loader(4)  # noqa: E731
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.calls.append(f"M.lr_scheduler_step({scheduler.label})")
+        super().lr_scheduler_step(scheduler, metric)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(lambda *_: self.calls.append("step"))
+        configs = []
+        for interval in ("step", "epoch", "validation"):
+            configs.append({"scheduler": LambdaLR(optimizer, lambda count: 1.0), "interval": interval})
+            configs[-1]["scheduler"].label = interval
+        plateau = ReduceLROnPlateau(optimizer)
+        plateau.label = "plateau"
+        return [optimizer], [*configs, {"scheduler": plateau, "monitor": "loss_epoch"}]
+
+
+def both(*names: str) -> str:
+    """Callbacks, then the module."""
+    return " ".join(f"C.{name} M.{name}" for name in names)
+
+
+def moved(who: str) -> str:
+    return " ".join(f"{who}.{name}" for name in TRANSFER)
+
+
+def evaluation(stage: str, who: str, loaders: str, *, batches: int = 1, ending: str = "") -> str:
+    """What validation, test and prediction call, whose loaders and transfer hooks are `who`'s."""
+    batch = f"{moved(who)} {both(f'on_{stage}_batch_start')} M.{stage}_step {both(f'on_{stage}_batch_end')} "
+    return f"""{loaders} M.on_{stage}_model_eval {both(f"on_{stage}_start", f"on_{stage}_epoch_start")} {batch * batches}
+        {both(f"on_{stage}_epoch_end")} {ending} {both(f"on_{stage}_end")} M.on_{stage}_model_train"""
+
+
+def training_batch(who: str, *, opens: bool = True, ends: bool = True) -> str:
+    zero_grad = f"{both('on_before_zero_grad')} M.optimizer_zero_grad"
+    step = f"""{both("on_before_optimizer_step")} M.configure_gradient_clipping M.optimizer_step step
+        M.lr_scheduler_step(step)"""
+    return f"""{moved(who)} {both("on_train_batch_start")} {zero_grad if opens else ""} M.training_step
+        {both("on_before_backward")} M.backward {both("on_after_backward")} {step if ends else ""}
+        {both("on_train_batch_end")}"""
+
+
+def opening(stage: str, *, data: bool, is_first: bool = True) -> str:
+    """What comes before any loop; data is prepared on one process only."""
+    prepared = f"{'D.prepare_data ' if data else ''}M.prepare_data" if is_first else ""
+    return f"M.configure_callbacks {prepared} {'D.setup' if data else ''} {both('setup')} M.configure_model"
+
+
+def closing(*, data: bool) -> str:
+    return f"{'D.teardown' if data else ''} {both('teardown')}"
+
+
+def validation(who: str, **kwargs: Any) -> str:
+    within = evaluation("validation", who, "", ending="M.lr_scheduler_step(validation)", **kwargs)
+    return f"M.on_validation_model_zero_grad {within}"
+
+
+ENDING = f"{both('on_train_epoch_end')} M.lr_scheduler_step(plateau) L.on_train_epoch_end"
+SAVED = f"saved C.state_dict D.state_dict {both('on_save_checkpoint')} L.on_train_epoch_end"
+FIRST_EPOCH = f"""{both("on_train_epoch_start").replace(" M.", " L.on_train_epoch_start M.")}
+    {training_batch("D")} {training_batch("D")} M.lr_scheduler_step(epoch) {validation("D", batches=2)} {ENDING}"""
+
+
+def fit_with_data(is_first: bool) -> str:
+    return f"""{opening("fit", data=True, is_first=is_first)} M.configure_optimizers {both("on_fit_start")}
+        C.on_sanity_check_start {evaluation("validation", "D", "D.val_dataloader", batches=2)} C.on_sanity_check_end
+        D.train_dataloader {both("on_train_start")} {FIRST_EPOCH.replace("L.on_train_epoch_end", SAVED)}
+        {both("on_train_end", "on_fit_end")} {closing(data=True)}"""
+
+
+def resumed(is_first: bool) -> str:
+    return f"""{opening("fit", data=True, is_first=is_first)} M.configure_optimizers {both("on_fit_start")}
+        {both("on_load_checkpoint")} C.load_state_dict D.load_state_dict
+        D.train_dataloader {both("on_train_start")} {FIRST_EPOCH.replace("M.on_validation", "D.val_dataloader M.on_validation")}
+        {both("on_train_end", "on_fit_end")} {closing(data=True)}"""
+
+
+def evaluated(stage: str, is_first: bool) -> str:
+    call = {"validation": "validate"}.get(stage, stage)
+    loader = f"D.{stage.removesuffix('idation')}_dataloader"
+    batches = 2 if stage == "validation" else 1
+    return f"""{opening(call, data=True, is_first=is_first)} {evaluation(stage, "D", loader, batches=batches)}
+        {closing(data=True)}"""
+
+
+def record_all(folder: Path) -> dict[str, list[str]]:
+    """Run everything with a DataModule and return what was called."""
     calls: list[str] = []
-    steps = ["training_step", "validation_step", "test_step", "configure_optimizers"]
-    module = recording(Classifier, [*(name for name in HOOKS if hasattr(tw.Module, name)), *steps], "M", calls)()
-    callback = recording(tw.Callback, list(HOOKS), "C", calls)()
-    trainer = tw.Trainer(max_epochs=1, limit_train_batches=1, callbacks=[callback], **{**QUIET, **settings})
-    trainer.fit(module, make_loader(), make_loader(4, 4))
-    return calls
+    data = recording(Data, OF_DATA, "D", calls)()
+    kept = recording(tw.Callback, OF_CALLBACKS, "C", calls)
+    settings = {**QUIET, "devices": "auto", "limit_train_batches": 2, "limit_val_batches": 1, "gradient_clip_val": 1.0}
+    limits = {"limit_test_batches": 1, "limit_predict_batches": 1, "num_sanity_val_steps": 1}
+    found: dict[str, list[str]] = {}
+
+    class Saving(tw.Callback):
+        runs_last = True
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch == 0:
+                calls.append("saved")
+                trainer.save_checkpoint(folder / "first.ckpt")
+
+    def run(name: str, method: str, epochs: int = 1, **kwargs: Any) -> None:
+        calls.clear()
+        callback = kept()
+        callback.state_dict = lambda: calls.append("C.state_dict") or {"seen": 1}
+        trainer = tw.Trainer(max_epochs=epochs, callbacks=[Saving()], **settings, **limits)
+        getattr(trainer, method)(recording(Planned, OF_MODULES, "M", calls)(calls, callback), datamodule=data, **kwargs)
+        found[name] = list(calls)
+
+    run("fit", "fit")
+    run("resumed", "fit", 2, ckpt_path=folder / "first.ckpt")
+    for method in ("validate", "test", "predict"):
+        run(method, method)
+    return found
 
 
-VALIDATION = """C.on_validation_start M.on_validation_start C.on_validation_epoch_start M.on_validation_epoch_start
-    C.on_validation_batch_start M.on_validation_batch_start M.validation_step C.on_validation_batch_end
-    M.on_validation_batch_end C.on_validation_epoch_end M.on_validation_epoch_end C.on_validation_end M.on_validation_end"""
-FIT = f"""C.setup M.setup M.configure_optimizers C.on_fit_start M.on_fit_start
-    C.on_sanity_check_start {VALIDATION} C.on_sanity_check_end
-    C.on_train_start M.on_train_start C.on_train_epoch_start M.on_train_epoch_start
-    C.on_train_batch_start M.on_train_batch_start C.on_before_zero_grad M.on_before_zero_grad M.training_step
-    C.on_before_backward M.on_before_backward C.on_after_backward M.on_after_backward
-    C.on_before_optimizer_step M.on_before_optimizer_step C.on_train_batch_end M.on_train_batch_end
-    {VALIDATION} C.on_train_epoch_end M.on_train_epoch_end C.on_train_end M.on_train_end C.on_fit_end M.on_fit_end
-    M.teardown C.teardown"""
+def expected_of_all(is_first: bool) -> dict[str, list[str]]:
+    timelines = {
+        "fit": fit_with_data(is_first),
+        "resumed": resumed(is_first),
+        "validate": evaluated("validation", is_first),
+        "test": evaluated("test", is_first),
+        "predict": evaluated("predict", is_first),
+    }
+    return {name: text.split() for name, text in timelines.items()}
 
 
-def test_fit_calls_the_hooks_in_order() -> None:
-    assert run() == FIT.split()
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_hooks_of_every_kind_of_run(tmp_path: Path, ranks: int) -> None:
+    results = [record_all(tmp_path)] if ranks == 1 else run_job(record_all, ranks, tmp_path / "job")
+    for rank, found in enumerate(results):
+        for name, timeline in expected_of_all(is_first=rank == 0).items():
+            assert found[name] == timeline, f"{name} on rank {rank}"
 
 
-def test_test_calls_the_hooks_in_order() -> None:
+def test_the_hooks_of_a_module_with_its_own_loaders(tmp_path: Path) -> None:
+    """Six batches in windows of two, and a validation after each third one: the first of them stands within a window."""
     calls: list[str] = []
-    module = recording(Classifier, [name for name in HOOKS if hasattr(tw.Module, name)], "M", calls)()
-    tw.Trainer(**QUIET).test(module, make_loader(4, 4))
-    expected = """setup on_test_start on_test_epoch_start on_test_batch_start on_test_batch_end on_test_epoch_end
-        on_test_end teardown"""
-    assert calls == [f"M.{name}" for name in expected.split()]
+    callback = recording(tw.Callback, OF_CALLBACKS, "C", calls)()
+    settings = {"max_epochs": 1, "accumulate_grad_batches": 2, "val_check_interval": 3, "num_sanity_val_steps": 0}
+    trainer = tw.Trainer(**settings, **QUIET)
+    trainer.fit(recording(Planned, OF_MODULES, "M", calls)(calls, callback))
+    within = evaluation("validation", "M", "", ending="M.lr_scheduler_step(validation)")
+    first = within.replace("M.on_validation_model_eval", "M.val_dataloader M.on_validation_model_eval", 1)
+    opened, stepped = training_batch("M", ends=False), training_batch("M", opens=False)
+    timeline = f"""{opening("fit", data=False)} M.configure_optimizers {both("on_fit_start")}
+        M.train_dataloader {both("on_train_start")} {both("on_train_epoch_start").replace(" M.", " L.on_train_epoch_start M.")}
+        {opened} {stepped} {opened} {first} {stepped} {opened} {stepped}
+        M.lr_scheduler_step(epoch) {validation("M")} {ENDING}
+        {both("on_train_end", "on_fit_end")} {closing(data=False)}"""
+    assert calls == timeline.split()
 
 
 def test_gradients_are_unscaled_when_before_optimizer_step_is_called() -> None:
@@ -88,23 +274,24 @@ def test_minus_one_from_batch_start_ends_the_epoch() -> None:
     assert trainer.current_epoch == 2
 
 
-def test_an_exception_is_told_and_the_run_is_taken_down() -> None:
+@pytest.mark.parametrize("error", [ArithmeticError("no such luck"), KeyboardInterrupt("no such luck")])
+def test_an_exception_is_told_and_the_run_is_taken_down(error: BaseException) -> None:
     calls: list[str] = []
-
-    class Watch(tw.Callback):
-        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-            calls.append(str(exception))
-
-        def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-            calls.append(stage)
+    last = ("on_exception", "teardown", "on_train_batch_end", "on_train_end", "on_fit_end")
 
     class Broken(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            raise ArithmeticError("no such luck")
+            raise error
 
-    with pytest.raises(ArithmeticError, match="no such luck"):
-        tw.Trainer(max_epochs=1, callbacks=[Watch()], **QUIET).fit(Broken(), make_loader())
-    assert calls == ["no such luck", "fit"]
+    data = recording(Data, ("on_exception", "teardown"), "D", calls)()
+    callback = recording(tw.Callback, last, "C", calls)()
+    module = recording(Broken, ("teardown", *last[2:]), "M", calls)()
+    trainer = tw.Trainer(max_epochs=1, limit_val_batches=0, callbacks=[callback], **QUIET)
+    with pytest.raises(type(error), match="no such luck"):
+        trainer.fit(module, datamodule=data)
+    assert calls == "C.on_exception D.on_exception D.teardown C.teardown M.teardown".split()
+    assert trainer.interrupted is isinstance(error, KeyboardInterrupt)
+    assert not trainer.training
 
 
 def test_a_hook_set_on_the_instance_counts_as_overridden() -> None:
@@ -114,3 +301,22 @@ def test_a_hook_set_on_the_instance_counts_as_overridden() -> None:
     module.on_train_start = lambda: seen.append(1)  # type: ignore[method-assign]
     tw.Trainer(max_epochs=1, **QUIET).fit(module, make_loader())
     assert seen == [1]
+
+
+def test_callbacks_of_the_module_take_the_place_of_the_trainers() -> None:
+    class Named(tw.Callback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    class Choosing(Classifier):
+        def configure_callbacks(self) -> Any:
+            return Named("module's")
+
+    checkpoint = tw.ModelCheckpoint()
+    trainer = tw.Trainer(
+        max_epochs=1, callbacks=[checkpoint, Named("trainer's")], **{**QUIET, "enable_checkpointing": True}
+    )
+    for _ in range(2):
+        trainer.fit(Choosing(), make_loader())
+        assert [getattr(each, "name", "") for each in trainer.callbacks] == ["module's", ""]
+        assert trainer.callbacks[-1] is checkpoint  # checkpoints stay last

@@ -30,11 +30,34 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
 
+    def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
+        """Called before a checkpoint is written, with its contents; keys may be added or removed (see Module's)."""
+
+    def on_load_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
+        """Called with the contents of a checkpoint that a run goes on from, before they are taken."""
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Log a number, as `Module.log` does; in a hook of a run only."""
+        self._module().log(name, value, *args, **kwargs)
+
+    def log_dict(self, values: Any, *args: Any, **kwargs: Any) -> None:
+        """Log each value of a flat dict, as `Module.log_dict` does; in a hook of a run only."""
+        self._module().log_dict(values, *args, **kwargs)
+
+    def _module(self) -> Module:
+        module: Module | None = self.__dict__.get("_running_module")
+        if module is None:
+            raise RuntimeError(f"{type(self).__name__}.log works in the hooks of a run only.")
+        return module
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_running_module"}
+
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        """Called first of all; stage is "fit", "validate" or "test"."""
+        """Called first of all but the datamodule's; stage is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
-        """Called last of all, in reversed order, after a failure too."""
+        """Called last of all, after a failure too."""
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
         """Called when the run ends by an exception, on the rank that raised it."""
@@ -93,11 +116,13 @@ class Callback:
     def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Called after the last validation batch."""
 
-    def on_validation_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_validation_batch_start(
+        self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Called before validation_step."""
 
     def on_validation_batch_end(
-        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called after validation_step."""
 
@@ -113,8 +138,34 @@ class Callback:
     def on_test_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """Called after the last test batch."""
 
-    def on_test_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_test_batch_start(
+        self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Called before test_step."""
 
-    def on_test_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_test_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Called after test_step."""
+
+    def on_predict_start(self, trainer: Trainer, module: Module) -> None:
+        """Called before a prediction, with the module in evaluation mode."""
+
+    def on_predict_end(self, trainer: Trainer, module: Module) -> None:
+        """Called after a prediction."""
+
+    def on_predict_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        """Called before the first batch to predict."""
+
+    def on_predict_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        """Called after the last batch to predict."""
+
+    def on_predict_batch_start(
+        self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Called before predict_step."""
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Called after predict_step, with what it returned."""

@@ -1,98 +1,141 @@
-"""ModelCheckpoint: which epochs are saved, which of them are kept, and where."""
+"""ModelCheckpoint: when a run is saved, which of its checkpoints are kept, and where."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
+import os
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from trainwright.callbacks.base import Callback
+from trainwright.callbacks.checkpoint_name import SUFFIX, check_template, fill_template
+from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.store import is_checkpoint, remove_checkpoint, same_place, sweep_temporaries
+from trainwright.duration import to_seconds
 
 if TYPE_CHECKING:
     from trainwright.module import Module
     from trainwright.trainer.trainer import Trainer
 
-SUFFIX = ".ckpt"
-FIELD = r"\{([^{}:]+)(:[^{}]*)?\}"
-"""A field of a file name's template: a name and, if wanted, its format."""
-
 
 class ModelCheckpoint(Callback):
-    """Saves at the end of an epoch, after its validation, and keeps the best.
+    """Saves during fit, by default at each epoch's end after its validation, and keeps the best.
 
     Args:
         dirpath: where to save, a path or an fsspec URL; by default `checkpoints` in the logger's folder of the run.
         filename: a template of the name, with {epoch}, {step} and metrics, such as "{epoch}-{val_acc:.3f}".
         monitor: the metric to judge by; None keeps the newest.
-        mode: "min" or "max": which value of it is better.
+        verbose: print the path of each save.
+        save_last: True or "link": keep the newest too, under its own name, whatever its metric.
         save_top_k: how many to keep: -1 for all, 0 for none; without monitor -1, 0 or 1.
-        save_last: keep the newest too, whatever its metric.
-        every_n_epochs: epochs between two saves.
+        save_on_exception: save `exception-epoch=..-step=..` when the run fails, where that can be resumed exactly: on one
+            process (a save is made by all ranks together, and the others may live), while an epoch's batches are trained,
+            and not in the middle of a step or an accumulation window. Elsewhere it says why it does not.
         save_weights_only: leave out optimizers and counters; a run cannot be resumed from such a checkpoint.
+        mode: "min" or "max": which value of the metric is better.
         auto_insert_metric_name: write {epoch} as "epoch=3" rather than "3".
+        every_n_train_steps: optimizer steps between two saves; 0 switches them off.
+        train_time_interval: time between two saves: a timedelta, "DD:HH:MM:SS" or a dict of timedelta's arguments.
+        every_n_epochs: save in each n-th epoch; 0 switches it off. Of the three intervals one may be given.
+        save_on_train_epoch_end: True saves at an epoch's end only; False after validations only; None after each validation
+            of a fit that has one, else at the epoch's end. A validation at an epoch's end is followed by the save of that
+            epoch's end, from which a run goes on with the next epoch.
+        enable_version_counter: a name that is taken gets -v1, -v2; False replaces the checkpoint of that name once the new
+            one is whole (on a file system that can rename, and never the one that the run was resumed from).
 
     A checkpoint whose metric is not finite never counts among the best. The newest checkpoint, and the one that the run was
-    resumed from, are never deleted before another one is there.
+    resumed from, are never deleted before another one is there. A save that is due within an accumulation window is made
+    when the window ends. Nothing is saved with fast_dev_run.
     """
 
     runs_last = True
 
     def __init__(
         self,
-        dirpath: str | None = None,
+        dirpath: str | os.PathLike[str] | None = None,
         filename: str | None = None,
         monitor: str | None = None,
-        *,
-        mode: str = "min",
+        verbose: bool = False,
+        save_last: bool | str | None = None,
         save_top_k: int = 1,
-        save_last: bool = False,
-        every_n_epochs: int = 1,
+        save_on_exception: bool = False,
         save_weights_only: bool = False,
+        mode: str = "min",
         auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | str | dict[str, float] | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
     ) -> None:
         if mode not in ("min", "max"):
             raise ValueError(f"mode={mode!r} is unknown; choose from min, max.")
-        if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
-            raise ValueError(f"save_top_k={save_top_k!r} is not accepted; pass a number of checkpoints, or -1 for all.")
-        if monitor is None and save_top_k > 1:
-            raise ValueError(
-                f"save_top_k={save_top_k} needs a metric to judge by; pass monitor='val_loss' with a name that you log, or "
-                "save_top_k=1 (the newest), 0 or -1."
-            )
-        if re.sub(FIELD, "", filename or "").strip("{}") != re.sub(FIELD, "", filename or ""):
-            raise ValueError(
-                f"filename={filename!r} has a brace without its pair; write fields as {{epoch}} or {{val_loss:.3f}}."
-            )
-        if isinstance(every_n_epochs, bool) or not isinstance(every_n_epochs, int):
-            raise TypeError(f"every_n_epochs={every_n_epochs!r} is no whole number; pass a number of epochs.")
+        if save_last not in (None, True, False, "link"):
+            raise ValueError(f"save_last={save_last!r} is not accepted; choose from True, False, None, 'link'.")
         for name, text in (("filename", filename), ("monitor", monitor)):
             if text is not None and not isinstance(text, str):
                 raise TypeError(f"{name}={text!r} is a {type(text).__name__}; accepted are a str and None.")
-        if every_n_epochs < 1:
-            raise ValueError(f"every_n_epochs={every_n_epochs} is below 1; pass a number of epochs.")
-        self.dirpath = str(dirpath).rstrip("/") if dirpath is not None else None
+        _check_top_k(save_top_k, monitor)
+        check_template(filename or "")
+        self.every_n_train_steps, self.every_n_epochs = _intervals(
+            every_n_train_steps, train_time_interval, every_n_epochs
+        )
+        self.train_time_interval = (
+            None if train_time_interval is None else to_seconds(train_time_interval, name="train_time_interval")
+        )
+        self.dirpath = os.fspath(dirpath).rstrip("/") if dirpath is not None else None
         self.filename = filename if filename is not None else "{epoch}-{step}"
-        self.monitor, self.mode, self.save_top_k, self.save_last = monitor, mode, save_top_k, save_last
-        self.every_n_epochs, self.save_weights_only = every_n_epochs, save_weights_only
-        self.auto_insert_metric_name = auto_insert_metric_name
-        self.best_k_models: dict[str, float] = {}
-        self.best_model_path = ""
-        self.best_model_score: float | None = None
-        self.last_model_path = ""
+        self.monitor, self.verbose, self.mode = monitor, verbose, mode
+        self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
+        self.save_weights_only, self.auto_insert_metric_name = save_weights_only, auto_insert_metric_name
+        self.save_on_train_epoch_end, self.enable_version_counter = save_on_train_epoch_end, enable_version_counter
+        self.best_k_models: dict[str, Tensor] = {}
+        """The kept checkpoints and their scores, as tensors of no dimension; 0 where nothing is monitored."""
+        self.best_model_path = self.last_model_path = self.kth_best_model_path = ""
+        self.best_model_score: Tensor | None = None
+        self.kth_value: Tensor | None = None
+        self.current_score: Tensor | None = None
+        self._is_fitting = self._has_warned = False
+        self._watches_batches = self.every_n_train_steps > 0 or self.train_time_interval is not None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget where the latest fit stood."""
+        self._is_validated = self._has_validated = self._is_put_off = False
+        self._step_seen = self._step_saved = -1
+        self._clean_at = (-1, -1)
+        self._appointment: Any = None
+        self._saved_at = time.monotonic()
 
     @property
     def state_key(self) -> str:
-        settings = ("monitor", "mode", "save_top_k", "every_n_epochs", "filename")
-        return f"ModelCheckpoint({', '.join(f'{name}={getattr(self, name)}' for name in settings)})"
+        names = (
+            "monitor",
+            "mode",
+            "save_top_k",
+            "every_n_train_steps",
+            "every_n_epochs",
+            "train_time_interval",
+            "filename",
+        )
+        settings = ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        return f"{type(self).__qualname__}({settings})"
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "best_k_models": dict(self.best_k_models),
+            "best_k_models": {path: float(score) for path, score in self.best_k_models.items()},
             "best_model_path": self.best_model_path,
-            "best_model_score": self.best_model_score,
+            "best_model_score": None if self.best_model_score is None else float(self.best_model_score),
             "last_model_path": self.last_model_path,
+            "current_score": None if self.current_score is None else float(self.current_score),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -101,47 +144,166 @@ class ModelCheckpoint(Callback):
         def is_ours(path: str) -> bool:
             return same_place(path.rpartition("/")[0], self.dirpath or "") and is_checkpoint(path)
 
-        self.best_k_models = {path: score for path, score in state["best_k_models"].items() if is_ours(path)}
+        self.best_k_models = {path: _scalar(score) for path, score in state["best_k_models"].items() if is_ours(path)}
         self.last_model_path = state["last_model_path"] if is_ours(state["last_model_path"]) else ""
+        current = state.get("current_score")
+        self.current_score = None if current is None else _scalar(current)
         self._judge()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_appointment": None}  # it belongs to this process's run
+
+    # -- when to save ------------------------------------------------------------------------------------------------
+
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        if self.dirpath is None and stage == "fit":
+        self._is_fitting = stage == "fit" and not trainer.fast_dev_run
+        if not self._is_fitting:
+            return
+        self._begin()
+        if self.dirpath is None:
             self.dirpath = f"{trainer.log_dir or trainer.default_root_dir}/checkpoints"
-        if stage == "fit" and trainer.is_global_zero and self.dirpath is not None:
+        if trainer.is_global_zero:
             sweep_temporaries(self.dirpath)  # what killed writers have left
 
-    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        if (trainer.current_epoch + 1) % self.every_n_epochs == 0 and (self.save_top_k or self.save_last):
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        self._saved_at, self._step_seen = time.monotonic(), trainer.global_step
+        self._clean_at = (trainer.state.step, trainer.state.total_batches)
+        if self.train_time_interval is not None and self._is_fitting:
+            self._appointment = trainer.appointment(self.state_key)
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.save_on_exception:
+            self._clean_at = (trainer.state.step, trainer.state.total_batches)
+        if self._is_put_off and not trainer.is_within_window:
             self._save(trainer)
+        if self._watches_batches and trainer.global_step != self._step_seen and self._is_fitting:
+            self._step_seen = trainer.global_step
+            if self._is_due(trainer):
+                self._save(trainer)
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        """Return, alike on every rank, whether this optimizer step is one to save after."""
+        if self._appointment is None:
+            return trainer.global_step % self.every_n_train_steps == 0
+        if trainer.is_global_zero and time.monotonic() - self._saved_at >= (self.train_time_interval or 0.0):
+            self._saved_at = time.monotonic()
+            self._appointment.ask()
+        return bool(self._appointment.is_due(trainer.global_step))
+
+    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+        if not self._is_fitting or trainer.sanity_checking:
+            return
+        self._has_validated = True
+        if not trainer.is_mid_epoch_validation:
+            self._is_validated = True  # the epoch's end saves
+        elif not self.save_on_train_epoch_end and self._is_chosen(trainer):
+            if trainer.is_within_window:
+                self._is_put_off = True
+            else:
+                self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        is_validated, self._is_validated = self._is_validated, False
+        if not self._is_fitting:
+            return
+        if self._is_chosen(trainer) or self._is_put_off:
+            waits = self.save_on_train_epoch_end is False or (
+                self.save_on_train_epoch_end is None and trainer.enable_validation
+            )
+            # A run that is stopped within an epoch is saved as it stands.
+            if is_validated or not waits or not trainer.state.epoch_ended or self._is_put_off:
+                self._save(trainer)
+        elif self.save_last and not trainer.state.epoch_ended and self._step_saved != trainer.global_step:
+            self._save(trainer)
+
+    def _is_chosen(self, trainer: Trainer) -> bool:
+        return self.every_n_epochs > 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0
+
+    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+        self._appointment = None
+
+    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+        if not self.save_on_exception or not self._is_fitting or self._clean_at == (-1, -1):
+            return
+        try:
+            refusal = self._refusal(trainer)
+            if refusal:
+                print(f"save_on_exception: nothing is saved: {refusal}.", file=sys.stderr)
+                return
+            stem = f"{self.dirpath}/exception-epoch={trainer.current_epoch}-step={trainer.global_step}"
+            path, number = f"{stem}{SUFFIX}", 1
+            while is_checkpoint(path):
+                path, number = f"{stem}-v{number}{SUFFIX}", number + 1
+            trainer.save_checkpoint(path, self.save_weights_only)
+            print(f"save_on_exception: the run was saved as {path}", file=sys.stderr)
+        except Exception as error:  # the first exception is what has to be seen
+            print(f"save_on_exception: the save failed: {type(error).__name__}: {error}", file=sys.stderr)
+
+    def _refusal(self, trainer: Trainer) -> str:
+        """Return why a run cannot be resumed exactly from where it failed; nothing where it can."""
+        state = trainer.state
+        step, batches = self._clean_at
+        if trainer.world_size > 1:
+            return f"it would take all {trainer.world_size} ranks"
+        if trainer.is_within_window:
+            return "the run failed in the middle of a step, or of an accumulation window"
+        if state.step != step and state.total_batches == batches:
+            return "the run failed after an optimizer step, before its batch was counted"
+        if self._is_validated or state.epoch_ended or state.batch >= trainer.num_training_batches:
+            return "the run failed at the end of an epoch"
+        return ""
+
+    # -- what to save and to keep ------------------------------------------------------------------------------------
 
     def _save(self, trainer: Trainer) -> None:
         """Collective: every rank decides alike, by rank 0's score."""
+        self._is_put_off = False
+        if not self.save_top_k and not self.save_last:
+            return
         score = self._score(trainer)
         is_best = self._is_among_best(score)
         if not is_best and not self.save_last:
             return
-        path = trainer.engine.agreed(self._free_path(trainer))
+        path, place = json.loads(trainer.engine.agreed(json.dumps(self._choose_path(trainer, is_best))))
         # The state that is saved with it knows of itself: a resumed run finds its own checkpoint among the kept ones.
-        kept_before, last_before = dict(self.best_k_models), self.last_model_path
+        before = (dict(self.best_k_models), self.last_model_path, self.current_score)
         dropped = self._admit(path, score) if is_best else []
         self.last_model_path = path
+        self.current_score = None if score is None else _scalar(score)
         self._judge()
         try:
-            is_saved = trainer.save_checkpoint(path, self.save_weights_only)
+            is_saved = trainer.save_checkpoint(place, self.save_weights_only)
+            if place != path and trainer.is_global_zero:
+                _replace(place, path)
         except BaseException:
-            self.best_k_models, self.last_model_path = kept_before, last_before
+            self.best_k_models, self.last_model_path, self.current_score = before
             self._judge()
             raise
+        self._step_saved = trainer.global_step
+        if self.verbose:
+            trainer.print(f"epoch {trainer.current_epoch}, step {trainer.global_step}: saved {path}")
+        last_before = before[1]
         if last_before and last_before not in self.best_k_models and last_before not in dropped:
             dropped.append(last_before)
         for each in dropped if is_saved and trainer.is_global_zero else ():
-            if not same_place(each, trainer.resume_source or "") and is_checkpoint(each):
+            if each != path and not same_place(each, trainer.resume_source or "") and is_checkpoint(each):
                 remove_checkpoint(each)
 
     def _score(self, trainer: Trainer) -> float | None:
+        """Return the metric's value; NaN where it is not logged yet and need not be. Collective."""
         if self.monitor is None:
             return None
+        if self.monitor not in trainer.callback_metrics:
+            has_come = self._has_validated if trainer.enable_validation else trainer.state.epoch_ended
+            if not has_come or not trainer.state.epoch_ended:
+                if not self._has_warned and trainer.is_global_zero:
+                    self._has_warned = True
+                    warnings.warn(
+                        f"ModelCheckpoint is to save by {self.monitor!r}, which was not logged yet; what is saved before it "
+                        "is does not count among the best.",
+                        stacklevel=2,
+                    )
+                return math.nan
         return float(trainer.engine.agreed(str(trainer.monitored(self.monitor, "ModelCheckpoint"))))
 
     def _is_among_best(self, score: float | None) -> bool:
@@ -153,7 +315,8 @@ class ModelCheckpoint(Callback):
 
     def _admit(self, path: str, score: float | None) -> list[str]:
         """Take a checkpoint among the kept ones; return those that it pushes out."""
-        self.best_k_models[path] = score if score is not None else 0.0
+        self.best_k_models.pop(path, None)  # one of the same name, which it replaces
+        self.best_k_models[path] = _scalar(score if score is not None else 0.0)
         if self.save_top_k == -1 or len(self.best_k_models) <= self.save_top_k:
             return []
         others = [each for each in self.best_k_models if each != path]
@@ -162,46 +325,93 @@ class ModelCheckpoint(Callback):
         return [worst]
 
     def _judge(self) -> None:
-        """Say which of the kept ones is the best: the newest where nothing is monitored."""
-        if not self.best_k_models:
-            self.best_model_path, self.best_model_score = "", None
-        elif self.monitor is None:
-            self.best_model_path, self.best_model_score = list(self.best_k_models)[-1], None
+        """Say which of the kept ones is the best and which the worst: by age where nothing is monitored."""
+        paths = list(self.best_k_models)
+        if self.monitor is not None:
+            paths.sort(key=lambda path: self._rank(self.best_k_models[path]))
         else:
-            self.best_model_path = min(self.best_k_models, key=lambda path: self._rank(self.best_k_models[path]))
-            self.best_model_score = self.best_k_models[self.best_model_path]
+            paths.reverse()
+        self.best_model_path, self.kth_best_model_path = (paths[0], paths[-1]) if paths else ("", "")
+        is_judged = bool(paths) and self.monitor is not None
+        self.best_model_score = self.best_k_models[paths[0]] if is_judged else None
+        self.kth_value = self.best_k_models[paths[-1]] if is_judged else None
 
-    def _rank(self, score: float) -> float:
-        return score if self.mode == "min" else -score
+    def _rank(self, score: float | Tensor) -> float:
+        return float(score) if self.mode == "min" else -float(score)
 
-    def _free_path(self, trainer: Trainer) -> str:
-        """Return the path for this save; a name that is taken, by another run, gets a version."""
-        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        name = self.format_name({**values, "epoch": trainer.current_epoch, "step": trainer.global_step})
-        path, version = f"{self.dirpath}/{name}{SUFFIX}", 1
-        while is_checkpoint(path):
-            path, version = f"{self.dirpath}/{name}-v{version}{SUFFIX}", version + 1
-        return path
+    # -- where to save -----------------------------------------------------------------------------------------------
 
-    def format_name(self, values: dict[str, Any]) -> str:
-        """Return the file name that the template gives with these values.
+    def _choose_path(self, trainer: Trainer, is_best: bool) -> tuple[str, str]:
+        """Return the path of this save, and where to write it: elsewhere if it replaces what has that path."""
+        values: dict[str, Any] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        values.update(epoch=trainer.current_epoch, step=trainer.global_step)
+        path = self.format_checkpoint_name(values)
+        free, version = path, 1
+        while trainer.is_global_zero and self.file_exists(free, trainer):
+            free, version = self.format_checkpoint_name(values, ver=version), version + 1
+        if self.enable_version_counter or not resolve(path)[0].has_rename or free == path:
+            return free, free
+        is_full = 0 < self.save_top_k <= len(self.best_k_models)
+        stays = path in self.best_k_models and not (is_best and is_full and path == self.kth_best_model_path)
+        return (free if stays or same_place(path, trainer.resume_source or "") else path), free
+
+    def file_exists(self, filepath: str, trainer: Trainer) -> bool:
+        """Return whether a checkpoint has this path."""
+        return is_checkpoint(filepath)
+
+    def format_checkpoint_name(
+        self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
+    ) -> str:
+        """Return the path that a template (this callback's, or the one given) gives with these values.
 
         Raises:
             ValueError: the template asks for a metric that was not logged.
         """
-
-        def written(match: re.Match[str]) -> str:
-            name, spec = match.group(1), match.group(2) or ""
-            if name not in values:
-                raise ValueError(
-                    f"filename={self.filename!r} asks for {name!r}, which was not logged; there are "
-                    f"{', '.join(sorted(values))}."
-                )
-            text = format(values[name], spec[1:])
-            label = name.replace("/", "_")
-            return f"{label}={text}" if self.auto_insert_metric_name else text
-
-        return re.sub(FIELD, written, self.filename)
+        values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        name = fill_template(filename or self.filename, values, insert_names=self.auto_insert_metric_name)
+        name = f"{name}{SUFFIX}" if ver is None else f"{name}-v{ver}{SUFFIX}"
+        return f"{self.dirpath}/{name}" if self.dirpath else name
 
     def __repr__(self) -> str:
-        return f"ModelCheckpoint({json.dumps(self.monitor)}, mode={self.mode!r}, save_top_k={self.save_top_k})"
+        return f"{type(self).__name__}({json.dumps(self.monitor)}, mode={self.mode!r}, save_top_k={self.save_top_k})"
+
+
+def _check_top_k(save_top_k: Any, monitor: str | None) -> None:
+    if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
+        raise ValueError(f"save_top_k={save_top_k!r} is not accepted; pass a number of checkpoints, or -1 for all.")
+    if monitor is None and save_top_k > 1:
+        raise ValueError(
+            f"save_top_k={save_top_k} needs a metric to judge by; pass monitor='val_loss' with a name that you log, or "
+            "save_top_k=1 (the newest), 0 or -1."
+        )
+
+
+def _intervals(steps: Any, interval: Any, epochs: Any) -> tuple[int, int]:
+    """Return the steps and the epochs between two saves, 0 for none; each epoch where nothing was given."""
+    for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{name}={value!r} is no whole number; pass a number from 0 (off) on.")
+        if value is not None and value < 0:
+            raise ValueError(f"{name}={value} is below 0; pass a number from 0 (off) on.")
+    if bool(steps) + bool(epochs) + (interval is not None) > 1:
+        raise ValueError(
+            f"every_n_train_steps={steps!r}, train_time_interval={interval!r} and every_n_epochs={epochs!r} exclude each "
+            "other; give one of them, or a ModelCheckpoint for each."
+        )
+    if steps is None and epochs is None and interval is None:
+        return 0, 1
+    return steps or 0, epochs or 0
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _replace(place: str, path: str) -> None:
+    """Give a checkpoint the path of another one, which goes. At each moment one of the two is there, whole."""
+    if is_checkpoint(path):
+        remove_checkpoint(path)
+    files, source = resolve(place)
+    target = resolve(path)[1]
+    files.rename(source, target)
+    files.sync_directory(os.path.dirname(target))

@@ -2,49 +2,176 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from trainwright.callbacks.base import Callback
+from trainwright.data.seeding import rng_state, set_rng_state
+from trainwright.data.transfer import to_device
 
 if TYPE_CHECKING:
     from trainwright.module import Module
     from trainwright.trainer.trainer import Trainer
 
+Sizes = dict[str, tuple[str, str]]
+"""What went into a child and came out of it, by the child's name."""
+
 
 class ModelSummary(Callback):
-    """Prints a table of the module's children on rank 0.
+    """Prints a table of the module's children on rank 0: name, type, parameters, and whether it is in training mode.
+
+    Where the module has an `example_input_array` (a tensor, a tuple of arguments or a dict of them), it is run once on it, so
+    that the table shows what goes into each child and comes out; this leaves no trace in the module or the generators.
 
     Args:
-        max_depth: how many levels of children to show; 0 shows the totals only.
+        max_depth: how many levels of children to show: -1 for all, 0 for the totals only.
     """
 
     def __init__(self, max_depth: int = 1) -> None:
-        if max_depth < 0:
-            raise ValueError(f"max_depth={max_depth} is below 0; pass how many levels of children to show.")
+        if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
+            raise ValueError(
+                f"max_depth={max_depth!r} is not accepted; pass how many levels of children to show, or -1 for all."
+            )
         self.max_depth = max_depth
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        trainer.print(summarize(module, self.max_depth))
+        # On every rank: the forward of a sharded module is collective.
+        trainer.print(summarize(module, self.max_depth, trainer.engine.precision.forward_context))
 
 
-def summarize(module: nn.Module, max_depth: int = 1) -> str:
-    """Return the table: name, type and number of parameters of each child, and the totals."""
+def summarize(
+    module: nn.Module,
+    max_depth: int = 1,
+    forward_context: Callable[[], Any] = lambda: None,
+) -> str:
+    """Return the table. `forward_context` returns the context that a forward runs in, or None."""
+    children = {name: child for name, child in module.named_modules() if name and _is_shown(name, max_depth)}
+    sizes, note = _measure(module, children, forward_context)
+    header = ["Name", "Type", "Parameters", "Mode"] + (["In", "Out"] if sizes else [])
     rows = [
-        (name, type(child).__name__, _count(child))
-        for name, child in module.named_modules()
-        if name and name.count(".") < max_depth
+        [
+            name,
+            type(child).__name__,
+            f"{_count(child.parameters()):,}",
+            "train" if child.training else "eval",
+            *(sizes.get(name, ("", "")) if sizes else ()),
+        ]
+        for name, child in children.items()
     ]
-    widths = [max([len(str(row[column])) for row in rows] + [4]) for column in (0, 1)]
-    lines = [f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {count:>11,}" for name, kind, count in rows]
-    header = f"{'Name':<{widths[0]}}  {'Type':<{widths[1]}}  {'Parameters':>11}"
-    total = _count(module)
-    trainable = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    footer = f"{total:,} parameters, {trainable:,} of them trained, {size / 2**20:.3f} MiB"
-    return "\n".join([header, *lines, footer] if rows else [footer])
+    parameters = list(module.parameters())
+    trainable = _count(parameter for parameter in parameters if parameter.requires_grad)
+    size = sum(each.numel() * each.element_size() for each in parameters if not is_lazy(each))
+    lines = _table([header, *rows]) if rows else []
+    lines.append(f"{_count(parameters):,} parameters, {trainable:,} of them trained, {size / 2**20:.3f} MiB")
+    if any(is_lazy(parameter) for parameter in parameters):
+        lines.append("(those of lazy children are not counted: they have no shape yet)")
+    if note:
+        lines.append(note)
+    return "\n".join(lines)
 
 
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _is_shown(name: str, max_depth: int) -> bool:
+    return max_depth == -1 or name.count(".") < max_depth
+
+
+def _count(parameters: Any) -> int:
+    return sum(parameter.numel() for parameter in parameters if not is_lazy(parameter))
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    aligned = ["<", "<", ">", "<", "<", "<"]
+    return [
+        "  ".join(f"{cell:{align}{width}}" for cell, align, width in zip(row, aligned, widths, strict=False)).rstrip()
+        for row in rows
+    ]
+
+
+# -- what goes in and comes out ------------------------------------------------------------------------------------------
+
+
+def _measure(
+    module: nn.Module, children: Mapping[str, nn.Module], forward_context: Callable[[], Any]
+) -> tuple[Sizes, str]:
+    """Run the module on its example_input_array; return the sizes, or a note of what went wrong."""
+    example = getattr(module, "example_input_array", None)
+    if example is None or not children:
+        return {}, ""
+    sizes: Sizes = {}
+
+    def record(name: str) -> Callable[..., None]:
+        def hook(child: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            sizes[name] = (_size([*args, *kwargs.values()]), _size(output))
+
+        return hook
+
+    if any(is_lazy(parameter) for parameter in module.parameters()):
+        return {}, "(no sizes: a forward would initialize the lazy children)"
+    with ExitStack() as stack:
+        stack.enter_context(_without_trace(module))
+        for name, child in children.items():
+            stack.callback(child.register_forward_hook(record(name), with_kwargs=True).remove)
+        context = forward_context()
+        if context is not None:
+            stack.enter_context(context)
+        try:
+            first = next(module.parameters(), None)
+            example = to_device(example, first.device if first is not None else torch.device("cpu"))
+            if isinstance(example, Mapping):
+                module(**example)
+            elif isinstance(example, tuple):
+                module(*example)
+            else:
+                module(example)
+        except Exception as error:
+            return {}, f"(no sizes: the forward of example_input_array failed with {type(error).__name__}: {error})"
+    return sizes, ""
+
+
+@contextmanager
+def _without_trace(module: nn.Module) -> Iterator[None]:
+    """Put the module into evaluation mode for a forward, and everything that it may change back to what it was."""
+    generators = rng_state()
+    owners = list(module.modules())
+    training = [owner.training for owner in owners]
+    # Nothing is compiled for a forward with hooks in it.
+    compiled = [(owner, owner._compiled_call_impl) for owner in owners if owner._compiled_call_impl is not None]
+    buffers = [
+        (owner, name, buffer, None if buffer is None else buffer.detach().clone())
+        for owner in owners
+        for name, buffer in owner._buffers.items()
+    ]
+    module.eval()
+    for owner, _ in compiled:
+        owner._compiled_call_impl = None
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for owner, was_training in zip(owners, training, strict=True):
+            owner.training = was_training
+        for owner, call in compiled:
+            owner._compiled_call_impl = call
+        with torch.no_grad():
+            for owner, name, buffer, value in buffers:
+                if buffer is not None and value is not None and not torch.equal(buffer, value):
+                    buffer.copy_(value)
+                owner._buffers[name] = buffer
+        set_rng_state(generators)
+
+
+def _size(value: Any) -> str:
+    """Return the shapes of the tensors in a value, as short text."""
+    if isinstance(value, Tensor):
+        return str(list(value.shape))
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        sizes = [_size(each) for each in value]
+        return sizes[0] if len(sizes) == 1 else f"({', '.join(sizes)})"
+    return "?"

@@ -1,11 +1,14 @@
-"""The progress bar: tqdm in a terminal or a notebook, a plain line an epoch elsewhere; on rank 0 only."""
+"""The progress bar: tqdm in a terminal or a notebook, a plain line now and then elsewhere; on rank 0 only."""
 
 from __future__ import annotations
 
+import builtins
+import math
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from trainwright.callbacks.base import Callback
@@ -14,104 +17,266 @@ if TYPE_CHECKING:
     from trainwright.module import Module
     from trainwright.trainer.trainer import Trainer
 
+NEVER = math.inf
+
 
 class TQDMProgressBar(Callback):
     """Shows batches, rate, time left and the metrics logged with prog_bar=True.
 
     Args:
+        refresh_rate: least number of batches between two updates; 0 shows nothing.
+        process_position: leave this many pairs of lines above the bars to others.
+        leave: keep each epoch's bar; False has one bar for the whole training.
         refresh_seconds: least time between two updates. Metrics are read from the device only then.
         line_seconds: where the output is no terminal, least time between two plain lines within an epoch.
     """
 
-    def __init__(self, refresh_seconds: float = 0.1, line_seconds: float = 30.0) -> None:
+    runs_last = True  # at an epoch's end its own metrics are there
+
+    def __init__(
+        self,
+        refresh_rate: int = 1,
+        process_position: int = 0,
+        leave: bool = False,
+        *,
+        refresh_seconds: float = 0.1,
+        line_seconds: float = 30.0,
+    ) -> None:
+        for name, value in (("refresh_rate", refresh_rate), ("process_position", process_position)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r} is not accepted; pass a whole number from 0 on.")
+        self.refresh_rate, self.process_position, self.leave = refresh_rate, process_position, leave
         self.refresh_seconds, self.line_seconds = refresh_seconds, line_seconds
-        self._bar: Any = None
-        self._due = 0.0
-        self._epoch_started = 0.0
-        self._is_shown = False
-        self._is_live = False
+        self._is_wanted = True
+        self._is_shown = self._is_live = False
+        self._train_bar: Any = None
+        self._eval_bar: Any = None
+        self._title = ""
+        self._loader = self._count = self._eval_count = self._eval_shown = 0
+        self._started = self._eval_started = 0.0
+        self._due = self._eval_due = NEVER
+        """When the next update comes; never, where nothing is shown: the one comparison that a batch costs."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_train_bar": None, "_eval_bar": None}
+
+    @property
+    def is_enabled(self) -> bool:
+        """Return whether anything is shown."""
+        return self._is_wanted and self.refresh_rate > 0
+
+    @property
+    def is_disabled(self) -> bool:
+        """Return whether nothing is shown."""
+        return not self.is_enabled
+
+    def disable(self) -> None:
+        """Show nothing from now on."""
+        self._is_wanted = self._is_shown = self._is_live = False
+        self._due = self._eval_due = NEVER
+        self._close()
+
+    def enable(self) -> None:
+        """Show progress again, from the next run on."""
+        self._is_wanted = True
+
+    def get_metrics(self, trainer: Trainer, module: Module) -> dict[str, Any]:
+        """Return what stands beside a bar, by name: the run's version and the metrics. Override it to change that."""
+        version = getattr(trainer.loggers[0], "version", None) if trainer.loggers else None
+        items: dict[str, Any] = {} if version in (None, "") else {"v_num": version}
+        return {**items, **trainer.progress_bar_metrics}
+
+    def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
+        """Print, above the bars where there are any."""
+        if self._train_bar is not None or self._eval_bar is not None:
+            tqdm.write(sep.join(map(str, args)), **kwargs)
+        else:
+            builtins.print(*args, sep=sep, **kwargs)
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._is_shown = trainer.is_global_zero
+        self._is_shown = trainer.is_global_zero and self.is_enabled
         self._is_live = self._is_shown and (sys.stderr.isatty() or "ipykernel" in sys.modules)
-
-    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        self._epoch_started = time.monotonic()
-        self._due = self._epoch_started + (self.refresh_seconds if self._is_live else self.line_seconds)
-        if self._is_live:
-            self._open(f"Epoch {trainer.current_epoch}", trainer.num_training_batches, trainer.state.batch)
-
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not self._is_shown or (now := time.monotonic()) < self._due:
-            return
-        if self._bar is not None:
-            self._due = now + self.refresh_seconds
-            self._bar.set_postfix(rounded(trainer.progress_bar_metrics), refresh=False)
-            self._bar.update(batch_idx + 1 - self._bar.n)
-        else:
-            self._due = now + self.line_seconds
-            self._line(trainer, batch_idx + 1)
-
-    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        """Show the epoch's last state. It runs last, so the epoch's own metrics are there."""
-        if self._bar is not None:
-            self._bar.set_postfix(rounded(trainer.progress_bar_metrics), refresh=False)
-            self._bar.update(trainer.state.batch - self._bar.n)
-            self._close(leave=True)
-        elif self._is_shown:
-            self._line(trainer, trainer.state.batch)
-
-    runs_last = True
-
-    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
-        if self._is_live and self._bar is None:
-            self._open("Sanity check" if trainer.sanity_checking else "Validation", trainer.num_val_batches, 0)
-
-    def on_test_start(self, trainer: Trainer, module: Module) -> None:
-        if self._is_live:
-            self._open("Test", trainer.num_test_batches, 0)
-
-    def on_validation_batch_end(
-        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._bar is not None and self._bar.desc.startswith(("Sanity", "Validation")):
-            self._bar.update(batch_idx + 1 - self._bar.n)
-
-    def on_test_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._bar is not None:
-            self._bar.update(batch_idx + 1 - self._bar.n)
-
-    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
-        if self._bar is not None and self._bar.desc.startswith(("Sanity", "Validation")):
-            self._close(leave=False)
-
-    def on_test_end(self, trainer: Trainer, module: Module) -> None:
-        self._close(leave=False)
+        self._due = self._eval_due = NEVER
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._close(leave=True)
+        self._close()
 
-    def _open(self, title: str, total: int | None, initial: int) -> None:
-        self._bar = tqdm(desc=title, total=total, initial=initial, dynamic_ncols=True, leave=True, unit="batch")
+    # -- training ----------------------------------------------------------------------------------------------------
 
-    def _close(self, *, leave: bool) -> None:
-        if self._bar is not None:
-            self._bar.leave = leave
-            self._bar.close()
-            self._bar = None
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        if not self._is_shown:
+            return
+        self._started = time.monotonic()
+        self._due = self._started + (self.refresh_seconds if self._is_live else self.line_seconds)
+        self._count = trainer.state.batch
+        if self._is_live:
+            title, total = f"Epoch {trainer.current_epoch}", _known(trainer.num_training_batches)
+            if self._train_bar is None:
+                self._train_bar = self._open(title, total, 0, leave=True, initial=trainer.state.batch)
+            else:
+                _restart(self._train_bar, title, total, trainer.state.batch)
 
-    def _line(self, trainer: Trainer, batches: int) -> None:
-        total = trainer.num_training_batches
-        seconds = time.monotonic() - self._epoch_started
-        metrics = "".join(f", {name} {value}" for name, value in rounded(trainer.progress_bar_metrics).items())
-        of = f"/{total}" if total is not None else ""
-        print(
-            f"epoch {trainer.current_epoch}: {batches}{of} batches in {seconds:.1f} s{metrics}",
-            file=sys.stderr,
-            flush=True,
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (now := time.monotonic()) < self._due or batch_idx + 1 < self._count + self.refresh_rate:
+            return
+        self._count = batch_idx + 1
+        if self._train_bar is not None:
+            self._due = now + self.refresh_seconds
+            self._show_training(trainer, module, batch_idx + 1)
+        else:
+            self._due = now + self.line_seconds
+            self._write_line(trainer, module, batch_idx + 1)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        if self._train_bar is not None:
+            self._show_training(trainer, module, trainer.state.batch)
+            self._train_bar.refresh()
+            if self.leave:
+                self._train_bar.close()
+                self._train_bar = None
+        elif self._is_shown:
+            self._write_line(trainer, module, trainer.state.batch)
+
+    def _show_training(self, trainer: Trainer, module: Module, batches: int) -> None:
+        self._train_bar.set_postfix(rounded(self.get_metrics(trainer, module)), refresh=False)
+        self._train_bar.update(batches - self._train_bar.n)
+
+    def _write_line(self, trainer: Trainer, module: Module, batches: int) -> None:
+        metrics = rounded(self.get_metrics(trainer, module))
+        text = "".join(f", {name} {value}" for name, value in metrics.items() if name != "v_num")
+        self._write(
+            f"epoch {trainer.current_epoch}", batches, _known(trainer.num_training_batches), self._started, text
         )
 
+    # -- validation, test and prediction -----------------------------------------------------------------------------
 
-def rounded(metrics: dict[str, float]) -> dict[str, str]:
+    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+        if trainer.sanity_checking:
+            self._begin("Sanity check", trainer.num_sanity_val_batches, leave=False)
+            return
+        if self._train_bar is not None:
+            self._train_bar.update(trainer.state.batch - self._train_bar.n)
+            self._train_bar.refresh()
+        self._begin("Validation", trainer.num_val_batches, leave=self._train_bar is None)
+
+    def on_test_start(self, trainer: Trainer, module: Module) -> None:
+        self._begin("Test", trainer.num_test_batches, leave=True)
+
+    def on_predict_start(self, trainer: Trainer, module: Module) -> None:
+        self._begin("Predict", trainer.num_predict_batches, leave=True)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self._is_shown:
+            numbers = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+            self._advance(numbers, batch_idx + 1, dataloader_idx)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self._is_shown:
+            self._advance(trainer.num_test_batches, batch_idx + 1, dataloader_idx)
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self._is_shown:
+            self._advance(trainer.num_predict_batches, batch_idx + 1, dataloader_idx)
+
+    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+        self._finish()
+        if self._train_bar is not None and not trainer.sanity_checking:
+            self._train_bar.set_postfix(rounded(self.get_metrics(trainer, module)), refresh=False)
+
+    def on_test_end(self, trainer: Trainer, module: Module) -> None:
+        self._finish()
+
+    def on_predict_end(self, trainer: Trainer, module: Module) -> None:
+        self._finish()
+
+    def _begin(self, title: str, numbers: list[int | float], *, leave: bool) -> None:
+        """Begin an evaluation of loaders with these numbers of batches."""
+        if not self._is_shown:
+            return
+        self._title, self._loader, self._eval_count, self._eval_shown = title, 0, 0, 0
+        self._eval_started = time.monotonic()
+        self._eval_due = self._eval_started + (self.refresh_seconds if self._is_live else self.line_seconds)
+        if self._is_live:
+            below = 0 if self._train_bar is None else 1
+            self._eval_bar = self._open(self._evaluated(numbers), _total(numbers, 0), below, leave=leave)
+
+    def _advance(self, numbers: list[int | float], batches: int, loader: int) -> None:
+        if loader != self._loader:
+            if self._eval_bar is not None:
+                self._eval_bar.update(self._eval_count - self._eval_bar.n)
+            self._loader, self._eval_shown = loader, 0
+            if self._eval_bar is not None:
+                _restart(self._eval_bar, self._evaluated(numbers), _total(numbers, loader), 0)
+        self._eval_count = batches
+        if (now := time.monotonic()) < self._eval_due or batches < self._eval_shown + self.refresh_rate:
+            return
+        self._eval_shown = batches
+        if self._eval_bar is not None:
+            self._eval_due = now + self.refresh_seconds
+            self._eval_bar.update(batches - self._eval_bar.n)
+        else:
+            self._eval_due = now + self.line_seconds
+            self._write(self._evaluated(numbers).lower(), batches, _total(numbers, loader), self._eval_started, "")
+
+    def _finish(self) -> None:
+        self._eval_due = NEVER
+        if self._eval_bar is not None:
+            self._eval_bar.update(self._eval_count - self._eval_bar.n)
+            self._eval_bar.close()
+            self._eval_bar = None
+
+    def _evaluated(self, numbers: list[int | float]) -> str:
+        return f"{self._title} DataLoader {self._loader}" if len(numbers) > 1 else self._title
+
+    # -- bars and lines ----------------------------------------------------------------------------------------------
+
+    def _open(self, title: str, total: int | None, below: int, *, leave: bool, initial: int = 0) -> Any:
+        return tqdm(
+            desc=title,
+            total=total,
+            initial=initial,
+            leave=leave,
+            position=2 * self.process_position + below,
+            dynamic_ncols=True,
+            mininterval=0.0,  # when an update is due is decided here
+            miniters=1,
+            unit="batch",
+        )
+
+    def _close(self) -> None:
+        for bar in (self._eval_bar, self._train_bar):
+            if bar is not None:
+                bar.close()
+        self._eval_bar = self._train_bar = None
+
+    def _write(self, what: str, batches: int, total: int | None, started: float, metrics: str) -> None:
+        of = f"/{total}" if total is not None else ""
+        seconds = time.monotonic() - started
+        print(f"{what}: {batches}{of} batches in {seconds:.1f} s{metrics}", file=sys.stderr, flush=True)
+
+
+def _restart(bar: Any, title: str, total: int | None, count: int) -> None:
+    bar.total = total  # reset leaves a known total where the new one is unknown
+    bar.reset(total)
+    bar.n = bar.initial = bar.last_print_n = count
+    bar.set_description_str(title)
+
+
+def _known(number: int | float | None) -> int | None:
+    return None if number is None or math.isinf(number) else int(number)
+
+
+def _total(numbers: list[int | float], loader: int) -> int | None:
+    return _known(numbers[loader]) if loader < len(numbers) else None
+
+
+def rounded(metrics: dict[str, Any]) -> dict[str, str]:
     """Return the numbers as short text."""
-    return {name: f"{value:.4g}" for name, value in metrics.items()}
+    values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+    return {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in values.items()}

@@ -1,1 +1,1 @@
-"""Data: whose samples are whose (loaders.py, index_stream.py), seeds (seeding.py), and the way to the device (transfer.py)."""
+"""Data: whose batches are whose (loaders.py, combined.py), seeds (seeding.py), the way to the device (transfer.py)."""

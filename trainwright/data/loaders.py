@@ -1,39 +1,61 @@
 """Loaders: a user's DataLoader with this rank's share of its samples, in an order that is known beforehand.
 
 The user's loader is copied, never built anew, and only its index stream is replaced: a subclass keeps its constructor,
-its collate function, its workers and whatever else it carries.
+its collate function, its workers and whatever else it carries. What has no indices is read batch by batch
+(batch_stream.py). Several loaders at once are combined.py's.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data.datapipes.datapipe import IterDataPipe
 
-from trainwright.data.index_stream import IndexStream, Mode
+from trainwright.data.batch_stream import END, BatchStream, distributed_sampler
+from trainwright.data.index_stream import IndexStream, in_dataset_order
 from trainwright.data.seeding import derive_seed
-from trainwright.data.workers import SeededDataset, WorkerStart
+from trainwright.data.share import Mode
+from trainwright.data.workers import SeededDataset, SeededIterable, WorkerStart
 
 
 class ShardedLoader:
     """One rank's share of a loader.
 
+    An IterableDataset is read whole by every rank, which keeps every N-th batch of it: no sample is lost or counted twice,
+    and all ranks come to its end together, if it yields the same on every rank. Its generators (python's, numpy's, torch's)
+    are seeded alike on all ranks for that. One that splits itself by rank wants `shard=False`. It may be endless.
+
     Args:
-        loader: a DataLoader over a map-style dataset; on one process any iterable of batches.
+        loader: a DataLoader; on one process, or where `shard` is False, any iterable of batches.
         rank, world_size: whose share.
-        mode: "train", "evaluate", "ghost" or "even" (see index_stream.py).
+        mode: "train", "evaluate", "ghost" or "even" (see share.py).
+        shard: False where the user has given each rank its own data: all of this rank's loader is used then. A loader with
+            a DistributedSampler is taken so by itself.
+        in_order: whether shuffling is switched off; a sampler of the user's own keeps its order, with a warning.
+        pin_memory: whether batches are to come in pinned memory.
 
     Raises:
         TypeError: no iterable, or one that several ranks cannot share.
         ValueError: data that cannot be shared out over this many ranks.
     """
 
-    def __init__(self, loader: Iterable[Any], *, rank: int, world_size: int, mode: Mode) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        rank: int,
+        world_size: int,
+        mode: Mode,
+        shard: bool = True,
+        in_order: bool = False,
+        pin_memory: bool = False,
+    ) -> None:
         if not isinstance(loader, Iterable):
             raise TypeError(
                 f"a loader was expected, but {type(loader).__name__} is no iterable; pass a torch DataLoader, or a list "
@@ -41,64 +63,95 @@ class ShardedLoader:
             )
         self.loader = loader
         self.world_size, self.rank, self.mode = world_size, rank, mode
+        self.is_shared = _is_to_share(loader, world_size, shard)
+        """Whether the ranks share one stream; False on one process, and where the user has given each rank its own."""
+        if self.is_shared:
+            _refuse_what_cannot_be_shared(loader, world_size, mode)
+            if rank == 0 and isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+                _say_how_it_is_shared(loader, world_size)
         self.epoch = 0
         self.start_batch = 0
         self.stream: IndexStream | None = None
-        self._source: Iterable[Any] = loader
-        if _replaceable(loader, world_size):
-            assert isinstance(loader, DataLoader)
-            self._source = self._with_stream(loader)
+        self.share: IndexStream | BatchStream
+        """Which batches of the loader are this rank's."""
+        self._base_seeds: torch.Generator | None = None
+        self._source: Iterable[Any] = self._copied(loader, pin_memory)
+        if isinstance(loader, DataLoader) and _has_indices(loader):
+            self.share = self.stream = self._with_indices(self._source, loader, in_order)
+        else:
+            self.share = self._with_batches(loader, in_order)
 
-    def _with_stream(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        batched = loader.batch_sampler is not None
-        source = loader.batch_sampler if batched else loader.sampler
-        self.stream = IndexStream(source, batched=batched, rank=self.rank, world_size=self.world_size, mode=self.mode)
+    def _copied(self, loader: Iterable[Any], pin_memory: bool) -> Any:
+        if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+            return loader
         clone = copy.copy(loader)
-        if loader.num_workers > 0:
-            self.stream.gives_seeds = True
-            clone.__dict__["dataset"] = SeededDataset(loader.dataset)
-            clone.__dict__["worker_init_fn"] = WorkerStart(loader.dataset, loader.worker_init_fn)
         # Through __dict__: a DataLoader refuses to have its sampler set, and a subclass may have properties of its own.
-        clone.__dict__["batch_sampler" if batched else "sampler"] = self.stream
         clone.__dict__["_iterator"] = None  # a used persistent loader would go on with its old index stream
         # The workers' base seed is drawn from here: drawn from torch's own generator, an epoch taken up in its middle would
         # leave that one draw ahead of where the uninterrupted run has it.
         clone.__dict__["generator"] = self._base_seeds = torch.Generator()
+        if pin_memory:
+            clone.__dict__["pin_memory"] = True
+        if loader.num_workers > 0 and not isinstance(loader.dataset, IterDataPipe):
+            seeded = SeededIterable if isinstance(loader.dataset, IterableDataset) else SeededDataset
+            clone.__dict__["dataset"] = seeded(loader.dataset)
+            clone.__dict__["worker_init_fn"] = WorkerStart(loader.dataset, loader.worker_init_fn)
         return clone
+
+    def _with_indices(self, clone: Any, loader: DataLoader[Any], in_order: bool) -> IndexStream:
+        batched = loader.batch_sampler is not None
+        source: Any = loader.batch_sampler if batched else loader.sampler
+        if in_order:
+            source, is_own = in_dataset_order(source)
+            if is_own:
+                _warn_of_an_order(type(source.sampler if hasattr(source, "sampler") else source).__name__)
+        stream = IndexStream(source, batched=batched, mode=self.mode, seed_rank=self.rank, **self._place)
+        stream.gives_seeds = loader.num_workers > 0
+        clone.__dict__["batch_sampler" if batched else "sampler"] = stream
+        return stream
+
+    def _with_batches(self, loader: Iterable[Any], in_order: bool) -> BatchStream:
+        is_loader = isinstance(loader, DataLoader)
+        if in_order and is_loader and isinstance(getattr(loader, "sampler", None), RandomSampler):
+            _warn_of_an_order(type(loader).__name__)
+        read_by_workers = is_loader and self._base_seeds is not None and getattr(loader, "num_workers", 0) > 0
+        return BatchStream(
+            self._source,
+            mode=self.mode,
+            seed_rank=0 if self.is_shared else self.rank,
+            generator=self._base_seeds,
+            draws=not (isinstance(loader, Sequence) or read_by_workers),
+            **self._place,
+        )
+
+    @property
+    def _place(self) -> dict[str, int]:
+        return {"rank": self.rank, "world_size": self.world_size} if self.is_shared else {"rank": 0, "world_size": 1}
 
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
         """Choose the order of the next `iter`, a function of seed and epoch, and the batch that it starts with."""
         self.epoch, self.start_batch = epoch, start_batch
-        if self.stream is not None:
-            self.stream.set_epoch(seed, epoch, start_batch)
+        self.share.set_epoch(seed, epoch, start_batch)
+        if self._base_seeds is not None:
             self._base_seeds.manual_seed(derive_seed(seed, epoch, self.rank))
-            return
-        if isinstance(self.loader, DataLoader) and (sampler := _distributed_sampler(self.loader)) is not None:
-            sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._source)
-        if self.stream is None and self.start_batch:
-            return islice(batches, self.start_batch, None)
-        return batches
+        return iter(self._source) if self.stream is not None else self.share.items()
 
     @property
     def length(self) -> int | None:
         """Return how many batches this rank has in a whole epoch; None where the loader has no length."""
-        try:
-            return len(self.stream if self.stream is not None else self._source)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            return None
+        return self.share.length
 
     @property
     def exact_length(self) -> int | None:
         """Return the length where it is certain: that of an index stream or a list, not an estimate of the loader's own."""
-        return self.length if self.stream is not None or isinstance(self.loader, Sequence) else None
+        return None if self.share.exact_source_length is None else self.share.length
 
     @property
     def real_length(self) -> int | None:
-        """Return how many of this rank's batches count in an evaluation; None where all that come do."""
-        return None if self.stream is None or self.length is None else self.stream.real_length
+        """Return how many of this rank's batches count in an evaluation; None while all that come do."""
+        return self.share.real_length
 
     def __len__(self) -> int:
         length = self.length
@@ -109,20 +162,46 @@ class ShardedLoader:
     @property
     def last_weight(self) -> float:
         """Return the factor by which this rank's part in the last round differs from an equal one."""
-        return self.stream.last_weight if self.stream is not None else 1.0
+        return self.share.last_weight
 
     @property
     def last_sizes(self) -> list[int] | None:
         """Return, per rank, how many samples of the last round are no repeats; None where all are."""
-        return self.stream.real_sizes if self.stream is not None else None
+        return self.share.real_sizes
+
+    @property
+    def may_read_ahead(self) -> bool:
+        """Return whether a batch may be read before the one before it is done, with the same numbers drawn in both."""
+        return self.stream is None or self.stream.gives_seeds
+
+    @property
+    def ends_alike(self) -> bool:
+        """Return whether every rank sees the end at the same batch, or can know it beforehand from the lengths."""
+        return self.world_size == 1 or self.is_shared or self.exact_length is not None
+
+
+class Batches(Protocol):
+    """What `with_last` reads: a ShardedLoader, or a combination of them."""
+
+    @property
+    def exact_length(self) -> int | None:
+        """Return how many batches there are in a whole epoch, where that is certain."""
+
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 def with_last(
-    loader: ShardedLoader, start: int, length: int | None, most: int | None = None
+    loader: Batches,
+    start: int,
+    length: int | None,
+    most: int | None = None,
+    all_have: Callable[[bool], bool] | None = None,
 ) -> Iterator[tuple[Any, bool]]:
     """Yield (batch, whether it is the last); without a known length one batch is read ahead to tell.
 
-    The loader begins at batch number `start` of `length`; `most` limits the batches where no length is known.
+    The loader begins at batch number `start` of `length`; `most` limits the batches where no length is known. Where the
+    ranks may end apart (not `ends_alike`), `all_have` is asked with each batch, or at the end, whether every rank has one,
+    and the first rank's end is everyone's.
 
     Raises:
         RuntimeError: the loader gives more batches than its whole length.
@@ -135,14 +214,17 @@ def with_last(
             yield batch, index == length
         return
     batches = islice(loader, None if most is None else max(0, most - start))
-    try:
-        held = next(batches)
-    except StopIteration:
-        return
-    for batch in batches:
-        yield held, False
+    held: Any = END
+    while True:
+        batch = next(batches, END)
+        is_there = batch is not END
+        if all_have is not None:
+            is_there = all_have(is_there)
+        if held is not END:
+            yield held, not is_there
+        if not is_there:
+            return
         held = batch
-    yield held, True
 
 
 def refuse_length(length: int) -> NoReturn:
@@ -152,33 +234,52 @@ def refuse_length(length: int) -> NoReturn:
     )
 
 
-def _distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
-    """Return the DistributedSampler that the user gave the loader, within a batch sampler too."""
-    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        if isinstance(sampler, DistributedSampler):
-            return sampler
-    return None
+def _has_indices(loader: DataLoader[Any]) -> bool:
+    """Return whether the loader's index stream is ours to replace."""
+    return not isinstance(loader.dataset, IterableDataset) and type(loader).__iter__ is DataLoader.__iter__
 
 
-def _replaceable(loader: Iterable[Any], world_size: int) -> bool:
-    """Return whether the loader's index stream is ours to replace; refuse what several ranks cannot share (TypeError)."""
+def _is_to_share(loader: Iterable[Any], world_size: int, shard: bool) -> bool:
+    """Return whether the ranks are to share the loader; refuse a DistributedSampler of another job (ValueError)."""
+    if world_size == 1 or not shard:
+        return False
+    sampler = distributed_sampler(loader) if isinstance(loader, DataLoader) else None
+    if sampler is not None and sampler.num_replicas != world_size:
+        raise ValueError(
+            f"the loader's DistributedSampler shares the data by {sampler.num_replicas}, but this job has {world_size} "
+            "ranks; leave the sampler out, since loaders are shared anyway, or give it num_replicas of the job."
+        )
+    return sampler is None
+
+
+def _refuse_what_cannot_be_shared(loader: Iterable[Any], world_size: int, mode: Mode) -> None:
+    """Refuse what several ranks cannot share (TypeError)."""
     reason = ""
     if not isinstance(loader, DataLoader):
         reason = f"a {type(loader).__name__} is no DataLoader"
-    elif isinstance(loader.dataset, IterableDataset):
-        reason = "its dataset is an IterableDataset, which has no indices"
     elif type(loader).__iter__ is not DataLoader.__iter__:
         reason = f"{type(loader).__name__} has an __iter__ of its own"
-    elif (sampler := _distributed_sampler(loader)) is not None:
-        if sampler.num_replicas != world_size:
-            raise ValueError(
-                f"the loader's DistributedSampler shares the data by {sampler.num_replicas}, but this job has {world_size} "
-                "ranks; leave the sampler out, since loaders are shared anyway, or give it num_replicas of the job."
-            )
-        return False  # sharded already, by the user
-    if reason and world_size > 1:
+    elif isinstance(loader.dataset, IterableDataset) and mode == "even":
+        reason = "its dataset is an IterableDataset, which has no indices to make even batches of"
+    if reason:
         raise TypeError(
             f"this loader cannot be shared by {world_size} ranks: {reason}. Pass a torch DataLoader over a map-style "
-            "dataset, or run on one device."
+            "dataset, run on one device, or give each rank data of its own and set use_distributed_sampler=False."
         )
-    return not reason
+
+
+def _say_how_it_is_shared(loader: DataLoader[Any], world_size: int) -> None:
+    """Warn: a dataset that splits itself by rank would be split twice, which nothing else would show."""
+    warnings.warn(
+        f"a {type(loader.dataset).__name__} is an IterableDataset: each of the {world_size} ranks reads it whole and keeps "
+        f"one batch in {world_size}. If it splits itself by rank, set use_distributed_sampler=False.",
+        stacklevel=2,
+    )
+
+
+def _warn_of_an_order(kind: str) -> None:
+    warnings.warn(
+        f"overfit_batches is for the same batches each epoch, but the loader's {kind} chooses an order of its own, which is "
+        "kept; give the loader a sampler whose order does not change, or shuffle=True, which is switched off.",
+        stacklevel=2,
+    )

@@ -7,6 +7,8 @@ user's own code draws from (python's, numpy's, torch's) where they were.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import logging
 import random
 import sys
 from collections.abc import Iterator
@@ -16,27 +18,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainwright.distributed.environment import Environment
 
-def seed_everything(seed: int, workers: bool = False) -> int:
+_chosen = itertools.count()
+
+
+def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
     """Seed python, numpy (where it is used) and torch on every device; return the seed.
 
     The order of the data follows it too, and so do loader workers, with or without `workers`. Call it on every rank with
-    the same number.
+    the same number; None chooses one by chance, the same on every rank. `verbose` logs it as an info of the logger
+    "trainwright".
 
     Raises:
         TypeError: seed is not an int.
         ValueError: seed is outside 0 .. 2**32 - 1, which numpy cannot take.
     """
+    if seed is None:
+        seed = _choose_seed(Environment.detect())
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed={seed!r} is a {type(seed).__name__}; accepted is an int from 0 to 2**32 - 1.")
+        raise TypeError(f"seed={seed!r} is a {type(seed).__name__}; accepted is an int from 0 to 2**32 - 1, or None.")
     if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed} is out of range; accepted is an int from 0 to 2**32 - 1.")
+        raise ValueError(f"seed={seed} is out of range; accepted is an int from 0 to 2**32 - 1, or None.")
     import numpy
 
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
+    if verbose:
+        logging.getLogger("trainwright").info("seed_everything: the seed is %d.", seed)
     return seed
+
+
+def _choose_seed(environment: Environment) -> int:
+    """Return a seed that nobody has chosen: by chance, or from the job's address where several ranks need the same."""
+    if environment.world_size == 1:
+        return random.SystemRandom().randrange(2**32)
+    place = f"{environment.main_address}:{environment.main_port}:{environment.restart_count}:{next(_chosen)}"
+    return int.from_bytes(hashlib.sha256(place.encode()).digest()[:4], "big")
+
+
+@contextmanager
+def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
+    """Put the generators (python's, numpy's where it is loaded, torch's, each CUDA device's) back after the block."""
+    state = rng_state() if include_cuda else {**_host_state(), "cuda": []}
+    try:
+        yield
+    finally:
+        set_rng_state(state)
 
 
 def derive_seed(*parts: int) -> int:

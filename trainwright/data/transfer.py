@@ -1,9 +1,10 @@
-"""Transfer: a batch, whatever its structure, onto a device."""
+"""Transfer: a batch, whatever its structure, onto a device; on CUDA the next one while this one trains (`Prefetcher`)."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,3 +46,144 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Return a nested structure with the function applied to each tensor in it."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def pinned(batch: Any) -> Any:
+    """Return the batch with each tensor of it in pinned memory, where it is on the CPU; others as they are.
+
+    An object that knows how to move itself (`to`) is asked to pin itself, if it can (`pin_memory`).
+    """
+
+    def pin(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.pin_memory() if leaf.device.type == "cpu" and leaf.layout == torch.strided else leaf
+        return leaf.pin_memory() if callable(getattr(leaf, "pin_memory", None)) else leaf
+
+    return map_leaves(pin, batch)
+
+
+class CopyStream:
+    """The CUDA stream that copies go over, beside the one that the training runs on.
+
+    Args:
+        device: the device that is copied to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def pin(self, batch: Any) -> Any:
+        """Return the batch in pinned memory, which alone is copied without the host's waiting."""
+        return pinned(batch)
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Let what the block starts go over this stream."""
+        with torch.cuda.stream(self._side):
+            yield
+
+    def mark(self) -> Any:
+        """Return an event that comes when all copies started so far are done."""
+        return self._side.record_event()
+
+    def wait_for(self, mark: Any) -> None:
+        """Let the training's stream wait for the event; the host does not."""
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def keep(self, leaf: Any) -> None:
+        """Keep a copied tensor's memory from being used again before the training's stream is done with it."""
+        leaf.record_stream(torch.cuda.current_stream(self._device))
+
+    def wait_for_training(self) -> None:
+        """Let the copies that follow wait for what the training's stream has been given."""
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+
+
+class Prefetcher:
+    """Batches on their way to a CUDA device: copied from pinned memory over a side stream, one ahead of the training.
+
+    The loop iterates it in the place of `with_last`: it yields the same pairs, the batch on the device. On a CPU there is
+    nothing to copy, and no use for it. How many batches were read is no position: the loop counts those that it got.
+
+    Args:
+        batches: pairs (batch, whether it is the last).
+        device: where the batches go.
+        ahead: whether the next batch is read, and its copy started, before this one is handed out. Only where reading draws
+            nothing from this process's generators (`may_read_ahead` of the loader): else a resumed run would draw other
+            numbers than one that went on. Without it each copy is started when its batch is read.
+        transfer: moves a batch to the device; `to_device` by default. One of the user's own should draw nothing.
+        stream: the stream that copies go over; one of its own by default.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[tuple[Any, bool]],
+        device: torch.device,
+        *,
+        ahead: bool,
+        transfer: Callable[[Any, torch.device], Any] = to_device,
+        stream: CopyStream | None = None,
+    ) -> None:
+        self.batches, self.device, self.ahead = batches, device, ahead
+        self._transfer = transfer
+        self._stream = CopyStream(device) if stream is None else stream
+
+    def __iter__(self) -> Iterator[tuple[Any, bool]]:
+        batches = iter(self.batches)
+        try:
+            if not self.ahead:
+                for batch, is_last in batches:
+                    yield self._received(*self._sent(batch)), is_last
+                return
+            waiting: tuple[Any, Any, bool] | None = None
+            for batch, is_last in batches:
+                ready, waiting = waiting, (*self._sent(batch), is_last)
+                if ready is not None:
+                    yield self._received(*ready[:2]), ready[2]
+                    ready = None  # its memory is not to be held for the length of the next batch
+            if waiting is not None:
+                yield self._received(*waiting[:2]), waiting[2]
+        finally:
+            close = getattr(batches, "close", None)
+            if callable(close):
+                close()
+
+    def _sent(self, batch: Any) -> tuple[Any, Any]:
+        """Start a batch's copy; return the copy, and the mark that comes when it is done."""
+        stream = self._stream
+        batch = stream.pin(batch)
+        with stream.copying():
+            if _holds_own_memory(batch):
+                stream.wait_for_training()
+            moved = self._transfer(batch, self.device)
+            return moved, stream.mark()
+
+    def _received(self, moved: Any, mark: Any) -> Any:
+        """Return a copied batch, to be used on the training's stream."""
+        self._stream.wait_for(mark)
+
+        def keep(leaf: Any) -> Any:
+            if callable(getattr(leaf, "record_stream", None)):
+                self._stream.keep(leaf)
+            return leaf
+
+        map_leaves(keep, moved)
+        return moved
+
+
+def _holds_own_memory(batch: Any) -> bool:
+    """Return whether an object in the batch moves itself, and cannot say (`record_stream`) who uses its memory.
+
+    Its memory, once let go, would be taken for the next copy at once; that copy is then made to wait for the training.
+    """
+    found = False
+
+    def look(leaf: Any) -> Any:
+        nonlocal found
+        moves_itself = not isinstance(leaf, (Tensor, type)) and callable(getattr(leaf, "to", None))
+        found = found or (moves_itself and not callable(getattr(leaf, "record_stream", None)))
+        return leaf
+
+    map_leaves(look, batch)
+    return found

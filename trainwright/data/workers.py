@@ -2,7 +2,8 @@
 
 Without it a worker draws on from batch to batch, so that random augmentation would differ after a resume, and with
 another number of workers. The index stream gives each batch of indices a seed, and the dataset that the workers see
-seeds their generators with it. The user's own dataset is what `get_worker_info().dataset` shows.
+seeds their generators with it. An iterable dataset has no indices: its workers are seeded at the beginning of each pass.
+The user's own dataset is what `get_worker_info().dataset` shows.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from trainwright.data.seeding import derive_seed
 
 
 class SeededBatch(list[Any]):
@@ -53,6 +56,29 @@ class SeededDataset(Dataset[Any]):
         indices = list(batch)
         fetch = getattr(self.dataset, "__getitems__", None)
         return list(fetch(indices)) if callable(fetch) else [self.dataset[index] for index in indices]
+
+
+class SeededIterable(IterableDataset[Any]):
+    """An iterable dataset, each pass of which begins with seeded generators in the worker that reads it.
+
+    The seed lies in shared memory, since a persistent worker has its copy of the dataset from its first epoch.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._seed: torch.Tensor = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def set_seed(self, seed: int) -> None:
+        """Choose the seed of the next pass, before it begins."""
+        self._seed.fill_(seed)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        seed_generators(derive_seed(int(self._seed), info.id if info is not None else 0))
+        return iter(self.dataset)
 
 
 class WorkerStart:

@@ -191,6 +191,7 @@ class PeerWatch:
         store_host: the rank whose process holds the store; None where a launcher holds it.
         error_file: where to write this rank's error in elastic's format, for torchrun's own summary.
         poll_seconds: how often to look.
+        look: called at each look, for whatever else has to be watched.
     """
 
     def __init__(
@@ -203,6 +204,7 @@ class PeerWatch:
         store_host: int | None = None,
         error_file: str | None = None,
         poll_seconds: float = 0.2,
+        look: Callable[[], None] | None = None,
     ) -> None:
         self.has_failed = False
         self._store = store
@@ -213,6 +215,7 @@ class PeerWatch:
         self._closing, self._goodbyes = f"closing/{name}", f"goodbyes/{name}"
         self._error_file = error_file
         self._poll_seconds = poll_seconds
+        self._look = look
         self._pid = os.getpid()
         self._stopped = threading.Event()
         self._has_said_goodbye = False
@@ -266,6 +269,8 @@ class PeerWatch:
                 if self._store_host is not None and self._store.check([self._closing]):
                     self._acknowledge()
                     return
+                if self._look is not None:
+                    self._look()
             except RuntimeError:  # the store's host has gone, and the job with it
                 if self._stopped.is_set() or self.has_failed:
                     return

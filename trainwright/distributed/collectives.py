@@ -27,6 +27,16 @@ def all_gather(tensor: Tensor) -> list[Tensor]:
     return [piece.to(tensor.device) for piece in gathered]
 
 
+def all_gather_with_gradients(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors of all ranks, by rank; gradients go back to the rank that a tensor is from.
+
+    Collective: call on every rank, and its backward too.
+    """
+    if _world_size() == 1:
+        return [tensor]
+    return list(_GatherWithGradients.apply(tensor))  # type: ignore[no-untyped-call]
+
+
 def gather_uneven(tensor: Tensor) -> list[Tensor]:
     """Return the tensors of all ranks, by rank; the first dimension may differ. Collective: call on every rank."""
     if not 0 < tensor.dim() <= _MAX_DIMS:
@@ -99,6 +109,18 @@ def barrier() -> None:
     token = _to_group(torch.zeros(1))
     dist.all_reduce(token)  # a reduction, because NCCL's own barrier guesses the device and warns
     token.item()  # NOTE: waits for the device too
+
+
+class _GatherWithGradients(torch.autograd.Function):
+    """all_gather, whose backward sums each rank's gradients where the tensor came from."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> tuple[Tensor, ...]:
+        return tuple(all_gather(tensor))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return all_reduce(torch.stack(gradients))[dist.get_rank()]
 
 
 def _world_size() -> int:

@@ -15,9 +15,11 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 from trainwright.distributed.agreement import Agreement, PeerWatch, Store
+from trainwright.distributed.appointments import Appointment, AppointmentBook
 
 JOB_VARIABLE = "TRAINWRIGHT_JOB"
 """One JSON object: what our launcher tells its workers."""
@@ -44,6 +46,11 @@ class Environment:
     restart_count: int = 0
     error_file: str | None = None
     """Where torchrun expects the error of this process."""
+
+    @property
+    def num_nodes(self) -> int:
+        """How many machines the job has; each of them runs as many processes as this one."""
+        return self.world_size // self.local_world_size
 
     @classmethod
     def detect(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -109,6 +116,11 @@ def _read_number(variables: Mapping[str, str], name: str) -> int:
     return number
 
 
+def prepare_deterministic() -> None:
+    """Let cuBLAS compute the same each time, unless the environment says how already; before CUDA is first used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 # The first reader that finds itself at home wins. Other launchers (SLURM, MPI) are one more line here.
 _READERS: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (_read_torchrun,)
 
@@ -141,10 +153,18 @@ class Connection:
     store: Store | None = None
     owns_group: bool = False
     """False where the user's script opened the group; then it also closes it."""
+    _book: AppointmentBook = field(default_factory=lambda: AppointmentBook(None, 0, 1), repr=False)
     _watch: PeerWatch | None = field(default=None, repr=False)
     _holders: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list, repr=False)
     _pid: int = field(default_factory=os.getpid, repr=False)
     _is_closed: bool = field(default=False, repr=False)
+
+    def appointment(self, name: str) -> Appointment:
+        """Return a new appointment of all ranks, for one run of the loop.
+
+        Those of one name pair up by their order: make them on every rank, in the same order. Nothing is sent.
+        """
+        return self._book.make(name)
 
     def before_close(self, release: Callable[[], None]) -> None:
         """Have a bound method called before the group is closed: it lets go of what holds on to the group.
@@ -212,15 +232,7 @@ def open_process_group(environment: Environment, backend: str, timeout_seconds: 
     job = _stores().PrefixStore(f"{STORE_PREFIX}/{environment.restart_count}", base)
     # NOTE: a blocking call of one thread holds its connection, so the group, the agreement and the watch have one each.
     control = job.clone()
-    watch = PeerWatch(
-        job.clone(),
-        environment.rank,
-        environment.world_size,
-        name=str(_generation),
-        store_host=store_host,
-        error_file=environment.error_file if environment.launched_by == "torchrun" else None,
-    )
-    watch.start()
+    watch, book = _start_watch(environment, backend, control, job.clone(), store_host)
     atexit.register(watch.stop)
     plain_hook = sys.excepthook
     try:
@@ -243,10 +255,42 @@ def open_process_group(environment: Environment, backend: str, timeout_seconds: 
         environment.world_size,
     )
     _generation += 1
-    opened = Connection(environment, dist.get_backend(), agreement, control, owns_group=not is_joined, _watch=watch)
+    opened = Connection(
+        environment, dist.get_backend(), agreement, control, owns_group=not is_joined, _book=book, _watch=watch
+    )
     _connection = opened
     atexit.register(opened.close)
     return opened
+
+
+def _start_watch(
+    environment: Environment, backend: str, control: Store, watched: Store, store_host: int | None
+) -> tuple[PeerWatch, AppointmentBook]:
+    """Start the watcher thread on a connection of its own; return it with the appointments that it looks after."""
+    prefix = f"appointments/{_generation}"
+    book = AppointmentBook(
+        _stores().PrefixStore(prefix, control),
+        environment.rank,
+        environment.world_size,
+        synchronize=None if backend == "gloo" else _synchronize,
+    )
+    watch = PeerWatch(
+        watched,
+        environment.rank,
+        environment.world_size,
+        name=str(_generation),
+        store_host=store_host,
+        error_file=environment.error_file if environment.launched_by == "torchrun" else None,
+        look=partial(book.look, _stores().PrefixStore(prefix, watched)),
+    )
+    watch.start()
+    return watch, book
+
+
+def _synchronize() -> None:
+    import torch
+
+    torch.accelerator.synchronize()
 
 
 def _check_joined_group(environment: Environment) -> None:

@@ -151,13 +151,13 @@ class Accelerator:
         """
         return self._window
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Send a loss backward, divided by the length of its window."""
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Send a loss backward, divided by the length of its window; the keyword arguments are those of Tensor.backward."""
         window = self._window
         if window.length > 1:
             loss = loss / window.length
         window.has_gradients = True
-        self.engine.backward(loss, retain_graph)
+        self.engine.backward(loss, **options)
 
     def step(
         self, optimizer: Optimizer, *, max_norm: float | None = None, clip_value: float | None = None
@@ -245,7 +245,7 @@ class Accelerator:
         state = {
             "position": {**place, "step": self.step_count},
             "loaders": loaders,
-            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+            "lr_schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
         }
         self.engine.save(str(output_dir), step=self.step_count, epoch=place["epoch"], state=state)
         return str(output_dir)
@@ -261,14 +261,14 @@ class Accelerator:
         """
 
         def check(state: dict[str, Any]) -> None:
-            saved, present = len(state.get("schedulers", [])), len(self._schedulers)
+            saved, present = len(state.get("lr_schedulers", [])), len(self._schedulers)
             if saved != present:
                 raise CheckpointError(
                     f"{input_dir}: it was saved with {saved} schedulers, but {present} were prepared. Prepare the same ones."
                 )
 
         restored = self.engine.load(str(input_dir), check=check)
-        for scheduler, saved in zip(self._schedulers, restored.state["schedulers"], strict=True):
+        for scheduler, saved in zip(self._schedulers, restored.state["lr_schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         position = restored.state["position"]
         self.step_count = int(position["step"])

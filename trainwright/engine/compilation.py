@@ -1,25 +1,116 @@
-"""Compilation: a module's children compiled in place, so that its state_dict keeps its names."""
+"""Compilation: the submodules that a step calls, compiled in place, so that state_dict keeps its names."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
 from torch import nn
 
+from trainwright.compiled_names import is_compiled
 from trainwright.module import is_metric
 
 
-def compile_children(module: nn.Module, options: dict[str, Any]) -> int:
-    """Compile, in place, the outermost submodules that have a forward of their own; return how many.
+class Compiled:
+    """A module whose submodules run compiled, until `undo`.
 
-    The module itself stays eager: its steps log, and a log call would break the graph. Containers without a forward
-    (ModuleList, ModuleDict) are looked through; torchmetrics objects are left alone.
+    The module itself stays eager: its steps log, and a log call would break the graph. Whichever submodule a step calls, be
+    it `self.net` or `self.net.encoder`, is compiled whole at its first call; what that one calls is part of its graph.
+
+    Args:
+        module: the root. torchmetrics objects, scripted modules and what the user has compiled are left alone.
+        options: keyword arguments for torch.compile.
+
+    Raises:
+        ValueError: torch.compile refuses the options.
     """
-    count = 0
-    for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            count += compile_children(child, options)
-        elif not is_metric(child):
-            child.compile(**options)
-            count += 1
-    return count
+
+    def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
+        self.options = dict(options)
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+            # Else all layers of one class share a limit of 8 graphs, and run eagerly beyond it.
+            self.options.setdefault("isolate_recompiles", True)
+        try:
+            torch.compile(_call, **self.options)
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(f"compile={options!r} is refused by torch.compile: {error}") from error
+        self.called: set[nn.Module] = set()
+        """The submodules that a step called, and that run compiled therefore."""
+        self.is_within = False
+        """True while a compiled submodule runs: what it calls is not compiled anew."""
+        self.modules = [each for each in _submodules(module) if type(each).forward is not nn.Module.forward]
+        """The submodules that would run compiled if a step called them."""
+        self._functions: dict[Hashable, Callable[..., Any]] = {}
+        for each in self.modules:
+            each._compiled_call_impl = _Call(self, each)
+
+    def function_for(self, module: nn.Module) -> Callable[..., Any]:
+        """Return the compiled function that calls a module, given as its first argument.
+
+        Modules alike in class and shapes (the blocks of a ModuleList, say) share one, and so its graphs.
+        """
+        self.called.add(module)
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        kind = (type(module), *((name, each.shape, each.dtype, each.requires_grad) for name, each in tensors))
+        if kind not in self._functions:
+            # The compiler enters no frame of torch's own layers, so those get one around them.
+            is_torchs = type(module).forward.__module__.startswith("torch.")
+            self._functions[kind] = torch.compile(_call if is_torchs else type(module)._call_impl, **self.options)
+        return self._functions[kind]
+
+    def undo(self) -> None:
+        """Let the submodules run eagerly again."""
+        for each in self.modules:
+            if isinstance(each._compiled_call_impl, _Call):  # the user may have compiled it by hand since
+                del each._compiled_call_impl
+        self.modules, self.called = [], set()
+        self._functions.clear()
+
+
+def compile_module(module: nn.Module, options: dict[str, Any]) -> Compiled:
+    """Compile, in place, the submodules that the steps of a module call."""
+    return Compiled(module, options)
+
+
+class _Call:
+    """What a submodule's call runs instead of its forward and hooks."""
+
+    def __init__(self, compiled: Compiled, module: nn.Module) -> None:
+        self.compiled, self.module = compiled, module
+        self.function: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Within a graph the compiler itself may come here (a module with hooks), and after a break in one the interpreter.
+        if torch.compiler.is_compiling() or self.compiled.is_within:
+            return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if self.function is None:
+            self.function = self.compiled.function_for(self.module)
+        self.compiled.is_within = True
+        try:
+            return self.function(self.module, *args, **kwargs)
+        finally:
+            self.compiled.is_within = False
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def _submodules(module: nn.Module) -> list[nn.Module]:
+    """Return what stands below a module, without what is to be left alone."""
+    left_alone: set[nn.Module] = set()
+    for each in module.modules():
+        if (
+            each is not module
+            and each not in left_alone
+            and (
+                is_metric(each)
+                or is_compiled(each)
+                or isinstance(each, torch.jit.ScriptModule)
+                or each._compiled_call_impl is not None
+            )
+        ):
+            left_alone.update(each.modules())
+    return [each for each in module.modules() if each is not module and each not in left_alone]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from typing import Any
+
 import torch
 
 from trainwright.distributed.environment import Environment
@@ -19,7 +22,9 @@ def resolve_device_type(accelerator: str) -> str:
     if accelerator == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if accelerator not in ACCELERATORS:
-        raise ValueError(f"accelerator={accelerator!r} is unknown; choose from auto, {', '.join(ACCELERATORS)}.")
+        close = difflib.get_close_matches(str(accelerator), ACCELERATORS, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"accelerator={accelerator!r} is unknown; choose from auto, {', '.join(ACCELERATORS)}.{hint}")
     if ACCELERATORS[accelerator] == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
             f"accelerator={accelerator!r} was asked for, but torch sees no CUDA device; check the driver and the torch build, "
@@ -28,25 +33,53 @@ def resolve_device_type(accelerator: str) -> str:
     return ACCELERATORS[accelerator]
 
 
-def resolve_num_processes(devices: int | str, device_type: str, environment: Environment) -> int:
+def device_numbers(devices: Any, device_type: str) -> list[int] | None:
+    """Return the numbers of the GPUs that a list such as [0, 2] or a text such as "0,2" names; None for any other setting.
+
+    Raises:
+        TypeError, ValueError: no list of different numbers of GPUs that are there.
+    """
+    if isinstance(devices, str) and "," in devices:
+        parts = [part.strip() for part in devices.split(",") if part.strip()]
+        devices = [int(part) if part.isdigit() else part for part in parts]
+    if not isinstance(devices, (list, tuple)):
+        return None
+    if not devices or not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in devices):
+        raise TypeError(f"devices={devices!r} is no list of GPUs; pass their numbers, such as [0, 2] or '0,2'.")
+    if device_type != "cuda":
+        raise ValueError(
+            f"devices={devices!r} names GPUs, but this run computes on the CPU; pass a number of processes, such as devices=2."
+        )
+    if len(set(devices)) < len(devices) or max(devices) >= torch.cuda.device_count():
+        raise ValueError(
+            f"devices={devices!r} names a GPU twice, or one that is not there (torch sees {torch.cuda.device_count()})."
+        )
+    return list(devices)
+
+
+def resolve_num_processes(devices: int | str | list[int], device_type: str, environment: Environment) -> int:
     """Return how many processes this job has on this node: one a device.
 
     "auto" is what the launcher of this job started, else every GPU, else one process on the CPU. -1 is every GPU, or
     every core.
 
     Raises:
-        TypeError: neither an int nor "auto".
+        TypeError: neither an int nor a list nor "auto".
         ValueError: below 1, more than the GPUs there are, or unlike the job that this process was launched in.
     """
     launched = environment.local_world_size if environment.launched_by != "single" else None
     present = torch.cuda.device_count() if device_type == "cuda" else None
+    numbers = device_numbers(devices, device_type)
+    if numbers is not None:
+        devices = len(numbers)
     if devices == "auto":
         return launched or present or 1
     if isinstance(devices, str) and devices.lstrip("-").isdigit():
         devices = int(devices)
     if isinstance(devices, bool) or not isinstance(devices, int):
         raise TypeError(
-            f"devices={devices!r} is a {type(devices).__name__}; accepted are a number of devices, -1 for all, or 'auto'."
+            f"devices={devices!r} is a {type(devices).__name__}; accepted are a number of devices, a list of "
+            "GPUs, -1 for all, or 'auto'."
         )
     if devices == -1:
         devices = launched or present or torch.get_num_threads()

@@ -21,6 +21,7 @@ from trainwright.checkpoint.contents import (
     restore_optimizer,
     set_extra_states,
 )
+from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
 from trainwright.checkpoint.store import Checkpoint, open_checkpoint, write_checkpoint
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.data.index_stream import Mode
@@ -28,10 +29,10 @@ from trainwright.data.loaders import ShardedLoader
 from trainwright.data.seeding import rng_state
 from trainwright.distributed import collectives
 from trainwright.distributed.environment import Environment, open_process_group, pick_backend
-from trainwright.engine.devices import resolve_device_type, resolve_num_processes
+from trainwright.engine.devices import device_numbers, resolve_device_type, resolve_num_processes
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult, resolve_precision
-from trainwright.precision.base import Clipper
+from trainwright.precision.base import Clipper, Closure, Sender
 from trainwright.strategies import Strategy, resolve_strategy
 from trainwright.strategies.base import STORED_NEVER, Optimization, clean_name
 
@@ -47,7 +48,7 @@ class Engine:
     """Joins, or starts, the job's processes and holds its parts. Collective: every rank makes it.
 
     Args:
-        devices: processes on this node, one a device; "auto" is what was launched, else every GPU, else one.
+        devices: processes on this node, one a device; a list of GPUs; "auto" is what was launched, else every GPU, else one.
         strategy: a name or a Strategy.
         precision: a name, 16 or 32, or a Precision.
         accelerator: "auto", "cpu" or "cuda".
@@ -61,7 +62,7 @@ class Engine:
     def __init__(
         self,
         *,
-        devices: int | str = "auto",
+        devices: int | str | list[int] = "auto",
         strategy: str | Strategy = "auto",
         precision: str | int | Precision | None = None,
         accelerator: str = "auto",
@@ -78,9 +79,9 @@ class Engine:
 
             launch(num_processes, reason=f"devices={num_processes}")
         self.environment = environment
-        self.device = (
-            torch.device(device_type, environment.local_rank) if device_type == "cuda" else torch.device("cpu")
-        )
+        numbers = device_numbers(devices, device_type)
+        place = numbers[environment.local_rank] if numbers is not None else environment.local_rank
+        self.device = torch.device(device_type, place) if device_type == "cuda" else torch.device("cpu")
         if device_type == "cuda":
             torch.cuda.set_device(self.device)
         self.connection = open_process_group(environment, pick_backend(device_type), timeout_seconds)
@@ -125,6 +126,7 @@ class Engine:
         """
         if optimization is not None:
             self.optimization = optimization
+        self.precision.convert_module(module)
         self.strategy.setup_module(module, optimization)
         self.modules.append(module)
 
@@ -147,17 +149,17 @@ class Engine:
         """Run a named step of a prepared module, or its "forward", in the precision's context."""
         return self.strategy.run(module, name, args, kwargs)
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Send a loss backward, scaled and averaged over the ranks where that is due."""
-        self.strategy.backward(loss, retain_graph)
+    def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
+        """Send a loss backward (by `send` where given), scaled and averaged over the ranks where that is due."""
+        self.strategy.backward(loss, send, **options)
 
     def sync_gradients(self, enabled: bool) -> None:
         """Say, before a forward, whether its backward ends an accumulation window (else the ranks stay apart)."""
         self.strategy.sync_gradients(enabled)
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None = None) -> StepResult:
+    def step(self, optimizer: Optimizer, clip: Clipper | None = None, closure: Closure | None = None) -> StepResult:
         """Clip where asked and step; return the gradient norm where it was taken, and whether the step was skipped."""
-        return self.strategy.step(optimizer, clip)
+        return self.strategy.step(optimizer, clip, closure)
 
     def clipper(self, norm: float | None = None, value: float | None = None, *, scale: float = 1.0) -> Clipper | None:
         """Return what `step` clips with: multiply by scale, then by value, then by total norm; None for nothing to do."""
@@ -187,13 +189,27 @@ class Engine:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def save(self, path: str, *, step: int, epoch: int, state: dict[str, Any], weights_only: bool = False) -> None:
+    def save(
+        self,
+        path: str,
+        *,
+        step: int,
+        epoch: int,
+        state: dict[str, Any],
+        weights_only: bool = False,
+        edit: Edit | None = None,
+    ) -> None:
         """Write a checkpoint of the modules, the optimizers and the caller's state. Collective: call on every rank.
+
+        `edit` may change its contents: see checkpoint/editing.py.
 
         Raises:
             CheckpointError: on every rank alike; nothing is left at the path then.
         """
-        sections = {"model": self._model_pieces()}
+        pieces = self._model_pieces()
+        if edit is not None:
+            state, pieces = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
+        sections = {"model": pieces}
         extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
         contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **state}
         if not weights_only:
@@ -216,12 +232,19 @@ class Engine:
         )
 
     def load(
-        self, path: str, *, weights_only: bool = False, check: Callable[[dict[str, Any]], None] | None = None
+        self,
+        path: str,
+        *,
+        weights_only: bool = False,
+        strict: bool = True,
+        check: Callable[[dict[str, Any]], None] | None = None,
+        edit: Edit | None = None,
     ) -> Restored:
         """Verify a checkpoint, then take the state of the modules and the optimizers from it.
 
         It may come from any strategy and any number of ranks. Nothing is changed unless all of it has been verified and
-        fits; `check` may refuse the caller's own state in it. Collective: call on every rank.
+        fits; `check` may refuse the caller's own state in it, `edit` may change its contents (see checkpoint/editing.py).
+        With strict False, tensors of the model that only one side has are left out. Collective: call on every rank.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
@@ -237,10 +260,20 @@ class Engine:
         if check is not None:
             check(state)
         pieces = self._model_pieces()
-        _check_model(checkpoint, pieces)
+        tensors = None
+        if edit is not None:
+            header = {"epoch": int(checkpoint.header["epoch"]), "global_step": int(checkpoint.header["step"])}
+            state, tensors = edit_for_load(checkpoint, state, header, edit)
+        shapes = {name: entry.shape for name, entry in checkpoint.tensors("model").items()}
+        if tensors is not None:
+            shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+        pieces = check_model(checkpoint.path, shapes, pieces, strict)
         if not weights_only:
             self._load_optimizers(checkpoint, state)
-        checkpoint.read_into("model", pieces)
+        if tensors is not None:
+            fill(pieces, tensors)
+        else:
+            checkpoint.read_into("model", pieces)
         for number, module in enumerate(self.modules):
             set_extra_states(module, state.get("extra", {}).get(str(number), {}))
         same_job = (checkpoint.header.get("strategy"), checkpoint.world_size) == (self.strategy.name, self.world_size)
@@ -310,26 +343,3 @@ class Engine:
 
 def _prefixed(piece: Piece, prefix: str) -> Piece:
     return Piece(prefix + piece.name, piece.shape, piece.start, piece.tensor, piece.writer) if prefix else piece
-
-
-def _check_model(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> None:
-    """Refuse a checkpoint of another model (CheckpointError), naming what differs."""
-    stored = checkpoint.tensors("model")
-    present = {piece.name: piece.shape for piece in pieces}
-    missing = sorted(set(present) - set(stored))
-    unexpected = sorted(set(stored) - set(present))
-    unlike = [
-        f"{name} {tuple(stored[name].shape)} there, {tuple(shape)} here"
-        for name, shape in present.items()
-        if name in stored and tuple(stored[name].shape) != tuple(shape)
-    ]
-    problems = [
-        f"{title}: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
-        for title, names in (("not in it", missing), ("only in it", unexpected), ("other shape", unlike))
-        if names
-    ]
-    if problems:
-        raise CheckpointError(
-            f"{checkpoint.path}: it is of another model ({'; '.join(problems)}). Build the model that was saved, or choose "
-            "another checkpoint."
-        )

@@ -1,33 +1,43 @@
-"""Optimizers: what `configure_optimizers` may return, read into one form and checked."""
+"""Optimizers: what `configure_optimizers` may return, read into one form and checked; which of them call a closure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-INTERVALS = ("epoch", "step")
+INTERVALS = ("epoch", "step", "validation")
 ACCEPTED = (
-    "an Optimizer, a list of them, a pair ([optimizers], [schedulers]), or a dict with 'optimizer' and, if wanted, "
-    "'lr_scheduler'"
+    "an Optimizer, a list of them, a pair ([optimizers], [schedulers]), a dict with 'optimizer' and, if wanted, "
+    "'lr_scheduler', a list of such dicts, or None"
 )
+OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor")
+SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
 
 
 @dataclass
 class SchedulerConfig:
     """A scheduler and when it steps.
 
-    `interval` is "epoch" or "step" (an optimizer step), `frequency` how many of these pass between two of its steps,
-    `monitor` the metric that ReduceLROnPlateau follows.
+    `interval` is "epoch", "step" (an optimizer step) or "validation", `frequency` how many of these pass between two of its
+    steps. `monitor` is the metric that a scheduler like ReduceLROnPlateau follows, `strict` whether it is an error that
+    nobody logged it; `reduce_on_plateau` says whether step() takes that metric (None: it is a ReduceLROnPlateau). `name` is
+    what the learning rate is logged under.
     """
 
     scheduler: Any
     interval: str = "epoch"
     frequency: int = 1
     monitor: str | None = None
+    strict: bool = True
+    name: str | None = None
+    reduce_on_plateau: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.scheduler, LRScheduler) and not callable(getattr(self.scheduler, "step", None)):
@@ -35,39 +45,49 @@ class SchedulerConfig:
                 f"a scheduler was expected, got a {type(self.scheduler).__name__}; pass a torch LRScheduler, or an object "
                 "with step() and state_dict()."
             )
+        if isinstance(self.scheduler, Optimizer):
+            raise TypeError(
+                f"a scheduler was expected, got the optimizer {type(self.scheduler).__name__}; the form of a pair is "
+                "([optimizers], [schedulers])."
+            )
         if self.interval not in INTERVALS:
             raise ValueError(
                 f"interval={self.interval!r} of a scheduler is unknown; choose from {', '.join(INTERVALS)}."
             )
+        if isinstance(self.frequency, bool) or not isinstance(self.frequency, int):
+            raise TypeError(
+                f"frequency={self.frequency!r} of a scheduler is a {type(self.frequency).__name__}; pass a whole number."
+            )
         if self.frequency < 1:
             raise ValueError(f"frequency={self.frequency} of a scheduler is below 1; pass how many {self.interval}s.")
+        if self.reduce_on_plateau is None:
+            self.reduce_on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         if self.is_plateau and self.monitor is None:
             raise ValueError(
-                "ReduceLROnPlateau needs the metric to follow: return {'scheduler': ..., 'monitor': 'val_loss'} with a name "
-                "that you log."
+                f"{type(self.scheduler).__name__} needs the metric to follow: return {{'scheduler': ..., 'monitor': "
+                "'val_loss'} with a name that you log."
             )
 
     @property
     def is_plateau(self) -> bool:
         """Return whether the scheduler's step takes a metric."""
-        return isinstance(self.scheduler, ReduceLROnPlateau)
+        return bool(self.reduce_on_plateau)
 
 
 def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return the optimizers and the schedulers that `configure_optimizers` gave.
+    """Return the optimizers and the schedulers that `configure_optimizers` gave; none of either after a None.
 
     Raises:
-        TypeError: it returned something else (or nothing).
+        TypeError: it returned something else.
         ValueError: a setting of a scheduler is wrong, or a key is unknown.
     """
-    optimizers, schedulers = _split(returned)
-    if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
-        raise TypeError(
-            f"configure_optimizers returned {_shape(returned)}; accepted are {ACCEPTED}. "
-            "Did you forget the return statement?"
-            if returned is None
-            else f"configure_optimizers returned {_shape(returned)}; accepted are {ACCEPTED}."
+    if returned is None:
+        warnings.warn(
+            "configure_optimizers returned None: the module runs without training; did you forget the return statement?",
+            stacklevel=2,
         )
+        return [], []
+    optimizers, schedulers = _split(returned)
     configs = [_config(each) for each in schedulers]
     for config in configs:
         if not any(getattr(config.scheduler, "optimizer", each) is each for each in optimizers):
@@ -78,47 +98,109 @@ def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfi
     return optimizers, configs
 
 
-def _split(returned: Any) -> tuple[list[Any], list[Any]]:
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's step cannot be called without a closure, as LBFGS's."""
+    first = next(iter(_step_parameters(optimizer)), None)
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return first is not None and first.default is inspect.Parameter.empty and first.kind in positional
+
+
+def may_use_closure(optimizer: Optimizer) -> bool:
+    """Return whether a closure is worth passing: it is needed, or the step is of a class that torch does not have.
+
+    torch's own, LBFGS aside, would call it once, to no use.
+    """
+    if needs_closure(optimizer):
+        return True
+    own_step = inspect.unwrap(type(optimizer).step)  # torch wraps the step of each class, for its profiler
+    is_torchs = own_step.__module__.startswith("torch.optim.")
+    return not is_torchs and any(parameter.name == "closure" for parameter in _step_parameters(optimizer))
+
+
+def _step_parameters(optimizer: Optimizer) -> list[inspect.Parameter]:
+    return list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+
+
+def _split(returned: Any) -> tuple[list[Optimizer], list[Any]]:
+    """Return the optimizers and the schedulers, or what was given for them, in one of the accepted forms."""
     if isinstance(returned, Optimizer):
         return [returned], []
     if isinstance(returned, Mapping):
-        unknown = set(returned) - {"optimizer", "lr_scheduler", "monitor"}
-        if unknown or "optimizer" not in returned:
-            raise ValueError(
-                f"configure_optimizers returned a dict with the keys {sorted(returned)}; accepted are 'optimizer', "
-                "'lr_scheduler' and 'monitor'."
-            )
-        scheduler = returned.get("lr_scheduler")
-        if scheduler is None:
-            return [returned["optimizer"]], []
-        if not isinstance(scheduler, Mapping):
-            scheduler = {"scheduler": scheduler}
-        return [returned["optimizer"]], [{"monitor": returned.get("monitor"), **scheduler}]
-    if isinstance(returned, Sequence) and not isinstance(returned, str):
-        if len(returned) == 2 and all(isinstance(part, Sequence) for part in returned):
-            return list(returned[0]), list(returned[1])
-        if returned and all(isinstance(part, Mapping) for part in returned):
-            parts = [_split(part) for part in returned]
-            return [each for part in parts for each in part[0]], [each for part in parts for each in part[1]]
-        return list(returned), []
-    return [], []
+        return _split_mapping(returned, "")
+    if not isinstance(returned, Sequence) or isinstance(returned, str) or not returned:
+        raise TypeError(f"configure_optimizers returned {_shape(returned)}; accepted are {ACCEPTED}.")
+    if len(returned) == 2 and isinstance(returned[0], (list, tuple)) and isinstance(returned[1], (list, tuple)):
+        if not returned[0]:
+            raise TypeError(f"configure_optimizers returned a pair without an optimizer; accepted are {ACCEPTED}.")
+        for index, each in enumerate(returned[0]):
+            _expect_optimizer(each, f"item {index} of the optimizers that configure_optimizers returned")
+        return list(returned[0]), list(returned[1])
+    if isinstance(returned[0], Mapping):
+        optimizers: list[Optimizer] = []
+        schedulers: list[Any] = []
+        for index, each in enumerate(returned):
+            if not isinstance(each, Mapping):
+                raise TypeError(
+                    f"item {index} of what configure_optimizers returned is a {type(each).__name__}, but the first is a dict; "
+                    "return dicts with 'optimizer' alone."
+                )
+            more_optimizers, more_schedulers = _split_mapping(each, f"item {index} of ")
+            optimizers += more_optimizers
+            schedulers += more_schedulers
+        return optimizers, schedulers
+    for index, each in enumerate(returned):
+        _expect_optimizer(each, f"item {index} of what configure_optimizers returned")
+    return list(returned), []
+
+
+def _expect_optimizer(value: Any, where: str) -> None:
+    if isinstance(value, Optimizer):
+        return
+    hint = ""
+    if isinstance(value, (LRScheduler, ReduceLROnPlateau)):
+        hint = " Return ([optimizers], [schedulers]), each in a list of its own."
+    elif isinstance(value, type):
+        hint = f" Make one of {value.__name__}."
+    raise TypeError(f"{where} is a {type(value).__name__}, no Optimizer; accepted are {ACCEPTED}.{hint}")
+
+
+def _split_mapping(returned: Mapping[str, Any], where: str) -> tuple[list[Optimizer], list[Any]]:
+    unknown = [key for key in returned if key not in OPTIMIZER_KEYS]
+    if unknown or "optimizer" not in returned:
+        raise ValueError(
+            f"{where}what configure_optimizers returned is a dict with the keys {list(returned)}; accepted are 'optimizer', "
+            f"'lr_scheduler' and 'monitor'.{_nearest(unknown, OPTIMIZER_KEYS)}"
+        )
+    _expect_optimizer(returned["optimizer"], f"'optimizer' of {where}what configure_optimizers returned")
+    scheduler = returned.get("lr_scheduler")
+    if scheduler is None:
+        return [returned["optimizer"]], []
+    if not isinstance(scheduler, Mapping):
+        scheduler = {"scheduler": scheduler}
+    return [returned["optimizer"]], [{"monitor": returned.get("monitor"), **scheduler}]
 
 
 def _config(scheduler: Any) -> SchedulerConfig:
     if not isinstance(scheduler, Mapping):
         return SchedulerConfig(scheduler)
-    unknown = set(scheduler) - {"scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau"}
-    if unknown or "scheduler" not in scheduler:
+    unknown = [key for key in scheduler if key not in SCHEDULER_KEYS]
+    if "scheduler" not in scheduler:
         raise ValueError(
-            f"a scheduler's dict has the keys {sorted(scheduler)}; accepted are 'scheduler', 'interval', 'frequency' and "
-            "'monitor'."
+            f"a scheduler's dict has the keys {list(scheduler)}; 'scheduler' is needed, and accepted beside it are "
+            f"{', '.join(SCHEDULER_KEYS[1:])}.{_nearest(unknown, SCHEDULER_KEYS)}"
         )
-    return SchedulerConfig(
-        scheduler["scheduler"],
-        scheduler.get("interval", "epoch"),
-        scheduler.get("frequency", 1),
-        scheduler.get("monitor"),
-    )
+    if unknown:
+        warnings.warn(
+            f"a scheduler's dict has the keys {unknown}, which have no effect; accepted are {', '.join(SCHEDULER_KEYS)}."
+            f"{_nearest(unknown, SCHEDULER_KEYS)}",
+            stacklevel=3,
+        )
+    return SchedulerConfig(**{key: scheduler[key] for key in SCHEDULER_KEYS if key in scheduler})
+
+
+def _nearest(unknown: Iterable[Any], accepted: Sequence[str]) -> str:
+    close = [match for key in unknown for match in difflib.get_close_matches(str(key), accepted, n=1)]
+    return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
 
 
 def _shape(returned: Any) -> str:

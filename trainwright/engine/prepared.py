@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from trainwright.data.loaders import with_last
 from trainwright.data.transfer import map_tensors, to_device
 from trainwright.engine.engine import Engine
-from trainwright.precision import StepResult
+from trainwright.precision.base import Closure, StepResult
 
 if TYPE_CHECKING:
     from trainwright.engine.window import AccumulationWindow
@@ -28,7 +29,7 @@ class PreparedOptimizer(Optimizer):
         optimizer: what the strategy prepared.
         window: tells whether a step is due, and whether gradients may be cleared; a call at another moment does nothing.
             None where each call is meant.
-        after_step: told each result.
+        before_step, after_step: told the optimizer before each step, and the result after it.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class PreparedOptimizer(Optimizer):
         optimizer: Optimizer,
         window: AccumulationWindow | None = None,
         after_step: Callable[[StepResult], None] | None = None,
+        before_step: Callable[[Optimizer], None] | None = None,
     ) -> None:
         # Optimizer.__init__ is left out: groups and state are the inner optimizer's, and only those.
         self.optimizer = optimizer
@@ -44,7 +46,8 @@ class PreparedOptimizer(Optimizer):
         """Whether the latest step was left out because the gradients held an inf or a NaN."""
         self.is_unscaled = False
         """Whether the gradients have been divided by the loss scale, and no step has been made with them."""
-        self._engine, self._window, self._after_step = engine, window, after_step
+        self._engine, self._window = engine, window
+        self._before_step, self._after_step = before_step, after_step
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -61,25 +64,73 @@ class PreparedOptimizer(Optimizer):
         """Return the inner optimizer's default options."""
         return self.optimizer.defaults
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step once the window ends, unless the gradients are not finite."""
+    def step(self, closure: Closure | None = None) -> Any:
+        """Step once the window ends, unless the gradients are not finite; return what the closure first returned, if any."""
+        window, call, losses = self._window, None, []
         if closure is not None:
-            raise TypeError(
-                "a prepared optimizer takes no closure; compute the loss and its backward before step(), or step the inner "
-                "optimizer (.optimizer) yourself."
-            )
-        window = self._window
+            if window is not None:
+                self._refuse_closure(window)
+
+            def call() -> Any:
+                losses.append(closure())
+                return losses[-1]
+
         if window is not None and not window.is_at_end:
-            return
+            return None
         clip = None
         if window is not None and window.correction != 1.0:
             clip = self._engine.clipper(scale=window.correct(self.optimizer))
-        result = self._engine.step(self.optimizer, clip)
+        if self._before_step is not None:
+            self._before_step(self.optimizer)
+        result = self._engine.step(self.optimizer, clip, call)
         self.step_was_skipped, self.is_unscaled = result.skipped, False
         if window is not None:
             window.has_gradients = False
         if self._after_step is not None:
             self._after_step(result)
+        return losses[0] if losses else None
+
+    def _refuse_closure(self, window: AccumulationWindow) -> None:
+        """Refuse a closure where the optimizer may not call it again and again (TypeError)."""
+        strategy, precision = self._engine.strategy, self._engine.precision
+        reason = None
+        if window.usual_length > 1:
+            reason = f"gradient_accumulation_steps={window.usual_length}"
+        elif not precision.takes_closure:
+            reason = f"precision {precision.name!r}"
+        elif not strategy.takes_closure:
+            reason = f"strategy {strategy.name!r}"
+        if reason is not None:
+            raise TypeError(
+                f"step was given a closure, which cannot hold under {reason}; compute the loss and its backward before step(), "
+                "or leave that setting at its default."
+            )
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Within this context only this optimizer's parameters require gradients, of all that optimizers step.
+
+        With sync_grad False backward leaves the ranks' gradients apart, for accumulation under manual optimization.
+        """
+        own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        frozen = [
+            parameter
+            for optimizer in self._engine.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in own and parameter.requires_grad
+        ]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        if not sync_grad:
+            self._engine.sync_gradients(False)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            if not sync_grad:
+                self._engine.sync_gradients(True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; within an accumulation window nothing happens."""
@@ -122,6 +173,9 @@ class PreparedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""
+        precision = self._engine.precision
+        if precision.converts_batch:
+            args, kwargs = precision.convert_batch(args), precision.convert_batch(kwargs)
         outputs = self._engine.run(self.module, "forward", *args, **kwargs)
         return map_tensors(_full_precision, outputs) if self._to_float32 else outputs
 

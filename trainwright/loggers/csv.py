@@ -1,36 +1,49 @@
-"""The CSV logger: one folder a run, one row a moment in metrics.csv."""
+"""The CSV logger: one folder a run, one row a moment in metrics.csv, the hyper-parameters in hparams.json."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Mapping
-from typing import Any
+import os
+from typing import NoReturn
 
 import fsspec
 
-from trainwright.loggers.base import Logger
-
-BUFFERED_ROWS = 200
+from trainwright.loggers.folder import FolderLogger, Row, is_local, write_file
 
 
-class CSVLogger(Logger):
-    """Writes `<save_dir>/<name>/version_<n>/metrics.csv`.
+class CSVLogger(FolderLogger):
+    """Writes `<save_dir>/<name>/version_<n>/metrics.csv` and `hparams.json`.
 
     The columns are step, epoch, then the metrics as they come; a new metric adds a column. Rows wait in memory and are
-    written at an epoch's end, every 200 rows, and at the end of the run.
+    written by a thread: when 100 wait, every ten seconds or so, at an epoch's end, and at the end of the run.
 
     Args:
         save_dir: a path or an fsspec URL.
         name: the folder of all runs.
-        version: the run's own folder; by default version_<n> with the first n that is free.
+        version: the run's own folder; by default version_<n> with the next n that is free.
+        prefix: stands before the name of every metric, with a dash.
+        flush_logs_every_n_steps: how many rows are written together.
     """
 
-    def __init__(self, save_dir: str = ".", name: str = "trainwright_logs", version: int | str | None = None) -> None:
-        self.save_dir, self.name, self.version = str(save_dir), name, version
-        self._rows: list[dict[str, float]] = []
-        self._columns: list[str] = []
-        self._filesystem: Any = None
+    kind = "csv"
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] = ".",
+        name: str | None = "trainwright_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        if isinstance(flush_logs_every_n_steps, bool) or not isinstance(flush_logs_every_n_steps, int):
+            raise TypeError(
+                f"flush_logs_every_n_steps={flush_logs_every_n_steps!r} is no int; give the number of rows."
+            )
+        if flush_logs_every_n_steps < 1:
+            raise ValueError(f"flush_logs_every_n_steps={flush_logs_every_n_steps} must be at least 1.")
+        super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
+        self._file: MetricsFile | None = None
 
     @property
     def metrics_path(self) -> str:
@@ -39,63 +52,98 @@ class CSVLogger(Logger):
             raise RuntimeError("the CSV logger has no folder before trainer.fit, validate or test has begun.")
         return f"{self.log_dir}/metrics.csv"
 
-    def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
-        if self.log_dir is not None:
-            return
-        root = f"{self.save_dir.rstrip('/')}/{self.name}"
-        self._filesystem, _ = fsspec.core.url_to_fs(root)
-        self.log_dir = agreed(self._claim(root) if is_writer else "")
-        if is_writer and self._filesystem.exists(self._filesystem._strip_protocol(self.metrics_path)):
-            with fsspec.open(self.metrics_path, "r", newline="") as file:
-                self._columns = list(csv.DictReader(file).fieldnames or [])  # a run that goes on in its folder
-
-    def _claim(self, root: str) -> str:
-        """Make the run's folder and return its path; one that exists is another run's, unless its version was given."""
-        self._filesystem.makedirs(self._filesystem._strip_protocol(root), exist_ok=True)
-        if self.version is not None:
-            folder = f"version_{self.version}" if isinstance(self.version, int) else self.version
-            self._filesystem.makedirs(self._filesystem._strip_protocol(f"{root}/{folder}"), exist_ok=True)
-            return f"{root}/{folder}"
-        number = 0
-        while True:
-            path = f"{root}/version_{number}"
-            try:
-                self._filesystem.mkdir(self._filesystem._strip_protocol(path), create_parents=False)
-                return path
-            except FileExistsError:
-                number += 1
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        row = {"step": step, **metrics}
-        latest = self._rows[-1] if self._rows else {}
-        is_same_moment = all(latest.get(name) == row.get(name) for name in ("step", "epoch"))
-        if is_same_moment and not latest.keys() & (metrics.keys() - {"epoch"}):
-            latest.update(row)  # what training and validation say of one moment is one row
-            return
-        self._rows.append(row)
-        if len(self._rows) >= BUFFERED_ROWS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Append the waiting rows; where they bring new columns, write the file anew."""
-        if not self._rows:
-            return
-        known = len(self._columns)
-        self._columns += [
-            name for name in dict.fromkeys(key for row in self._rows for key in row) if name not in self._columns
-        ]
-        earlier: list[dict[str, Any]] = []
-        if known and known < len(self._columns):
-            with fsspec.open(self.metrics_path, "r", newline="") as file:
-                earlier = list(csv.DictReader(file))
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, self._columns, restval="")
-        if known < len(self._columns):
-            writer.writeheader()
-        writer.writerows([*earlier, *self._rows])
-        self._rows.clear()
-        with fsspec.open(self.metrics_path, "w" if known < len(self._columns) else "a", newline="") as file:
-            file.write(text.getvalue())
+    @property
+    def experiment(self) -> NoReturn:
+        """Not there: a table of numbers is all that this logger writes."""
+        raise AttributeError(
+            "CSVLogger has no experiment object: it keeps numbers only. For images, texts and histograms pass "
+            "logger=TensorBoardLogger(...), or both in a list with that one first."
+        )
 
     def close(self) -> None:
         self.flush()
+        if self._file is not None:
+            self._file.sync()
+
+    def _add_row(self, row: Row) -> None:
+        latest = self._rows[-1] if self._rows else {}
+        is_same_moment = all(latest.get(name) == row.get(name) for name in ("step", "epoch"))
+        if is_same_moment and not latest.keys() & (row.keys() - {"step", "epoch"}):
+            latest.update(row)  # what training and validation say of one moment is one row
+        else:
+            self._rows.append(row)
+
+    def _write_rows(self, rows: list[Row]) -> None:
+        if self._file is None:
+            self._file = MetricsFile(self.metrics_path)
+        self._file.append(rows)
+
+
+class MetricsFile:
+    """A CSV file to which rows with any columns are added; it goes on with one that is there."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._is_local = is_local(path)
+        self._failed: list[Row] = []
+        self._columns: list[str] = []
+        self._text = ""
+        """All that was written, where the place cannot append (object stores)."""
+        text = self._read()
+        self._is_whole = text.endswith("\n")
+        """False where there is no file, or its writer was killed amid a line: write it anew."""
+        if text:
+            self._columns = next(csv.reader(io.StringIO(text, newline="")))
+            self._text = "" if self._is_local else text
+
+    def append(self, rows: list[Row]) -> None:
+        """Append rows; where they bring new columns, write the file anew. Rows that fail come with the next ones."""
+        rows = self._failed = self._failed + rows
+        known = len(self._columns)
+        columns = list(dict.fromkeys([*self._columns, *(name for row in rows for name in row)]))
+        is_new = not self._is_whole or len(columns) > known
+        earlier = list(csv.DictReader(io.StringIO(self._read(), newline=""))) if is_new else []
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(earlier)
+        writer.writerows(rows)
+        if is_new or not self._is_local:
+            whole = text.getvalue() if is_new else self._text + text.getvalue()
+            write_file(self._path, whole.encode())
+            self._text = "" if self._is_local else whole
+        else:
+            self._append(text.getvalue().encode())
+        self._columns, self._is_whole, self._failed = columns, True, []
+
+    def sync(self) -> None:
+        """Have a local file on the disk, not in the system's memory."""
+        if self._is_local and self._is_whole:
+            with open(self._local_path(), "rb") as file:
+                os.fsync(file.fileno())
+
+    def _append(self, data: bytes) -> None:
+        with open(self._local_path(), "ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[file.write(view) :]
+            except OSError:
+                file.truncate(end)  # half a row is none
+                raise
+
+    def _read(self) -> str:
+        if self._text:
+            return self._text
+        try:
+            with fsspec.open(self._path, "r", newline="", encoding="utf-8") as file:
+                text: str = file.read()
+                return text
+        except FileNotFoundError:
+            return ""
+
+    def _local_path(self) -> str:
+        path: str = fsspec.core.url_to_fs(self._path)[1]
+        return path

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import difflib
+
 from trainwright.precision.base import Precision, StepResult
 
 NAMES = {
+    "64-true": ("64", "double", "64-true"),
     "32-true": ("32", "32-true"),
     "16-mixed": ("16", "16-mixed"),
     "bf16-mixed": ("bf16", "bf16-mixed"),
+    "16-true": ("16-true",),
+    "bf16-true": ("bf16-true",),
 }
+OTHER_WORDS = {
+    "fp64": "64-true",
+    "float64": "64-true",
+    "fp32": "32-true",
+    "float32": "32-true",
+    "fp16": "16-mixed",
+    "float16": "16-mixed",
+    "half": "16-true",
+    "bfloat16": "bf16-mixed",
+}
+"""Names that are not accepted, and what to say to who uses one."""
 
 
 def resolve_precision(precision: str | int | Precision | None, device_type: str) -> Precision:
@@ -24,21 +40,29 @@ def resolve_precision(precision: str | int | Precision | None, device_type: str)
         precision = "32-true"
     if isinstance(precision, bool) or not isinstance(precision, (str, int)):
         raise TypeError(
-            f"precision={precision!r} is a {type(precision).__name__}; accepted are a name, 16, 32 or a Precision "
+            f"precision={precision!r} is a {type(precision).__name__}; accepted are a name, 16, 32, 64 or a Precision "
             f"instance. Choose from {', '.join(NAMES)}."
         )
     wanted = str(precision).lower()
-    for name, spellings in NAMES.items():
-        if wanted in spellings:
-            if name == "32-true":
-                return Precision()
-            from trainwright.precision.mixed import MixedPrecision
+    names = {spelling: name for name, spellings in NAMES.items() for spelling in spellings}
+    if wanted not in names:
+        words = {**names, **OTHER_WORDS}
+        close = difflib.get_close_matches(wanted, words, n=1, cutoff=0.5)
+        hint = f" Did you mean {words[close[0]]!r}?" if close else ""
+        raise ValueError(
+            f"precision={precision!r} is unknown; choose from {', '.join(NAMES)} (16, 32 and 64 may be numbers), or pass a "
+            f"Precision instance.{hint}"
+        )
+    name = names[wanted]
+    if name == "32-true":
+        return Precision()
+    if name.endswith("-mixed"):
+        from trainwright.precision.mixed import MixedPrecision
 
-            return MixedPrecision(name, device_type)
-    raise ValueError(
-        f"precision={precision!r} is unknown; choose from {', '.join(NAMES)} (16 and 32 may be numbers), "
-        "or pass a Precision instance."
-    )
+        return MixedPrecision(name, device_type)
+    from trainwright.precision.single_dtype import SingleDtypePrecision
+
+    return SingleDtypePrecision(name)
 
 
 __all__ = ["NAMES", "Precision", "StepResult", "resolve_precision"]

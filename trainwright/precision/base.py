@@ -7,14 +7,18 @@ nothing of processes: what ranks have to do together is the strategy's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Clipper = Callable[[Optimizer], "Tensor | None"]
+Sender = Callable[..., Any]
+"""Sends a loss backward in place of `loss.backward`: called with the loss and with backward's keyword arguments."""
+Closure = Callable[[], Any]
+"""Computes the loss and its gradients anew, for an optimizer that looks at them several times in a step."""
 
 
 class StepResult(NamedTuple):
@@ -36,23 +40,41 @@ class Precision:
 
     name = "32-true"
     autocast_dtype: torch.dtype | None = None
+    takes_closure = True
+    """True where an optimizer may call a closure again within its step; a loss scale forbids it."""
+    converts_batch = False
+    """True where `convert_batch` has something to do."""
+
+    def convert_module(self, module: nn.Module) -> None:
+        """Give a module's parameters and buffers the dtype that it is trained in; nothing here."""
+
+    def convert_batch(self, batch: Any) -> Any:
+        """Return a batch, already on its device, in the dtype that the module takes; here as it is."""
+        return batch
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which modules are made in the dtype that they are trained in."""
+        return nullcontext()
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
         """Return the context that a forward runs in, entered anew for each; None where there is none."""
         return None
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Send the loss backward."""
-        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+    def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
+        """Send the loss backward: by `send(loss, **options)` where it is given, else by `loss.backward(**options)`."""
+        if send is None:
+            loss.backward(**options)  # type: ignore[no-untyped-call]
+        else:
+            send(loss, **options)
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None) -> StepResult:
-        """Clip the gradients where asked, then step the optimizer."""
-        if clip is None:
+    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
+        """Clip the gradients where asked, then step the optimizer, which may call the closure."""
+        norm = clip(optimizer) if clip is not None else None
+        if closure is None:
             optimizer.step()
-            return PLAIN_STEP
-        norm = clip(optimizer)
-        optimizer.step()
-        return StepResult(norm, False)
+        else:
+            optimizer.step(closure)
+        return PLAIN_STEP if norm is None else StepResult(norm, False)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients of this optimizer by the loss scale, once a step; nothing here."""

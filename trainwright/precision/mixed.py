@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.precision.base import Clipper, Precision, StepResult
+from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 
 
 class MixedPrecision(Precision):
@@ -29,6 +29,7 @@ class MixedPrecision(Precision):
         if name == "16-mixed" and scaler is None:
             scaler = torch.amp.GradScaler(device_type)
         self.scaler = scaler
+        self.takes_closure = scaler is None
         self._first_state = scaler.state_dict() if scaler is not None else {}
         self._autocast = _Autocast(device_type, self.autocast_dtype)
         self._unscaled: set[int] = set()
@@ -38,24 +39,30 @@ class MixedPrecision(Precision):
     def forward_context(self) -> AbstractContextManager[Any]:
         return self._autocast
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         if self.scaler is not None:
             self._update_scale()
             self._has_scaled = True
             loss = self.scaler.scale(loss)
-        super().backward(loss, retain_graph)
+        super().backward(loss, send, **options)
 
     def unscale(self, optimizer: Optimizer) -> None:
         if self.scaler is not None and self._has_scaled and id(optimizer) not in self._unscaled:
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None) -> StepResult:
+    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
         """Unscale, clip, and step unless a gradient is not finite.
 
-        NOTE: the one host-device sync is here: the host has to know whether to step.
+        With a loss scale the closure is called once, before all this: what the optimizer made of a later call would be
+        scaled. NOTE: the one host-device sync is here: the host has to know whether to step.
         """
-        if self.scaler is None or not self._has_scaled:
+        if self.scaler is None:
+            return super().step(optimizer, clip, closure)
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        if not self._has_scaled:
             return super().step(optimizer, clip)
         self.unscale(optimizer)
         self._unscaled.discard(id(optimizer))

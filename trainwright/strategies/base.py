@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.contents import is_extra_state
 from trainwright.checkpoint.tensors import Piece, TensorEntry
-from trainwright.precision.base import Clipper, Precision, StepResult
+from trainwright.compiled_names import clean_name as clean_name
+from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 
 STORED_NEVER = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
 """Keys of a parameter group that a checkpoint leaves out: its tensors, and how the optimizer is computed here."""
@@ -69,6 +70,8 @@ class Strategy:
     """True where it can run on several processes."""
     forward_is_collective = False
     """True where a forward needs every rank, so that a rank out of evaluation batches has to go on taking part."""
+    takes_closure = True
+    """True where an optimizer's step may run forwards and backwards of its own, through a closure."""
 
     def __init__(self) -> None:
         self.rank = 0
@@ -121,16 +124,19 @@ class Strategy:
         with context:
             return call_step(module, name, args, kwargs)
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Send a loss backward; gradients are averaged over the ranks unless `sync_gradients(False)` was said."""
-        self.precision.backward(loss, retain_graph)
+    def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
+        """Send a loss backward; gradients are averaged over the ranks unless `sync_gradients(False)` was said.
+
+        `send(loss, **options)` does it where it is given, with the loss as it is scaled; else `loss.backward(**options)`.
+        """
+        self.precision.backward(loss, send, **options)
 
     def sync_gradients(self, enabled: bool) -> None:
         """Say, before a forward, whether the backward that follows it ends an accumulation window."""
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None) -> StepResult:
-        """Clip where asked and step."""
-        return self.precision.step(optimizer, clip)
+    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
+        """Clip where asked and step; the optimizer may call the closure, which runs the step's forward and backward again."""
+        return self.precision.step(optimizer, clip, closure)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the loss scale before the step does, so that they can be looked at."""
@@ -202,7 +208,9 @@ class Strategy:
                         state[key] = torch.zeros_like(parameter, dtype=entry.dtype)
                     else:
                         device = parameter.device if on_device or key != "step" else "cpu"
-                        state[key] = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
+                        # A fused kernel reads its step as float32; a run in float64 may have stored a wider one.
+                        dtype = torch.float32 if on_device and key == "step" else entry.dtype
+                        state[key] = torch.zeros(entry.shape, dtype=dtype, device=device)
 
     def piece(self, name: str, value: Tensor, writer: int | None) -> Piece:
         """Return one tensor of the state as a piece; a sharded one as the range that this rank holds."""
@@ -235,8 +243,3 @@ def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
         group = dist.group.WORLD
         assert group is not None
         dist._broadcast_coalesced(group, present, BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
-
-
-def clean_name(name: str) -> str:
-    """Return a state_dict key without the prefix that torch.compile gives to a wrapped module."""
-    return name.replace("_orig_mod.", "")

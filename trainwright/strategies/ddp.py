@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 from torch.optim import Optimizer
 
+from trainwright.precision.base import Sender
 from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors
 
 
@@ -79,13 +80,13 @@ class DDPStrategy(Strategy):
         with context:
             return wrapped(name, *args, **kwargs)
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         if not self._automatic:
             for wrapped in self.wrapped.values():
                 if wrapped.require_backward_grad_sync:
                     wrapped.reducer._rebuild_buckets()
                     wrapped.reducer.prepare_for_backward(list(_find_tensors(loss)))  # type: ignore[no-untyped-call]
-        self.precision.backward(loss, retain_graph)
+        self.precision.backward(loss, send, **options)
 
     def sync_gradients(self, enabled: bool) -> None:
         # The switch behind DDP.no_sync, without a context: forward and backward both read it.

@@ -1,75 +1,213 @@
-"""Evaluate: validation and test, each sample counted once on any number of ranks."""
+"""Evaluate: validation, test and prediction, each sample counted once on any number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from trainwright.data.loaders import ShardedLoader, refuse_length
-from trainwright.data.transfer import to_device
-from trainwright.module import Module, is_metric
+from trainwright.data.combined import ShardedCombination, evaluation_loaders
+from trainwright.data.loaders import ShardedLoader, refuse_length, with_last
+from trainwright.module import Module, is_metric, is_overridden
+from trainwright.profilers.instrumentation import is_measuring
 from trainwright.trainer.metrics import MetricCollector
+from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
+from trainwright.trainer.steps import StepArguments, read_step
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
 
+Share = ShardedLoader | ShardedCombination
+LIMITS = {
+    "validation": "limit_val_batches",
+    "test": "limit_test_batches",
+    "predict": "limit_predict_batches",
+}
+LOADERS = {"validation": "val_dataloaders", "test": "test_dataloaders", "predict": "predict_dataloaders"}
+COUNTS = {"validation": "num_val_batches", "test": "num_test_batches", "predict": "num_predict_batches"}
+
+
+@dataclass
+class Evaluation:
+    """One stage of evaluation ("validation", "test" or "predict"): its step and its loaders, loaded when first needed."""
+
+    trainer: Trainer
+    module: Module
+    stage: str
+    source: LoaderSource
+    transfer: BatchTransfer | None
+    arguments: StepArguments = field(default_factory=StepArguments)
+    loaders: list[tuple[str | None, Share]] = field(default_factory=list)
+    """This rank's share of each loader, and the name that the user gave it."""
+    is_loaded: bool = False
+
+    def load(self) -> None:
+        """Load and share out the loaders, unless they are there already. Collective."""
+        if self.is_loaded:
+            return
+        engine = self.trainer.engine
+        loaders = self.source.load()
+        self.loaders = evaluation_loaders(
+            loaders,
+            rank=engine.rank,
+            world_size=engine.world_size,
+            mode="ghost" if engine.strategy.forward_is_collective else "evaluate",
+            **self.trainer.loader_options,
+        )
+        self.is_loaded = True
+        are_named = all(name is not None for name, _ in self.loaders)
+        self.arguments = read_step(self.module, f"{self.stage}_step", len(self.loaders), are_named)
+        setattr(self.trainer, LOADERS[self.stage], loaders)
+        counts = [self.limit_of(loader) for _, loader in self.loaders]
+        setattr(self.trainer, COUNTS[self.stage], [float("inf") if count is None else count for count in counts])
+
+    def reload(self) -> None:
+        """Call the hook that makes the loaders again, where there is one. Collective."""
+        if self.source.owner is not None:
+            self.is_loaded = False
+            self.load()
+
+    def limit_of(self, loader: Share, most: int | None = None) -> int | None:
+        """Return how many of a loader's batches are run, `most` of them at most; None to the loader's end."""
+        limit = getattr(self.trainer.settings, LIMITS[self.stage])
+        count = limited(loader.length, limit)
+        return count if most is None else limited(count, most)
+
 
 def evaluate(
-    trainer: Trainer,
-    module: Module,
-    loader: ShardedLoader,
-    stage: str,
-    limit: int | float | None,
-) -> dict[str, float]:
-    """Run one evaluation ("validation" or "test") and return its metrics, over all ranks.
+    evaluation: Evaluation,
+    *,
+    most: int | None = None,
+    before_end: Callable[[], None] | None = None,
+    keep: Callable[[int, int, Any], None] | None = None,
+) -> list[dict[str, float]]:
+    """Run one evaluation and return its metrics over all ranks, a dict for each loader.
 
-    Collective: call on every rank. Each submodule is in evaluation mode meanwhile, and as it was afterwards.
+    Each submodule is in evaluation mode meanwhile, and as it was afterwards. Collective: call on every rank.
+
+    Args:
+        evaluation: what to run.
+        most: batches of each loader at most; None for all.
+        before_end: called once the metrics are known, before the stage's last hook.
+        keep: given (loader's index, batch's index, outputs) of each step, for a prediction.
     """
-    engine, hooks = trainer.engine, trainer.hooks
+    trainer, module, stage = evaluation.trainer, evaluation.module, evaluation.stage
+    engine, hooks, logbook = trainer.engine, trainer.hooks, trainer.logbook
+    evaluation.load()
     engine.strategy.before_evaluation(engine.modules)
-    collector = trainer.logbook.start(module, training=False)
-    loader.set_epoch(engine.seed, 0)
-    on_host, length = engine.device.type == "cpu", loader.exact_length
-    num_batches = limited(length if length is not None or isinstance(limit, int) else loader.length, limit)
-    if limit is None:
-        num_batches = None  # to the loader's end, whatever it says of its length
-    # Not inference_mode: what is made in it (a metric's state, a cache of the module's) breaks the training that follows.
-    with torch.no_grad(), in_evaluation_mode(module):
+    outer, trainer.is_evaluating = logbook.collector, True
+    with evaluation_mode(module, stage), gradients_off(trainer.uses_inference_mode):
+        collector = logbook.start(module, training=False, stage=stage)
         hooks.call(f"on_{stage}_start")
         hooks.call(f"on_{stage}_epoch_start")
-        for index, batch in enumerate(islice(loader, num_batches)):
-            if length is not None and index >= length:
-                refuse_length(length)
-            collector.batch = batch = batch if on_host else to_device(batch, engine.device)
-            if loader.real_length is not None and index >= loader.real_length:
-                with discarded(module, collector):  # this rank is out of batches; the others need it in their forward
-                    engine.run(module, f"{stage}_step", batch, index)
-                continue
-            hooks.call(f"on_{stage}_batch_start", batch, index)
-            outputs = engine.run(module, f"{stage}_step", batch, index)
-            hooks.call(f"on_{stage}_batch_end", outputs, batch, index)
-        collector.batch = None
+        for place, (name, loader) in enumerate(evaluation.loaders):
+            collector.loader = (place, name) if len(evaluation.loaders) > 1 or name is not None else None
+            run_loader(evaluation, collector, place, loader, most, keep)
+            collector.batch = None
+            if len(evaluation.loaders) > 1:
+                logbook.end_loader(module)
+        collector.loader = None
+        if hooks[f"on_{stage}_epoch_end"]:
+            logbook.reduce(module)  # so that they see the epoch's values
         hooks.call(f"on_{stage}_epoch_end")
-        metrics = trainer.logbook.finish(module)
+        metrics = logbook.finish(module, num_loaders=len(evaluation.loaders)) if stage != "predict" else []
+        logbook.collector = None
+        if before_end is not None:
+            before_end()
         hooks.call(f"on_{stage}_end")
+    logbook.collector, trainer.is_evaluating = outer, False
     return metrics
 
 
-def sanity_check(trainer: Trainer, module: Module, loader: ShardedLoader) -> None:
-    """Run a few validation batches before training, so that an error in validation_step costs no epoch. Collective."""
-    if trainer.settings.num_sanity_val_steps == 0:
+def run_loader(
+    evaluation: Evaluation,
+    collector: MetricCollector,
+    place: int,
+    loader: Share,
+    most: int | None,
+    keep: Callable[[int, int, Any], None] | None,
+) -> None:
+    """Run the stage's step on each batch of this rank's share of one loader."""
+    engine, hooks, stage = evaluation.trainer.engine, evaluation.trainer.hooks, evaluation.stage
+    step, transfer, module = f"{stage}_step", evaluation.transfer, evaluation.module
+    several = (place,) if len(evaluation.loaders) > 1 else ()
+    loader.set_epoch(engine.seed, 0)
+    length, real = loader.exact_length, loader.real_length
+    is_limited = most is not None or getattr(evaluation.trainer.settings, LIMITS[stage]) is not None
+    count = evaluation.limit_of(loader, most) if is_limited else None  # else to its end, whatever it says of its length
+    if evaluation.arguments.pulls:
+        run_pulled(evaluation, collector, place, loader, count, keep)
         return
-    limit = trainer.num_val_batches
-    if trainer.settings.num_sanity_val_steps != -1:
-        limit = limited(trainer.num_val_batches, trainer.settings.num_sanity_val_steps)
+    batches: Iterator[Any] = islice(loader, count)
+    if is_measuring(evaluation.trainer.profiler):
+        batches = evaluation.trainer.profiler.timed_iterator(batches, f"{stage}_dataloader_next")
+    for index, batch in enumerate(batches):
+        if length is not None and index >= length:
+            refuse_length(length)
+        if transfer is not None:
+            batch = transfer(batch, place)
+        collector.batch = batch
+        arguments = evaluation.arguments.of(batch, index, place)
+        if real is not None and index >= real:
+            with discarded(module, collector):  # this rank is out of batches; the others need it in their forward
+                engine.run(module, step, *arguments)
+            continue
+        hooks.call(f"on_{stage}_batch_start", batch, index, *several)
+        collector.hook = step
+        outputs = engine.run(module, step, *arguments)
+        if keep is not None:
+            keep(place, index, outputs)
+        hooks.call(f"on_{stage}_batch_end", outputs, batch, index, *several)
+        evaluation.trainer.logbook.log_evaluation_step(index)
+
+
+def run_pulled(
+    evaluation: Evaluation,
+    collector: MetricCollector,
+    place: int,
+    loader: Share,
+    count: int | None,
+    keep: Callable[[int, int, Any], None] | None,
+) -> None:
+    """Let the stage's step take its batches from an iterator until there are none left."""
+    stage = evaluation.stage
+    step = f"{stage}_step"
+    several = (place,) if len(evaluation.loaders) > 1 else ()
+    batches = PulledBatches(
+        with_last(loader, 0, loader.exact_length if count is None else count), evaluation.transfer, 0
+    )
+    while not batches.is_at_end:
+        taken = batches.count
+        collector.hook, collector.batch = step, batches
+        outputs = evaluation.trainer.engine.run(evaluation.module, step, batches)
+        if batches.count == taken:
+            raise RuntimeError(f"{step} took no batch from its dataloader_iter; call next(dataloader_iter) in it.")
+        if keep is not None:
+            keep(place, batches.count - 1, outputs)
+        evaluation.trainer.hooks.call(f"on_{stage}_batch_end", outputs, batches.latest, batches.count - 1, *several)
+        evaluation.trainer.logbook.log_evaluation_step(batches.count - 1)
+
+
+def sanity_check(evaluation: Evaluation) -> None:
+    """Run a few validation batches before training, so that an error in validation_step costs no epoch. Collective."""
+    trainer = evaluation.trainer
+    steps = trainer.settings.sanity_steps
+    if steps == 0:
+        return
     trainer.logbook.is_silent = True
     trainer.hooks.call("on_sanity_check_start")
-    evaluate(trainer, module, loader, "validation", limit)
+    evaluation.load()
+    most = None if steps == -1 else steps
+    trainer.num_sanity_val_batches = [
+        float("inf") if (count := evaluation.limit_of(loader, most)) is None else count
+        for _, loader in evaluation.loaders
+    ]
+    evaluate(evaluation, most=most)
     trainer.hooks.call("on_sanity_check_end")
     trainer.logbook.is_silent = False
 
@@ -79,6 +217,8 @@ def limited(length: int | None, limit: int | float | None) -> int | None:
     if limit is None:
         return length
     if isinstance(limit, float):
+        if limit == 1.0:
+            return length
         if length is None:
             raise ValueError(
                 f"a limit of {limit} is a fraction of the batches, but this loader has no length; pass a number of batches."
@@ -88,15 +228,18 @@ def limited(length: int | None, limit: int | float | None) -> int | None:
 
 
 @contextmanager
-def in_evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Put every submodule into evaluation mode, and back to the mode that it was in."""
+def evaluation_mode(module: Module, stage: str = "") -> Iterator[None]:
+    """Put every submodule into evaluation mode, and back to the mode that it was in, unless the module's hooks do it."""
     was_training = {child: child.training for child in module.modules()}
-    module.eval()
+    getattr(module, f"on_{stage}_model_eval", module.eval)()
     try:
         yield
     finally:
-        for child, training in was_training.items():
-            child.training = training
+        if stage and is_overridden(f"on_{stage}_model_train", module, Module):
+            getattr(module, f"on_{stage}_model_train")()
+        else:
+            for child, training in was_training.items():
+                child.training = training
 
 
 @contextmanager
@@ -115,3 +258,12 @@ def discarded(module: nn.Module, collector: MetricCollector | None) -> Iterator[
             for name, value in states.items():
                 setattr(metric, name, value)
             metric._update_count, metric._computed = count, None
+
+
+def gradients_off(inference_mode: bool) -> Any:
+    """Return the context of an evaluation.
+
+    Not inference_mode unless asked for: what is made in it (a metric's state, a cache of the module's) breaks a training
+    that follows.
+    """
+    return torch.inference_mode() if inference_mode else torch.no_grad()

@@ -4,6 +4,7 @@
                  for each epoch: fit_epoch
     fit_epoch:   for each batch of this rank's share, in the order of (seed, epoch):
                      train_batch; log every n steps
+                     validate, where an interval within the epoch has passed
                  step the epoch-wise schedulers; validate, where due
                  reduce the epoch's metrics over the ranks; save a checkpoint (callbacks)
     train_batch: zero_grad         at a window's start
@@ -13,7 +14,8 @@
                  step the step-wise schedulers, unless the step was skipped
 
 A window is the batches of one optimizer step (`accumulate_grad_batches`); the last one of an epoch may be shorter. Under
-manual optimization training_step does all of train_batch itself. When which hook is called stands in hooks.py.
+manual optimization training_step does all of train_batch itself. When which hook is called stands in hooks.py, what is
+done to the losses and gradients of a window in optimization.py.
 """
 
 from __future__ import annotations
@@ -24,18 +26,25 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.data.loaders import ShardedLoader, with_last
+from trainwright.data.loaders import with_last
 from trainwright.data.seeding import set_rng_state
-from trainwright.data.transfer import to_device
+from trainwright.data.transfer import Prefetcher
 from trainwright.engine.engine import Engine
+from trainwright.engine.fused import use_fused
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.module import Module
 from trainwright.precision.base import Clipper
-from trainwright.trainer.evaluate import discarded, evaluate, sanity_check
+from trainwright.profilers.instrumentation import is_measuring
+from trainwright.trainer.evaluate import Evaluation, discarded, evaluate, sanity_check
 from trainwright.trainer.hooks import JUDGED, HookTable
+from trainwright.trainer.optimization import read_loss, round_weight, step, step_schedulers, weigh
+from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
 from trainwright.trainer.state import TrainerState
+from trainwright.trainer.training_data import load_training_data, reload_data
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from trainwright.trainer.trainer import Trainer
 
 
@@ -48,19 +57,36 @@ class TrainingRun:
     module: Module
     hooks: HookTable
     state: TrainerState
-    loader: ShardedLoader
+    source: LoaderSource
+    validation: Evaluation | None
+    """None where nothing is validated."""
+    is_manual: bool
+    """Whether training_step itself sends losses backward and steps."""
     optimizer: Optimizer | None
-    """The one to step; None under manual optimization."""
+    """The one to step; None under manual optimization, or without any."""
     schedulers: list[SchedulerConfig]
-    num_batches: int | None
-    """Batches of this rank in an epoch, limits included; None where that shows only when the loader ends."""
-    most_batches: int | None
-    """A limit of the batches; None for none."""
     accumulate: int
     clip: Clipper | None
+    transfer: BatchTransfer | None
+    """None where a batch is used as it comes."""
+    takes_index: bool
+    """Whether training_step wants the batch's index."""
+    pulls: bool
+    """Whether training_step takes its batches from an iterator itself."""
+    own: dict[str, Any]
+    """The parts of a step that the module makes in its own way (optimizer_step and its like), by name."""
+    loader: Any = None
+    """This rank's share of the training data; None until it is loaded."""
+    num_batches: int | None = None
+    """Batches of this rank in an epoch, limits included; None where that shows only when the loader ends."""
+    most_batches: int | None = None
+    """A limit of the batches; None for none."""
+    validate_every: int | None = None
+    """Batches between two validations; None for validations at an epoch's end, or by time."""
     window_has_gradients: bool = False
     is_within_window: bool = False
     """True while gradients wait for further batches of their window."""
+    is_last_batch: bool = False
     waiting_saves: list[tuple[str, bool]] = field(default_factory=list)
     """Checkpoints that were asked for within a window, and are written when it ends."""
 
@@ -69,71 +95,118 @@ class TrainingRun:
         self.before_zero_grad, self.before_backward = hooks["on_before_zero_grad"], hooks["on_before_backward"]
         self.after_backward, self.before_step = hooks["on_after_backward"], hooks["on_before_optimizer_step"]
 
+    @property
+    def validates_within(self) -> bool:
+        """Return whether a validation may be due within an epoch."""
+        by_time = self.trainer.validation_clock is not None
+        return self.validation is not None and (self.validate_every is not None or by_time)
 
-def fit(run: TrainingRun, val_loader: ShardedLoader | None, generators: dict[str, Any] | None) -> None:
+    def batches(self) -> Iterator[tuple[Any, bool]]:
+        """Yield (batch on its device, whether it is the epoch's last), from the state's position on."""
+        start, transfer = self.state.batch, self.transfer
+        pairs = with_last(self.loader, start, self.num_batches, self.most_batches)
+        if is_measuring(self.trainer.profiler):
+            pairs = self.trainer.profiler.timed_iterator(pairs, "train_dataloader_next")
+        if transfer is not None and not self.pulls:
+            if transfer.may_go_ahead:
+                pairs = iter(Prefetcher(pairs, self.engine.device, ahead=self.loader.may_read_ahead))
+            pairs = ((transfer(batch), is_last) for batch, is_last in pairs)
+        return self._pulled(pairs) if self.pulls else pairs
+
+    def _pulled(self, pairs: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
+        batches = PulledBatches(pairs, self.transfer, self.state.batch)
+        while not batches.is_at_end:
+            taken = batches.count
+            yield batches, False
+            if batches.count == taken:
+                raise RuntimeError(
+                    "training_step took no batch from its dataloader_iter; call next(dataloader_iter) in it."
+                )
+
+
+def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
     """Train until the trainer's limits are reached; `run.state` says where to begin. Collective.
 
     `generators` are this rank's, of the checkpoint that the run goes on from; None in a fresh run.
     """
     trainer, state, hooks = run.trainer, run.state, run.hooks
-    if val_loader is not None and trainer.resume_source is None:
-        sanity_check(trainer, run.module, val_loader)
+    if run.validation is not None and trainer.resume_source is None:
+        sanity_check(run.validation)
+    load_training_data(run)
     if generators is not None:
         set_rng_state(generators)
+    trainer.logbook.start(run.module, training=True, stage="train")
     hooks.call("on_train_start")
     while not trainer.is_done:
-        fit_epoch(run, val_loader)
+        fit_epoch(run)
         if not state.epoch_ended:
             break  # stopped within the epoch: it is where a resumed run goes on
         state.next_epoch()
+    trainer.logbook.collector = None
     hooks.call("on_train_end")
 
 
-def fit_epoch(run: TrainingRun, val_loader: ShardedLoader | None) -> None:
+def fit_epoch(run: TrainingRun) -> None:
     """Train one epoch, or what is left of it. Collective."""
-    trainer, state, hooks, device = run.trainer, run.state, run.hooks, run.engine.device
-    collector = trainer.logbook.start(run.module, training=True)
+    trainer, state, hooks, logbook = run.trainer, run.state, run.hooks, run.trainer.logbook
+    collector = logbook.collector or logbook.start(run.module, training=True, stage="train")
+    reload_data(run)
     run.loader.set_epoch(run.engine.seed, state.epoch, state.batch)
     hooks.call("on_train_epoch_start")
+    run.accumulate = trainer.accumulate_grad_batches
+    if trainer.settings.fused_optimizers:
+        for optimizer in trainer.optimizers:
+            use_fused(optimizer, [run.module])  # a hook may have added groups
     batch_start, batch_end = hooks["on_train_batch_start"], hooks["on_train_batch_end"]
-    on_host, log_every = device.type == "cpu", trainer.settings.log_every_n_steps
+    log_every, validates_within = trainer.settings.log_every, run.validates_within
     is_last = run.num_batches is not None and state.batch >= run.num_batches
-    for batch, is_last in with_last(run.loader, state.batch, run.num_batches, run.most_batches):
-        batch = batch if on_host else to_device(batch, device)
-        collector.batch = batch
-        index = state.batch
-        if batch_start and -1 in [hook(batch, index) for hook in batch_start]:
-            is_last = True
-            leave_window(run)
-            break
+    if validates_within and state.batch and not is_last and validation_is_due(run):
+        validate(run, within=True)  # the checkpoint was saved before it
+    for batch, is_last in run.batches():
+        collector.batch, collector.hook = batch, "training_step"
+        index, run.is_last_batch = state.batch, is_last
+        if batch_start:
+            collector.hook = "on_train_batch_start"
+            if -1 in [hook(batch, index) for hook in batch_start]:
+                is_last = True
+                leave_window(run)
+                break
+            collector.hook = "training_step"
         steps_before = state.step
         outputs = train_batch(run, batch, index, is_last)
+        if run.pulls:
+            batch, is_last, index = batch.latest, batch.is_at_end, batch.count - 1
+        state.total_batches += index + 1 - state.batch
         state.batch = index + 1
         stepped = state.step != steps_before
         state.batches_that_stepped += stepped
-        for hook in batch_end:
-            hook(outputs, batch, index)
-        if stepped and state.batches_that_stepped % log_every == 0:
-            trainer.logbook.log_step()
+        if batch_end:
+            collector.hook = "on_train_batch_end"
+            for hook in batch_end:
+                hook(outputs, batch, index)
+        if stepped and log_every and state.batches_that_stepped % log_every == 0:
+            logbook.log_step()
         if run.waiting_saves and not run.is_within_window:
             trainer.save_waiting()
-        if (stepped or run.optimizer is None) and trainer.wants_to_stop:
+        if validates_within and not is_last and validation_is_due(run):
+            validate(run, within=True)
+        if (stepped or run.is_manual) and trainer.wants_to_stop:
             break
     else:
         refuse_short_epoch(run, is_last)
     collector.batch = None
-    finish_epoch(run, val_loader, is_complete=is_last)
+    finish_epoch(run, is_complete=is_last)
 
 
-def finish_epoch(run: TrainingRun, val_loader: ShardedLoader | None, is_complete: bool) -> None:
+def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     """Step the epoch-wise schedulers, validate where due, reduce the metrics, and let callbacks judge them. Collective."""
     trainer, state, hooks = run.trainer, run.state, run.hooks
-    collector = trainer.logbook.collector
     if is_complete:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=False)
-    if val_loader is not None and (state.epoch + 1) % trainer.settings.check_val_every_n_epoch == 0:
-        evaluate(trainer, run.module, val_loader, "validation", trainer.settings.limit_val_batches)
-    trainer.logbook.collector = collector
+    if validation_is_due(run, at_end=True, is_complete=is_complete):
+        validate(run, within=False)
+    if hooks["on_train_epoch_end"]:
+        trainer.logbook.reduce(run.module)  # so that they see the epoch's values
     hooks.call("on_train_epoch_end")
     trainer.logbook.finish(run.module)
     if is_complete:
@@ -143,61 +216,94 @@ def finish_epoch(run: TrainingRun, val_loader: ShardedLoader | None, is_complete
     trainer.logbook.flush()
 
 
+def validation_is_due(run: TrainingRun, at_end: bool = False, is_complete: bool = True) -> bool:
+    """Return whether a validation is due after the batch at hand, or `at_end` of an epoch."""
+    settings, state = run.trainer.settings, run.state
+    every = settings.check_val_every_n_epoch
+    if run.validation is None or state.validated_at == state.total_batches:
+        return False
+    if every is not None and (state.epoch + 1) % every:
+        return False
+    if at_end and not is_complete:
+        return True  # the run ends here
+    if run.trainer.validation_clock is not None:
+        return not at_end and run.trainer.validation_clock.is_due(state.step)
+    if run.validate_every is None:
+        return at_end
+    count = state.total_batches if every is None else state.batch
+    return count % run.validate_every == 0 or (at_end and run.num_batches is None and every is not None)
+
+
+def validate(run: TrainingRun, within: bool) -> None:
+    """Run a validation, `within` the epoch or at its end, and step the schedulers that follow validations. Collective."""
+    assert run.validation is not None
+    trainer, state = run.trainer, run.state
+    state.validations += 1
+    state.validated_at = state.total_batches
+    trainer.is_mid_epoch_validation = within
+    if run.optimizer is not None and not run.is_within_window:
+        run.own.get("on_validation_model_zero_grad", run.optimizer.zero_grad)()
+
+    def step_those_of_validations() -> None:
+        step_schedulers(run, "validation", state.validations, plateau=False)
+        step_schedulers(run, "validation", state.validations, plateau=True)
+
+    evaluate(run.validation, before_end=step_those_of_validations)
+    trainer.is_mid_epoch_validation = False
+
+
 def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
     """Run one batch through training_step, backward and, at its window's end, the optimizer; return its outputs."""
     engine, optimizer = run.engine, run.optimizer
-    if optimizer is None:
-        return engine.run(run.module, "training_step", batch, index)
+    arguments = (batch, index) if run.takes_index else (batch,)
+    if run.is_manual:
+        return engine.run(run.module, "training_step", *arguments)
     run.is_within_window = True
     place = index % run.accumulate
     if place == 0:
-        for hook in run.before_zero_grad:
-            hook(optimizer)
-        optimizer.zero_grad()
-        run.window_has_gradients = False
-    at_end = is_last or place == run.accumulate - 1
+        clear_gradients(run, index)
+    at_end = is_last or run.pulls or place == run.accumulate - 1
     if run.accumulate > 1:
         engine.sync_gradients(at_end)
     weight = round_weight(run, index) if is_last else 1.0
     if weight == 0.0:  # this rank has no sample of its own in the last round
         with discarded(run.module, run.trainer.logbook.collector):
-            outputs = engine.run(run.module, "training_step", batch, index)
+            outputs = engine.run(run.module, "training_step", *arguments)
     else:
-        outputs = engine.run(run.module, "training_step", batch, index)
+        outputs = engine.run(run.module, "training_step", *arguments)
     loss = outputs if type(outputs) is Tensor else read_loss(outputs, engine.world_size)
-    if loss is not None:
-        weighted = weigh(run, loss, index, place, weight)
-        for hook in run.before_backward:
-            hook(weighted)
-        engine.backward(weighted)
-        for hook in run.after_backward:
-            hook()
-        run.window_has_gradients = True
-    if at_end and run.window_has_gradients:
-        step(run, optimizer, place + 1)
+    if loss is not None and optimizer is not None:
+        backward(run, weigh(run, loss, index, place, weight))
+    if at_end and (run.window_has_gradients or optimizer is None):
+        step(run, optimizer, place + 1, arguments, loss)
     run.is_within_window = not at_end
     return outputs
 
 
-def step(run: TrainingRun, optimizer: Optimizer, window_length: int) -> None:
-    """Step the optimizer at a window's end, and the step-wise schedulers unless that step was skipped."""
-    state = run.state
-    clip = run.clip
-    if run.num_batches is None and window_length < run.accumulate:
-        # The window ended early, which was not known when its losses were divided: it weighs by its own length.
-        settings = run.trainer.settings
-        clip = run.engine.clipper(settings.clip_norm, settings.clip_value, scale=run.accumulate / window_length)
-    if run.before_step:
-        run.engine.strategy.unscale(optimizer)
-        for hook in run.before_step:
-            hook(optimizer)
-    result = run.engine.step(optimizer, clip)
-    state.step += 1
-    if result.skipped:
-        state.skipped_steps += 1
-    elif run.schedulers:
-        step_schedulers(run, "step", state.step, plateau=False)
-        step_schedulers(run, "step", state.step, plateau=True)
+def clear_gradients(run: TrainingRun, index: int) -> None:
+    """Begin a window: drop the gradients of the one before."""
+    optimizer = run.optimizer
+    run.window_has_gradients = False
+    if optimizer is None:
+        return
+    if run.before_zero_grad:
+        run.hooks.call("on_before_zero_grad", optimizer)
+    if "optimizer_zero_grad" in run.own:
+        run.own["optimizer_zero_grad"](run.state.epoch, index, optimizer)
+    else:
+        optimizer.zero_grad()
+    if run.trainer.logbook.collector is not None:
+        run.trainer.logbook.collector.hook = "training_step"
+
+
+def backward(run: TrainingRun, loss: Tensor) -> None:
+    """Send a weighted loss backward."""
+    if run.before_backward:
+        run.hooks.call("on_before_backward", loss)
+    run.engine.backward(loss, run.own.get("backward"))
+    if run.after_backward:
+        run.hooks.call("on_after_backward")
+    run.window_has_gradients = True
 
 
 def leave_window(run: TrainingRun) -> None:
@@ -217,63 +323,3 @@ def refuse_short_epoch(run: TrainingRun, is_last: bool) -> None:
             f"the training loader gave {run.state.batch} batches, but its length is {run.num_batches}; let the __len__ of its "
             "sampler tell how many it yields."
         )
-
-
-def round_weight(run: TrainingRun, index: int) -> float:
-    """Return this rank's weight in the round of a batch: not 1 in a re-split last round, unless a limit came before it."""
-    return run.loader.last_weight if run.loader.length in (None, index + 1) else 1.0
-
-
-def weigh(run: TrainingRun, loss: Tensor, index: int, place: int, weight: float) -> Tensor:
-    """Return the loss as it goes backward: divided by its window's length, and by its share of a re-split last round."""
-    if loss.numel() != 1:
-        raise RuntimeError(
-            f"training_step returned a loss of shape {tuple(loss.shape)}; accepted is one element. Reduce it, for example with "
-            ".mean()."
-        )
-    if not loss.requires_grad:
-        raise RuntimeError(
-            "training_step returned a loss that no parameter requiring a gradient led to; compute it from the module's "
-            "parameters, outside of torch.no_grad and without .detach() or .item()."
-        )
-    if weight != 1.0:
-        loss = loss * weight
-    if run.accumulate == 1:
-        return loss
-    length = run.accumulate
-    if run.num_batches is not None:
-        length = min(length, run.num_batches - (index - place))
-    return loss / length
-
-
-def read_loss(outputs: Any, world_size: int) -> Tensor | None:
-    """Return the loss in what training_step returned; None where the batch is to be skipped."""
-    if isinstance(outputs, Tensor):
-        return outputs
-    if isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):
-        loss: Tensor = outputs["loss"]
-        return loss
-    if outputs is None and world_size == 1:
-        return None
-    if outputs is None:
-        raise RuntimeError(
-            f"training_step returned None on one of {world_size} ranks, which skips the batch there alone; return a loss on "
-            "every rank (0.0 * the loss, to let it count for nothing)."
-        )
-    raise TypeError(
-        f"training_step returned a {type(outputs).__name__}; accepted are a loss tensor, a dict with the key 'loss', or None "
-        "to skip the batch."
-    )
-
-
-def step_schedulers(run: TrainingRun, interval: str, count: int, *, plateau: bool) -> None:
-    """Step the schedulers of an interval whose frequency divides the count."""
-    if run.optimizer is None:
-        return
-    for config in run.schedulers:
-        if config.interval != interval or config.is_plateau != plateau or count % config.frequency:
-            continue
-        if plateau:
-            config.scheduler.step(run.trainer.monitored(config.monitor or "", "ReduceLROnPlateau"))
-        else:
-            config.scheduler.step()

@@ -1,26 +1,32 @@
 """Hooks: the timeline of a run, and who is called at each point of it, resolved once.
 
-    fit      setup > on_fit_start > (a checkpoint is restored)
-               sanity check: on_sanity_check_start > validation as below > on_sanity_check_end
-               on_train_start
+    each     configure_callbacks > prepare_data > setup (the datamodule's first) > configure_model
+    fit      configure_optimizers > on_fit_start > (a checkpoint is taken: on_load_checkpoint)
+               sanity check: on_sanity_check_start > val_dataloader > validation as below > on_sanity_check_end
+               train_dataloader > on_train_start
                each epoch: on_train_epoch_start
-                 each batch: on_train_batch_start
-                   at a window's start: on_before_zero_grad > zero_grad
+                 each batch: on_before_batch_transfer > transfer_batch_to_device > on_after_batch_transfer
+                   on_train_batch_start
+                   at a window's start: on_before_zero_grad > optimizer_zero_grad
                    training_step > on_before_backward > backward > on_after_backward
-                   at a window's end: on_before_optimizer_step > clip > step > step-wise schedulers
-                   on_train_batch_end
-                 epoch-wise schedulers > validation, where due
-                 on_train_epoch_end > the metrics are reduced > on_train_epoch_end of what runs last
+                   at a window's end: on_before_optimizer_step > configure_gradient_clipping > optimizer_step
+                     > lr_scheduler_step of the step-wise schedulers
+                   on_train_batch_end > validation, where due within the epoch
+                 lr_scheduler_step of the epoch-wise schedulers > validation, where due
+                 on_train_epoch_end > the metrics are reduced > lr_scheduler_step of those that monitor one
+                 > on_train_epoch_end of what runs last
                on_train_end > on_fit_end > teardown
-    validation, test
-             on_*_start > on_*_epoch_start
-               each batch: on_*_batch_start > *_step > on_*_batch_end
-             on_*_epoch_end > the metrics are reduced > on_*_end
+    validation, test, predict
+             (validation in fit: on_validation_model_zero_grad) > on_*_model_eval > on_*_start > on_*_epoch_start
+               each batch: the three of the transfer > on_*_batch_start > *_step > on_*_batch_end
+             on_*_epoch_end > the metrics are reduced > on_*_end > on_*_model_train
+    a checkpoint is written: state_dict > on_save_checkpoint
     an exception ends the run: on_exception > teardown
 
 Callbacks are called in list order and before the module; those that `runs_last` (checkpoints) come after the others, and
 at an epoch's end after the module and the reduction, so that they judge what was logged. A hook that nobody overrides is
-an empty tuple and costs nothing.
+an empty tuple and costs nothing. on_exception is the callbacks' and the datamodule's; what is named without on_ is the module's
+or the datamodule's, but for setup, teardown and state_dict, which callbacks have too.
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ from trainwright.callbacks.base import Callback
 from trainwright.module import Module, is_overridden
 
 if TYPE_CHECKING:
+    from trainwright.profilers.base import Profiler
     from trainwright.trainer.trainer import Trainer
 
 HOOKS = tuple(name for name in vars(Callback) if name in ("setup", "teardown") or name.startswith("on_"))
@@ -41,26 +48,44 @@ JUDGED = "on_train_epoch_end, last"
 
 
 class HookTable:
-    """For each hook, the bound methods to call."""
+    """For each hook, the bound methods to call.
 
-    def __init__(self, trainer: Trainer, module: Module, callbacks: Sequence[Callback]) -> None:
+    Args:
+        trainer, module, callbacks: who is called, and with whom.
+        profiler: times each call of a callback's hook; None for none.
+    """
+
+    def __init__(
+        self, trainer: Trainer, module: Module, callbacks: Sequence[Callback], profiler: Profiler | None = None
+    ) -> None:
         ordered = sorted(callbacks, key=lambda callback: callback.runs_last)
+        self._trainer = trainer
         self._calls: dict[str, tuple[Callable[..., Any], ...]] = {}
+
+        def bound(callback: Callback, name: str) -> Callable[..., Any]:
+            call = partial(getattr(callback, name), trainer, module)
+            return call if profiler is None else profiler.timed(call, f"[callback] {type(callback).__name__}.{name}")
+
         for name in HOOKS:
             overriding = [callback for callback in ordered if is_overridden(name, callback, Callback)]
             if name == "on_train_epoch_end":
                 last = [callback for callback in overriding if callback.runs_last]
-                self._calls[JUDGED] = tuple(partial(getattr(each, name), trainer, module) for each in last)
+                self._calls[JUDGED] = tuple(bound(each, name) for each in last)
                 overriding = [callback for callback in overriding if not callback.runs_last]
-            calls: list[Callable[..., Any]] = [partial(getattr(each, name), trainer, module) for each in overriding]
+            calls: list[Callable[..., Any]] = [bound(each, name) for each in overriding]
             if hasattr(Module, name) and is_overridden(name, module, Module):
-                calls.append(getattr(module, name))
-            self._calls[name] = tuple(reversed(calls)) if name == "teardown" else tuple(calls)
+                own = getattr(module, name)
+                calls.append(own if profiler is None else profiler.timed(own, f"[module] {name}"))
+            self._calls[name] = tuple(calls)
 
     def __getitem__(self, name: str) -> tuple[Callable[..., Any], ...]:
         return self._calls[name]
 
     def call(self, name: str, *args: Any) -> None:
         """Call everyone who waits for this hook, in order."""
-        for hook in self._calls[name]:
-            hook(*args)
+        calls = self._calls[name]
+        if calls:
+            if (collector := self._trainer.logbook.collector) is not None:
+                collector.hook = name
+            for hook in calls:
+                hook(*args)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader
 
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint.store import latest_checkpoint
+from trainwright.distributed.environment import Environment
 from trainwright.engine.engine import Engine
 from trainwright.errors import CheckpointError
 from trainwright.module import Module, is_overridden
+from trainwright.precision import Precision
+from trainwright.strategies import Strategy
 
 
 def check_module(module: Any, needed: list[str], call: str) -> None:
@@ -37,19 +39,25 @@ def check_module(module: Any, needed: list[str], call: str) -> None:
         raise TypeError(f"{type(module).__name__}.__init__ did not call super().__init__(); call it first.")
 
 
-def check_loader(loader: Any, argument: str, call: str) -> Iterable[Any]:
-    """Return the loader; refuse what is none (TypeError)."""
+def check_loader(loader: Any, argument: str, call: str, hook: str) -> Any:
+    """Return the loaders; refuse what is none (TypeError)."""
     if loader is None:
-        raise TypeError(f"trainer.{call} was given no {argument}; pass a torch DataLoader, or an iterable of batches.")
-    if isinstance(loader, (Mapping, str)) or not isinstance(loader, Iterable):
+        if argument.startswith("what "):
+            raise TypeError(
+                f"{argument.removeprefix('what ')} None; return a torch DataLoader, or an iterable of batches."
+            )
         raise TypeError(
-            f"{argument}= is a {type(loader).__name__}; accepted is one torch DataLoader, or an iterable of batches."
+            f"trainer.{call} was given no {argument}; pass a torch DataLoader, or an iterable of batches, or define {hook} on "
+            "the module or on a DataModule."
         )
-    if isinstance(loader, (list, tuple)) and any(isinstance(each, DataLoader) for each in loader):
-        raise TypeError(f"{argument}= holds {len(loader)} DataLoaders; several are not there yet: pass one.")
+    if isinstance(loader, str) or not isinstance(loader, Iterable):
+        raise TypeError(
+            f"{argument} is a {type(loader).__name__}; accepted are a torch DataLoader, an iterable of batches, and several of "
+            "them in a list, a dict or a CombinedLoader."
+        )
     if isinstance(loader, Iterator):
         raise TypeError(
-            f"{argument}= is a {type(loader).__name__}, which can be read only once; pass a list, a DataLoader, or an object "
+            f"{argument} is a {type(loader).__name__}, which can be read only once; pass a list, a DataLoader, or an object "
             "whose __iter__ begins anew."
         )
     return loader
@@ -94,3 +102,43 @@ def choose_checkpoint(
             + ". Run fit first, or pass a path."
         )
     return path
+
+
+def choose_precision(precision: Any, plugins: Any) -> Any:
+    """Return the precision that precision= or plugins= asks for.
+
+    Raises:
+        ValueError: plugins= holds something that has an argument of its own, or both ask for a precision.
+        TypeError: plugins= holds something unknown.
+    """
+    for plugin in [] if plugins is None else plugins if isinstance(plugins, (list, tuple)) else [plugins]:
+        if isinstance(plugin, str):
+            raise ValueError(f"plugins={plugin!r} names a strategy; pass strategy={plugin!r} instead.")
+        if isinstance(plugin, Strategy):
+            raise ValueError(f"plugins= holds a {type(plugin).__name__}; pass it as strategy=.")
+        if not isinstance(plugin, Precision):
+            raise TypeError(
+                f"plugins= holds a {type(plugin).__name__}; accepted is a Precision. A strategy is passed as strategy=."
+            )
+        if precision is not None:
+            raise ValueError(
+                f"precision={precision!r} and plugins={plugin!r} both choose a precision; pass one of them."
+            )
+        precision = plugin
+    return precision
+
+
+def check_nodes(num_nodes: int) -> None:
+    """Refuse a number of nodes that this job does not have (ValueError)."""
+    environment = Environment.detect()
+    if num_nodes == 1 or num_nodes == environment.num_nodes:
+        return
+    if environment.launched_by == "single":
+        raise ValueError(
+            f"num_nodes={num_nodes} was asked for, but this process was started alone; start the script on each node with "
+            f"torchrun --nnodes {num_nodes} --nproc-per-node ... --rdzv-endpoint host:port."
+        )
+    raise ValueError(
+        f"num_nodes={num_nodes} was asked for, but this job was launched on {environment.num_nodes}; leave num_nodes out, or "
+        f"launch {num_nodes}."
+    )

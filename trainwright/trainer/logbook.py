@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from trainwright.engine.engine import Engine
 from trainwright.loggers.base import Logger
 from trainwright.module import Module
-from trainwright.trainer.metrics import LoggedValue, MetricCollector
-from trainwright.trainer.reduction import Key, reduce_epoch
+from trainwright.trainer.logged_value import Key, Loader, as_tensor, to_numbers
+from trainwright.trainer.metrics import MetricCollector
+from trainwright.trainer.reduction import end_loader, reduce_epoch
 from trainwright.trainer.state import TrainerState
 
 
@@ -21,93 +21,164 @@ class Logbook:
     def __init__(self, loggers: Sequence[Logger], engine: Engine, state: TrainerState) -> None:
         self.collector: MetricCollector | None = None
         """Where self.log puts its values now."""
-        self.is_silent = False
-        """True during the sanity check, whose numbers are nobody's."""
         self._loggers = loggers if engine.rank == 0 else ()
         self._engine = engine
         self._state = state
-        self._epoch_values: dict[Key, float] = {}
-        self._step_values: dict[str, tuple[LoggedValue, Tensor | float]] = {}
+        self._is_silent = False
+        self._warned: set[str] = set()
+        self._batches: dict[tuple[str, Loader | None], int] = {}
+        """Batches of the running evaluation, by stage and loader."""
+        self._earlier_batches: dict[tuple[str, Loader | None], int] = {}
+        self._callback: dict[str, Tensor | float] = {}
+        self._logged: dict[str, Tensor | float] = {}
+        self._shown: dict[str, Tensor | float] = {}
 
-    def start(self, module: Module, *, training: bool) -> MetricCollector:
-        """Begin an epoch of training, or an evaluation: from now on self.log collects there."""
-        self.collector = MetricCollector(module, training)
+    @property
+    def is_silent(self) -> bool:
+        """True during the sanity check: no row is written, and when it ends its numbers are forgotten."""
+        return self._is_silent
+
+    @is_silent.setter
+    def is_silent(self, value: bool) -> None:
+        if self._is_silent and not value:
+            for kept in (self._callback, self._logged, self._shown):
+                kept.clear()
+        self._is_silent = value
+
+    def start(self, module: Module, *, training: bool, stage: str = "") -> MetricCollector:
+        """Begin an epoch of training, or an evaluation: from now on self.log collects there.
+
+        The stage is "train", "validation" or "test".
+        """
+        self._keep_steps()
+        stage = stage or ("train" if training else "validation")
+        self.collector = MetricCollector(module, training, stage, self._engine.rank)
+        self.collector.warned = self._warned
         return self.collector
 
     def log_step(self) -> None:
         """Write a row with the latest step values of this rank."""
+        if not self._loggers or self._is_silent:
+            return
         assert self.collector is not None
-        self._write(to_numbers(self.collector.step_values(for_logger=True)))
+        values = {each.step_name: each.last for each in self.collector.steps() if each.logger and each.last is not None}
+        self._write(to_numbers(values), self._state.batches_that_stepped)
 
-    def finish(self, module: Module) -> dict[str, float]:
-        """Reduce the epoch's values over the ranks, write them as a row and return them. Collective."""
+    def log_evaluation_step(self, batch_idx: int) -> None:
+        """Write a row with the step values of a batch of the current loader.
+
+        Its x value is the number of this loader's batches before it, those of earlier evaluations of the run included.
+        """
+        if not self._loggers or self._is_silent:
+            return
         collector = self.collector
         assert collector is not None
-        self._keep_steps(collector)
-        reduced = reduce_epoch(collector, module, self._engine.world_size, self._engine.device)
-        collector.clear()
+        counter = (collector.stage, collector.loader)
+        self._batches[counter] = batch_idx + 1
+        values = {
+            each.step_name: each.last
+            for each in collector.steps()
+            if each.logger and each.last is not None and each.loader == collector.loader
+        }
+        if values:
+            self._write(to_numbers(values), self._earlier_batches.get(counter, 0) + batch_idx)
+
+    def end_loader(self, module: Module) -> None:
+        """End one of several evaluation loaders: its Metric objects are computed, and start anew with the next. Collective.
+
+        Call it on every rank, also on one without a batch, while `collector.loader` is still the one that ends.
+        """
+        assert self.collector is not None
+        self._keep_steps()
+        end_loader(self.collector, module)
+
+    def reduce(self, module: Module) -> None:
+        """Reduce what the epoch has logged so far, so that the hooks of its end can read it. Collective.
+
+        What they log themselves is reduced by `finish`; so an epoch with this call has two gathers, one without it one.
+        """
+        collector = self.collector
+        assert collector is not None
+        self._keep_steps()
+        reduced = reduce_epoch(collector, module, self._engine.world_size, self._engine.device, collector.reduced)
+        collector.reduced |= reduced
+        for key, number in reduced.items():
+            self._keep_epoch(key, number)
+
+    def finish(self, module: Module, num_loaders: int = 1) -> list[dict[str, float]]:
+        """Reduce the epoch's values over the ranks, write them as a row and return them by loader. Collective.
+
+        A value that belongs to no loader stands in the dict of each. What is rank 0's alone is not returned.
+        """
+        self.reduce(module)
+        assert self.collector is not None
+        reduced = dict(self.collector.reduced)
+        self.collector.clear()
         self.collector = None  # from here to the next start nothing is collected, and self.log says so
-        if self.is_silent:
-            return {}
-        self._epoch_values.update(reduced)
-        self._write({key.epoch_name: value for key, value in reduced.items() if key.logger})
-        return {key.epoch_name: value for key, value in reduced.items()}
+        for counter, count in self._batches.items():
+            self._earlier_batches[counter] = self._earlier_batches.get(counter, 0) + count
+        self._batches.clear()
+        row = {key.epoch_name: number for key, number in reduced.items() if key.logger}
+        self._write(row, self._state.batches_that_stepped)
+        shared = [(key, number) for key, number in reduced.items() if not key.rank_zero_only]
+        return [
+            {key.epoch_name: number for key, number in shared if key.loader in (-1, index)}
+            for index in range(num_loaders)
+        ]
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Return every metric's latest value: an epoch's (over all ranks) where there is one, else this rank's step's."""
-        self._keep_steps(self.collector)
-        values: dict[str, Tensor] = {}
-        for step_name, (logged, value) in self._step_values.items():
-            values[logged.name] = values[step_name] = as_tensor(value)
-        for key, number in self._epoch_values.items():
-            values[key.name] = values[key.epoch_name] = as_tensor(number)
-        return values
+        """Return every metric's latest value: training's by step and by epoch, an evaluation's by epoch.
+
+        An epoch's value is over all ranks, a step's this rank's own. What is rank 0's alone is not among them.
+        """
+        self._keep_steps()
+        return {name: as_tensor(value) for name, value in self._callback.items()}
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
         """Return the metrics that go to the loggers, under the names they have there."""
-        self._keep_steps(self.collector)
-        steps = {name: as_tensor(value) for name, (logged, value) in self._step_values.items() if logged.logger}
-        return steps | {key.epoch_name: as_tensor(number) for key, number in self._epoch_values.items() if key.logger}
+        self._keep_steps()
+        return {name: as_tensor(value) for name, value in self._logged.items()}
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """Return the metrics that the progress bar shows. NOTE: reading step values waits for the device."""
-        self._keep_steps(self.collector)
-        shown = {name: value for name, (logged, value) in self._step_values.items() if logged.prog_bar}
-        return {
-            **to_numbers(shown),
-            **{key.epoch_name: value for key, value in self._epoch_values.items() if key.prog_bar},
-        }
+        self._keep_steps()
+        return to_numbers(self._shown)
 
     def flush(self) -> None:
         """Have the loggers write what they hold back."""
         for logger in self._loggers:
             logger.flush()
 
-    def _keep_steps(self, collector: MetricCollector | None) -> None:
-        """Remember the latest step values; they outlive the epoch that they were logged in."""
-        if collector is None or self.is_silent:
-            return
-        for step_name, value in collector.step_values().items():
-            name = step_name if step_name in collector.values else step_name.removesuffix("_step")
-            self._step_values[step_name] = (collector.values[name], value)
+    def _keep_steps(self) -> None:
+        """Take over the step values that are new; they outlive the epoch that they were logged in."""
+        collector = self.collector
+        for each in collector.steps() if collector is not None else ():
+            value = each.last
+            if value is None or value is each.kept:
+                continue
+            each.kept = value
+            if collector is not None and collector.training and not each.rank_zero_only:
+                self._callback[each.base_name] = self._callback[each.step_name] = value
+            if each.logger:
+                self._logged[each.step_name] = value
+            if each.prog_bar:
+                self._shown[each.step_name] = value
 
-    def _write(self, numbers: dict[str, float]) -> None:
-        if not numbers or self.is_silent:
+    def _keep_epoch(self, key: Key, number: float) -> None:
+        if not key.rank_zero_only:
+            self._callback[key.base_name] = self._callback[key.epoch_name] = number
+        if key.logger:
+            self._logged[key.epoch_name] = number
+        if key.prog_bar:
+            self._shown[key.epoch_name] = number
+
+    def _write(self, numbers: dict[str, float], step: int) -> None:
+        """Write a row; a metric that is called step takes the place of its x value, one that is called epoch stays."""
+        if not numbers or self._is_silent or not self._loggers:
             return
+        step = int(numbers.pop("step", step))
         for logger in self._loggers:
-            logger.log_metrics({"epoch": self._state.epoch, **numbers}, self._state.batches_that_stepped)
-
-
-def as_tensor(value: Tensor | float) -> Tensor:
-    """Return a python number as a float64 tensor, a tensor as it is."""
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-
-
-def to_numbers(values: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Return the values as python numbers, the tensors among them in one transfer from the device."""
-    tensors = [value.double() for value in values.values() if isinstance(value, Tensor)]
-    numbers = iter(torch.stack(tensors).tolist() if tensors else [])
-    return {name: next(numbers) if isinstance(value, Tensor) else value for name, value in values.items()}
+            logger.log_metrics({"epoch": self._state.epoch, **numbers}, step)

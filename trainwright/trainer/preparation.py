@@ -1,111 +1,164 @@
-"""Preparation: a module, a loader and the trainer's settings made ready for the training loop."""
+"""Preparation: a module and the trainer's settings made ready for the training loop."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch.optim import LBFGS, Optimizer
+from torch import nn
+from torch.optim import Optimizer
 
-from trainwright.data.loaders import ShardedLoader
-from trainwright.engine.compilation import compile_children
+from trainwright.engine.compilation import compile_module
+from trainwright.engine.fused import use_fused
 from trainwright.engine.optimizers import read_optimizers
 from trainwright.engine.prepared import PreparedOptimizer
-from trainwright.module import Module
+from trainwright.module import Module, is_overridden
 from trainwright.precision import StepResult
 from trainwright.strategies.base import Optimization
-from trainwright.trainer.evaluate import limited
+from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.fit import TrainingRun
+from trainwright.trainer.optimization import closure_is_wanted
+from trainwright.trainer.sources import BatchTransfer, LoaderSource
+from trainwright.trainer.steps import read_step
+from trainwright.trainer.training_data import load_training_data
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
 
+OWN_PARTS = (
+    "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step",
+    "on_validation_model_zero_grad",
+)  # fmt: skip
+"""What a module may do in its own way within a step."""
 
-def prepare_fit(trainer: Trainer, module: Module, train_dataloaders: Iterable[Any]) -> TrainingRun:
-    """Shard the data, wrap the module, make its optimizers, and gather what the loop reads. Collective.
+
+def prepare_fit(trainer: Trainer, module: Module, source: LoaderSource, validation: Evaluation | None) -> TrainingRun:
+    """Wrap the module, make its optimizers, and gather what the loop reads. Collective.
 
     Raises:
-        ValueError: no batch to train on, or settings that this module's kind of optimization cannot follow.
+        ValueError: settings that this module's kind of optimization cannot follow.
     """
-    settings, engine, state = trainer.settings, trainer.engine, trainer.state
+    settings, engine = trainer.settings, trainer.engine
     automatic = module.automatic_optimization
-    if not automatic and (settings.accumulate_grad_batches > 1 or settings.gradient_clip_val is not None):
+    if not automatic and (settings.accumulate_grad_batches > 1 or settings.gradient_clip_val):
         raise ValueError(
             "accumulate_grad_batches and gradient_clip_val are automatic optimization's, but this module has "
             "automatic_optimization = False; accumulate and clip in training_step, and leave them at their defaults."
         )
-    loader = _prepare_loader(trainer, train_dataloaders)
-    limit = settings.limit_train_batches
+    arguments = read_step(module, "training_step")
+    if arguments.pulls and settings.accumulate_grad_batches > 1:
+        raise ValueError(
+            f"accumulate_grad_batches={settings.accumulate_grad_batches} counts batches, but training_step takes them from "
+            "dataloader_iter itself; leave it at 1 and take several batches in a step."
+        )
+    engine.take_seed()
+    engine.precision.reset()
+    prepare_module(trainer, module)
     engine.prepare_module(
         module, Optimization(automatic, settings.clip_norm, settings.clip_value, settings.accumulate_grad_batches)
     )
+    transfer = BatchTransfer(engine, module, trainer.datamodule)
+    trainer.run = run = TrainingRun(
+        trainer=trainer,
+        engine=engine,
+        module=module,
+        hooks=trainer.hooks,
+        state=trainer.state,
+        source=source,
+        validation=validation,
+        is_manual=not automatic,
+        optimizer=None,
+        schedulers=[],
+        accumulate=settings.accumulate_grad_batches,
+        clip=engine.clipper(settings.clip_norm, settings.clip_value),
+        transfer=transfer if transfer.is_needed else None,
+        takes_index=arguments.takes_index,
+        pulls=arguments.pulls,
+        own={name: _heard(trainer, module, name) for name in OWN_PARTS if is_overridden(name, module, Module)},
+    )
+    if (
+        source.owner is None
+    ):  # given loaders are looked at before anything is run; hooks are called when it is their turn
+        load_training_data(run)
+        if validation is not None and validation.source.owner is None:
+            validation.load()
+    _prepare_optimizers(run)
+    return run
+
+
+def prepare_module(trainer: Trainer, module: Module) -> None:
+    """Do to a module what the settings ask for before it is placed: synchronised batch norm, compilation."""
+    settings, engine = trainer.settings, trainer.engine
+    if settings.sync_batchnorm and engine.world_size > 1:
+        if engine.device.type != "cuda":
+            raise ValueError(
+                "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not compute on the CPU; leave it at False."
+            )
+        nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
     if settings.compile:
-        num_compiled = compile_children(module, settings.compile if isinstance(settings.compile, dict) else {})
-        if num_compiled == 0:
+        options = settings.compile if isinstance(settings.compile, dict) else {}
+        trainer.compiled = compile_module(module, options)
+        if not trainer.compiled.modules:
             warnings.warn(
                 f"compile= has nothing to compile: {type(module).__name__} has no submodule with a forward; "
                 "put the network into one.",
-                stacklevel=4,
+                stacklevel=2,
             )
-    optimizers, trainer.lr_scheduler_configs = read_optimizers(module.configure_optimizers())
-    if automatic:
-        _check_optimizers(optimizers)
-    trainer.optimizers = engine.prepare_optimizers(optimizers)
+
+
+def _prepare_optimizers(run: TrainingRun) -> None:
+    """Make the module's optimizers and schedulers, and have the strategy prepare them. Collective."""
+    trainer, engine, module, state = run.trainer, run.engine, run.module, run.state
+    optimizers, run.schedulers = read_optimizers(module.configure_optimizers())
+    trainer.lr_scheduler_configs = run.schedulers
+    if not run.is_manual and len(optimizers) > 1:
+        raise ValueError(
+            f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization steps one; set "
+            "automatic_optimization = False in the module and step them in training_step."
+        )
+    if trainer.settings.fused_optimizers:
+        for optimizer in optimizers:
+            use_fused(optimizer, [module])
+    trainer.optimizers = engine.prepare_optimizers(optimizers) if optimizers else []
 
     def count(result: StepResult) -> None:
         state.step += 1
         state.skipped_steps += result.skipped
 
-    trainer.prepared_optimizers = [PreparedOptimizer(engine, each, after_step=count) for each in trainer.optimizers]
-    return TrainingRun(
-        trainer=trainer,
-        engine=engine,
-        module=module,
-        hooks=trainer.hooks,
-        state=state,
-        loader=loader,
-        optimizer=trainer.optimizers[0] if automatic else None,
-        schedulers=trainer.lr_scheduler_configs,
-        num_batches=limited(loader.exact_length, limit) if loader.exact_length is not None else None,
-        most_batches=trainer.num_training_batches if limit is not None else None,
-        accumulate=settings.accumulate_grad_batches,
-        clip=engine.clipper(settings.clip_norm, settings.clip_value),
-    )
+    def tell(optimizer: Optimizer) -> None:
+        engine.strategy.unscale(optimizer)
+        run.hooks.call("on_before_optimizer_step", optimizer)
+        if trainer.logbook.collector is not None:
+            trainer.logbook.collector.hook = "training_step"
+
+    before = tell if run.is_manual and run.before_step else None
+    trainer.prepared_optimizers = [
+        PreparedOptimizer(engine, each, before_step=before, after_step=count) for each in trainer.optimizers
+    ]
+    if not run.is_manual and trainer.optimizers:
+        run.optimizer = trainer.optimizers[0]
+        if closure_is_wanted(run.accumulate, engine, _own_kind(optimizers[0], run.optimizer)):
+            run.own["closure"] = True
+    if run.is_manual and not optimizers:
+        warnings.warn(
+            "automatic_optimization is False and configure_optimizers returned no optimizer: nothing is trained.",
+            stacklevel=2,
+        )
 
 
-def _prepare_loader(trainer: Trainer, train_dataloaders: Iterable[Any]) -> ShardedLoader:
-    """Begin a run's data and precision anew, and share out its loader, of one length on every rank. Collective."""
-    engine = trainer.engine
-    engine.take_seed()
-    engine.precision.reset()
-    loader = engine.prepare_loader(train_dataloaders, "train")
-    limit = trainer.settings.limit_train_batches
-    trainer.num_training_batches = limited(loader.length, limit)
-    own = str(loader.length).encode()
-    lengths = [text.decode() for text in engine.agreement.exchange(own, timeout_seconds=engine.timeout_seconds)]
-    if len(set(lengths)) > 1:
-        raise ValueError(
-            f"the ranks have training loaders of different lengths ({', '.join(lengths)} batches), so some would wait for "
-            "ever; give every rank the same data, which is shared out then."
-        )
-    if trainer.num_training_batches == 0:
-        raise ValueError(
-            "the training loader has no batch (its dataset is empty, drop_last dropped all, or limit_train_batches is too "
-            "small); give it data."
-        )
-    return loader
+def _own_kind(given: Optimizer, prepared: Optimizer) -> Optimizer:
+    return prepared if type(prepared) is type(given) else given
 
 
-def _check_optimizers(optimizers: list[Optimizer]) -> None:
-    """Refuse what automatic optimization cannot step (ValueError)."""
-    if len(optimizers) > 1:
-        raise ValueError(
-            f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization steps one; set "
-            "automatic_optimization = False in the module and step them in training_step."
-        )
-    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-        raise ValueError(
-            "configure_optimizers returned LBFGS, which calls the training step several times in each of its own; that is not "
-            "there yet. Choose another optimizer, or set automatic_optimization = False and step it in training_step."
-        )
+def _heard(trainer: Trainer, module: Module, name: str) -> Callable[..., Any]:
+    """Return a method of the module that is a hook to log in."""
+    method = getattr(module, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        collector = trainer.logbook.collector
+        if collector is not None:
+            collector.hook = name
+        return method(*args, **kwargs)
+
+    return call

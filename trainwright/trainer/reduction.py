@@ -2,78 +2,94 @@
 
 One all_gather of a fixed-size float64 vector carries a hash of the key set, the number of keys and a (value, weight) pair
 for each. Only where the hashes differ (a rank without batches logged nothing) do the ranks exchange the key sets and
-gather once more; only where the pairs outgrow the vector do they follow in a second one.
+gather once more; only where the pairs outgrow the vector do they follow in a second one. A torchmetrics object gathers
+its own state, in the same order on every rank.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import warnings
-from typing import Any, NamedTuple
+from collections.abc import Collection
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainwright.distributed import collectives
-from trainwright.trainer.metrics import LoggedValue, MetricCollector
+from trainwright.module import is_metric
+from trainwright.trainer.logged_value import Key, LoggedValue, read_all
+from trainwright.trainer.metric_objects import compute_metrics, reset_metrics
+from trainwright.trainer.metrics import MetricCollector
 
 VECTOR_LENGTH = 512  # float64: 4 KiB a rank, room for 255 keys
 NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 
 
-class Key(NamedTuple):
-    """One epoch value, as every rank describes it."""
-
-    name: str
-    reduce_fx: str
-    on_step: bool
-    prog_bar: bool
-    logger: bool
-    attribute: str
-
-    @property
-    def epoch_name(self) -> str:
-        """Return the name that the epoch's value is logged under."""
-        return f"{self.name}_epoch" if self.on_step else self.name
-
-
 def reduce_epoch(
-    collector: MetricCollector, module: nn.Module, world_size: int, device: torch.device
+    collector: MetricCollector,
+    module: nn.Module,
+    world_size: int,
+    device: torch.device,
+    done: Collection[Key] = (),
 ) -> dict[Key, float]:
-    """Return each epoch value over all ranks, in the order in which they were logged.
+    """Return each epoch value over all ranks, in the order in which they were logged; rank 0's own ones on rank 0.
 
-    Collective: call on every rank.
+    What is `done` was reduced before. Metric objects are computed, not reset. Collective: call on every rank.
     """
-    values = {_key(logged): logged for logged in collector.values.values() if logged.on_epoch}
-    keys = sorted(values)
+    values = {logged.key: logged for logged in collector.values.values() if logged.on_epoch and not logged.is_ignored}
+    values = {key: logged for key, logged in values.items() if key not in done}
+    computed = {key: number for key, number in collector.computed.items() if key not in done}
+    own = {key for key in values if key.rank_zero_only}
+    totals = _totals(values)
+    keys = sorted((values.keys() | computed.keys()) - own)
     if world_size > 1:
-        reduced, keys = _gathered(keys, values, device)
+        reduced, keys = _gathered(keys, totals, device)
     else:
-        reduced = {key: _combine(key, [values[key].total()]) for key in keys if not key.attribute}
-    for key in keys:
-        if key.attribute:
-            reduced[key] = _computed(module, key)
+        reduced = {key: _combine(key, [totals[key]]) for key in keys if not key.attribute}
+    reduced |= {key: _combine(key, [totals[key]]) for key in own}
+    reduced |= computed
+    reduced |= compute_metrics(module, [key for key in keys if key.attribute and key not in computed])
     order = [*values, *(key for key in keys if key not in values)]
     return {key: reduced[key] for key in order}
 
 
-def _key(logged: LoggedValue) -> Key:
-    return Key(logged.name, logged.reduce_fx, logged.on_step, logged.prog_bar, logged.logger, logged.attribute)
+def end_loader(collector: MetricCollector, module: nn.Module) -> None:
+    """Compute and reset the Metric objects that were logged with the collector's loader.
+
+    Collective: call on every rank, also where the loader had no batch.
+    """
+    if collector.loader is None or not any(is_metric(child) for child in module.modules()):
+        return
+    logged_values = [each for each in collector.values.values() if each.attribute and each.loader == collector.loader]
+    keys = union_of_keys([each.key for each in logged_values if each.on_epoch])
+    collector.computed |= compute_metrics(module, keys)
+    reset_metrics(module, [*keys, *(each.key for each in logged_values)])
+
+
+def union_of_keys(keys: list[Key]) -> list[Key]:
+    """Return the keys of all ranks, sorted. Collective: call on every rank."""
+    described = collectives.gather_object([list(key) for key in keys])
+    return sorted({Key(*key) for rank_keys in described for key in rank_keys})
+
+
+def _totals(values: dict[Key, LoggedValue]) -> dict[Key, tuple[float, float]]:
+    """Return this rank's (value, weight) of each plain key, all read from the device at once."""
+    plain = {key: logged.total() for key, logged in values.items() if not key.attribute}
+    numbers = read_all([total for total, _ in plain.values()])
+    return {key: (number, weight) for (key, (_, weight)), number in zip(plain.items(), numbers, strict=True)}
 
 
 def _gathered(
-    keys: list[Key], values: dict[Key, LoggedValue], device: torch.device
+    keys: list[Key], totals: dict[Key, tuple[float, float]], device: torch.device
 ) -> tuple[dict[Key, float], list[Key]]:
     """Return the reduced plain values and the union of the keys of all ranks."""
     head = [float(_digest(keys)), float(len(keys))]
-    body = _pairs(keys, values)
+    body = _pairs(keys, totals)
     fits = len(head) + len(body) <= VECTOR_LENGTH
     rows = _all_gather(head + (body if fits else []), VECTOR_LENGTH, device)
     if len({row[0] for row in rows}) > 1:
-        described = collectives.gather_object([list(key) for key in keys])
-        keys = sorted({Key(*key) for rank_keys in described for key in rank_keys})
-        rows = _all_gather(_pairs(keys, values), 2 * len(keys), device)
+        keys = union_of_keys(keys)
+        rows = _all_gather(_pairs(keys, totals), 2 * len(keys), device)
     elif fits:
         rows = [row[2:] for row in rows]
     else:
@@ -85,12 +101,8 @@ def _gathered(
     return reduced, keys
 
 
-def _pairs(keys: list[Key], values: dict[Key, LoggedValue]) -> list[float]:
-    pairs: list[float] = []
-    for key in keys:
-        logged = values.get(key)
-        pairs += (NEUTRAL[key.reduce_fx], 0.0) if logged is None or key.attribute else logged.total()
-    return pairs
+def _pairs(keys: list[Key], totals: dict[Key, tuple[float, float]]) -> list[float]:
+    return [number for key in keys for number in totals.get(key, (NEUTRAL[key.reduce_fx], 0.0))]
 
 
 def _all_gather(numbers: list[float], length: int, device: torch.device) -> list[list[float]]:
@@ -113,19 +125,3 @@ def _combine(key: Key, pairs: list[tuple[float, float]]) -> float:
         return float(values.min() if key.reduce_fx == "min" else values.max())  # a NaN among them stays one
     total = sum(totals)
     return total / sum(weight for _, weight in pairs) if key.reduce_fx == "mean" else total
-
-
-def _computed(module: nn.Module, key: Key) -> float:
-    """Compute a torchmetrics object; it gathers its own state over the ranks."""
-    metric: Any = module.get_submodule(key.attribute)
-    with warnings.catch_warnings():
-        # A rank without a batch of its own computes too; that it had no update is no news to the user.
-        warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
-        value = metric.compute()
-    metric.reset()  # on every rank: one without a batch of its own would keep what it computed, and not take part again
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(
-            f"the metric logged as {key.name!r} computes a tensor of shape {tuple(value.shape)}; accepted is one element. "
-            "Log its elements under names of their own."
-        )
-    return float(value)

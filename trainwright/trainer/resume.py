@@ -2,22 +2,64 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
+from trainwright.callbacks.base import Callback
+from trainwright.checkpoint.editing import Edit
+from trainwright.checkpoint.exchange import is_plain
+from trainwright.data.datamodule import DataModule
 from trainwright.errors import CheckpointError
+from trainwright.hyperparameters import HyperParameters, plain_hyper_parameters
+from trainwright.module import Module, is_overridden
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
 
 
-def run_state(trainer: Trainer) -> dict[str, Any]:
-    """Return counters, schedulers and callbacks as plain data."""
+def run_state(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
+    """Return what a checkpoint holds beside tensors: counters, schedulers, callbacks, data module and hyper-parameters."""
+    from trainwright import __version__
+
+    module, datamodule = trainer.module, trainer.datamodule
+    state: dict[str, Any] = {"trainwright_version": __version__}
+    state |= _hyper_parameters(module, "", "module") if module is not None else {}
+    if datamodule is not None:
+        state |= _hyper_parameters(datamodule, "datamodule_", "datamodule")
+        if is_overridden("state_dict", datamodule, DataModule):
+            state["datamodule"] = datamodule.state_dict()
+    if weights_only:
+        return state
     callbacks = {each.state_key: each.state_dict() for each in trainer.callbacks}
     return {
+        **state,
         "position": trainer.state.state_dict(),
-        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "callbacks": {key: state for key, state in callbacks.items() if state},
     }
+
+
+def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[str, Any]:
+    plain, left_out = plain_hyper_parameters(owner, is_plain)
+    if left_out and not owner.__dict__.get("_has_warned_of_hyper_parameters"):
+        owner.__dict__["_has_warned_of_hyper_parameters"] = True
+        warnings.warn(
+            f"the hyper-parameters {', '.join(left_out)} of the {kind} are no plain data, so checkpoints and loggers are "
+            f"without them. Call save_hyperparameters(ignore={left_out!r}), and pass them to load_from_checkpoint.",
+            stacklevel=2,
+        )
+    if not plain:
+        return {}
+    return {f"{prefix}hyper_parameters": plain, f"{prefix}hparams_name": owner._hparams_name}
+
+
+def edit_with_hooks(trainer: Trainer, name: str) -> Edit | None:
+    """Return what lets the hooks change a checkpoint's contents; None where nobody overrides them."""
+    module = trainer.module
+    own = module is not None and is_overridden(name, module, Module)
+    if not own and not any(is_overridden(name, each, Callback) for each in trainer.callbacks):
+        return None
+    return lambda contents: trainer.hooks.call(name, contents)
 
 
 def restore(trainer: Trainer, path: str) -> dict[str, Any] | None:
@@ -28,21 +70,45 @@ def restore(trainer: Trainer, path: str) -> dict[str, Any] | None:
     """
 
     def check(state: dict[str, Any]) -> None:
-        saved, present = len(state.get("schedulers", [])), len(trainer.lr_scheduler_configs)
+        saved, present = len(state.get("lr_schedulers", [])), len(trainer.lr_scheduler_configs)
         if saved != present and "position" in state:
             raise CheckpointError(
                 f"{path}: it was saved with {saved} schedulers, but this run has {present}. "
                 "Build the same schedulers to resume."
             )
 
-    restored = trainer.engine.load(path, check=check)
+    assert trainer.module is not None
+    strict, edit = trainer.module.strict_loading, edit_with_hooks(trainer, "on_load_checkpoint")
+    restored = trainer.engine.load(path, strict=strict is not False, check=check, edit=edit)
     state = restored.state
     trainer.state.load_state_dict(state["position"])
-    for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
+    for config, saved in zip(trainer.lr_scheduler_configs, state.get("lr_schedulers", []), strict=True):
         config.scheduler.load_state_dict(saved)
     callbacks = state.get("callbacks", {})  # a loop of one's own saves none
     for callback in trainer.callbacks:
         if callback.state_key in callbacks:
             callback.load_state_dict(callbacks[callback.state_key])
+    _restore_datamodule(trainer, state)
     trainer.resume_source = path
     return restored.rng
+
+
+def restore_weights(trainer: Trainer, path: str) -> None:
+    """Take a module's weights, and the datamodule's state, from a checkpoint. Collective.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged one, or one of another model.
+    """
+    assert trainer.module is not None
+    restored = trainer.engine.load(
+        path,
+        weights_only=True,
+        strict=trainer.module.strict_loading is not False,
+        edit=edit_with_hooks(trainer, "on_load_checkpoint"),
+    )
+    _restore_datamodule(trainer, restored.state)
+
+
+def _restore_datamodule(trainer: Trainer, state: dict[str, Any]) -> None:
+    if trainer.datamodule is not None and "datamodule" in state:
+        trainer.datamodule.load_state_dict(state["datamodule"])

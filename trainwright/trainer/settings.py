@@ -1,73 +1,257 @@
-"""Settings: the Trainer's numbers, checked together before anything is started."""
+"""Settings: the Trainer's numbers and switches, checked together before anything is started."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
+from trainwright.duration import to_seconds
+
 DEFAULT_MAX_EPOCHS = 1000
+
+REPLACED = {
+    "gpus": "pass devices=, with accelerator='gpu'",
+    "tpu_cores": "TPUs are not supported; pass devices= with accelerator='cpu' or 'gpu'",
+    "ipus": "IPUs are not supported; pass devices= with accelerator='cpu' or 'gpu'",
+    "hpus": "HPUs are not supported; pass devices= with accelerator='cpu' or 'gpu'",
+    "num_processes": "pass devices=",
+    "auto_select_gpus": "pass devices= with a number or a list of GPUs",
+    "distributed_backend": "pass strategy=",
+    "amp_backend": "pass precision='16-mixed' or 'bf16-mixed'",
+    "amp_level": "pass precision='16-mixed' or 'bf16-mixed'",
+    "checkpoint_callback": "pass enable_checkpointing=, or a ModelCheckpoint in callbacks=",
+    "early_stop_callback": "pass an EarlyStopping in callbacks=",
+    "progress_bar_refresh_rate": "pass TQDMProgressBar(refresh_rate=...) in callbacks=, or enable_progress_bar=",
+    "process_position": "pass TQDMProgressBar(process_position=...) in callbacks=",
+    "weights_summary": "pass ModelSummary(max_depth=...) in callbacks=, or enable_model_summary=",
+    "weights_save_path": "pass ModelCheckpoint(dirpath=...) in callbacks=, or default_root_dir=",
+    "resume_from_checkpoint": "pass ckpt_path= to trainer.fit",
+    "terminate_on_nan": "pass detect_anomaly=True, or EarlyStopping(check_finite=True)",
+    "track_grad_norm": "log the norm in on_before_optimizer_step",
+    "flush_logs_every_n_steps": "pass CSVLogger(flush_logs_every_n_steps=...) as logger=",
+    "prepare_data_per_node": "set prepare_data_per_node on the Module or the DataModule",
+    "stochastic_weight_avg": "average the weights in a callback",
+    "truncated_bptt_steps": "split the batch in training_step, under manual optimization",
+    "val_percent_check": "pass limit_val_batches=",
+    "train_percent_check": "pass limit_train_batches=",
+    "test_percent_check": "pass limit_test_batches=",
+    "overfit_pct": "pass overfit_batches=",
+    "accumulate_grad_batches_schedule": "pass a GradientAccumulationScheduler in callbacks=",
+    "auto_lr_find": "set the learning rate yourself",
+    "auto_scale_batch_size": "set the batch size yourself",
+    "replace_sampler_ddp": "pass use_distributed_sampler=",
+    "multiple_trainloader_mode": "pass a CombinedLoader(loaders, mode=...) to trainer.fit",
+    "reload_dataloaders_every_epoch": "pass reload_dataloaders_every_n_epochs=1",
+    "move_metrics_to_cpu": "nothing replaces it: metrics stay on their device until they are read",
+    "model_registry": "nothing replaces it: checkpoints are directories of your own",
+    "row_log_interval": "pass log_every_n_steps=",
+    "max_nb_epochs": "pass max_epochs=",
+    "min_nb_epochs": "pass min_epochs=",
+    "log_save_interval": "pass CSVLogger(flush_logs_every_n_steps=...) as logger=",
+    "nb_gpu_nodes": "pass num_nodes=",
+    "amp": "pass precision='16-mixed' or 'bf16-mixed'",
+}
+"""Arguments of earlier trainers, and what to do in their stead."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The limits and intervals of a run; what each means stands in Trainer's docstring."""
+    """The limits, intervals and switches of a run; what each means stands in Trainer's docstring."""
 
+    num_nodes: int = 1
+    fast_dev_run: bool | int = False
     max_epochs: int | None = None
+    min_epochs: int | None = None
     max_steps: int = -1
+    min_steps: int | None = None
+    max_time: str | timedelta | dict[str, float] | None = None
     limit_train_batches: int | float | None = None
     limit_val_batches: int | float | None = None
     limit_test_batches: int | float | None = None
-    check_val_every_n_epoch: int = 1
-    num_sanity_val_steps: int = 2
-    log_every_n_steps: int = 50
+    limit_predict_batches: int | float | None = None
+    overfit_batches: int | float = 0.0
+    val_check_interval: int | float | str | timedelta | dict[str, float] | None = None
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int | None = None
+    log_every_n_steps: int | None = None
+    enable_checkpointing: bool | None = None
+    enable_progress_bar: bool | None = None
+    enable_model_summary: bool | None = None
     accumulate_grad_batches: int = 1
     gradient_clip_val: float | None = None
-    gradient_clip_algorithm: str = "norm"
+    gradient_clip_algorithm: str | None = None
+    deterministic: bool | str | None = None
+    benchmark: bool | None = None
+    inference_mode: bool = False
+    use_distributed_sampler: bool = True
+    detect_anomaly: bool = False
+    barebones: bool = False
+    sync_batchnorm: bool = False
+    reload_dataloaders_every_n_epochs: int = 0
+    enable_autolog_hparams: bool = True
     compile: bool | dict[str, Any] = False
+    fused_optimizers: bool = True
 
     def __post_init__(self) -> None:
-        problems = [
-            *_whole_number(self, "max_epochs", least=-1, optional=True),
-            *_whole_number(self, "max_steps", least=-1),
-            *_whole_number(self, "check_val_every_n_epoch", least=1),
-            *_whole_number(self, "num_sanity_val_steps", least=-1),
-            *_whole_number(self, "log_every_n_steps", least=1),
-            *_whole_number(self, "accumulate_grad_batches", least=1),
-            *(problem for stage in ("train", "val", "test") for problem in _limit(self, f"limit_{stage}_batches")),
-        ]
+        problems = [*self._wrong_numbers(), *self._wrong_choices(), *self._wrong_times()]
+        problems = problems or list(self._conflicts())
+        if problems:
+            raise ValueError("Trainer was given wrong settings: " + "; ".join(problems) + ".")
+
+    def _wrong_numbers(self) -> Iterable[str]:
+        for name, least in (("max_epochs", -1), ("min_epochs", 0), ("min_steps", 0), ("num_sanity_val_steps", -1)):
+            yield from _whole_number(self, name, least=least, optional=True)
+        yield from _whole_number(self, "max_steps", least=-1)
+        yield from _whole_number(self, "num_nodes", least=1)
+        yield from _whole_number(self, "check_val_every_n_epoch", least=1, optional=True)
+        yield from _whole_number(self, "log_every_n_steps", least=0, optional=True)
+        yield from _whole_number(self, "accumulate_grad_batches", least=1)
+        yield from _whole_number(self, "reload_dataloaders_every_n_epochs", least=0)
+        for stage in ("train", "val", "test", "predict"):
+            yield from _limit(self, f"limit_{stage}_batches")
+        yield from _limit(self, "overfit_batches")
         if self.gradient_clip_val is not None and not (
-            _is_number(self.gradient_clip_val) and self.gradient_clip_val > 0
+            _is_number(self.gradient_clip_val) and self.gradient_clip_val >= 0
         ):
-            problems.append(
-                f"gradient_clip_val={self.gradient_clip_val!r}: accepted is a number above 0, or None for no limit"
-            )
-        if self.gradient_clip_algorithm not in ("norm", "value"):
-            problems.append(
+            yield f"gradient_clip_val={self.gradient_clip_val!r}: accepted is a number above 0, or None for no limit"
+        if not isinstance(self.fast_dev_run, bool):
+            yield from _whole_number(self, "fast_dev_run", least=0)
+
+    def _wrong_choices(self) -> Iterable[str]:
+        if self.gradient_clip_algorithm not in (None, "norm", "value"):
+            yield (
                 f"gradient_clip_algorithm={self.gradient_clip_algorithm!r}: accepted are 'norm' (the total norm) and "
                 "'value' (each element)"
             )
+        if self.deterministic not in (None, True, False, "warn"):
+            yield f"deterministic={self.deterministic!r}: accepted are True, False, 'warn' and None"
         options: object = self.compile
         if not isinstance(options, (bool, dict)):
-            problems.append(f"compile={self.compile!r}: accepted are True, False and a dict of torch.compile's options")
-        if problems:
-            raise ValueError("Trainer was given wrong settings: " + "; ".join(problems) + ".")
+            yield f"compile={self.compile!r}: accepted are True, False and a dict of torch.compile's options"
+        for name in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "benchmark"):
+            if getattr(self, name) not in (None, True, False):
+                yield f"{name}={getattr(self, name)!r}: accepted are True, False and None"
+        for name in (
+            "inference_mode", "use_distributed_sampler", "detect_anomaly", "barebones", "sync_batchnorm",
+            "enable_autolog_hparams", "fused_optimizers",
+        ):  # fmt: skip
+            if not isinstance(getattr(self, name), bool):
+                yield f"{name}={getattr(self, name)!r}: accepted are True and False"
+
+    def _wrong_times(self) -> Iterable[str]:
+        interval = self.val_check_interval
+        if interval is True or interval is False or (isinstance(interval, int) and interval < 1):
+            yield (
+                f"val_check_interval={interval!r}: accepted are a number of batches from 1 (int), a fraction of the epoch "
+                "(float), and a time"
+            )
+        elif isinstance(interval, float) and not 0.0 < interval <= 1.0:
+            yield (
+                f"val_check_interval={interval!r}: a float is a fraction of the epoch, above 0.0 and up to 1.0; pass an int "
+                "for a number of batches"
+            )
+        for name in ("max_time", "val_check_interval"):
+            value = getattr(self, name)
+            if value is None or (name == "val_check_interval" and isinstance(value, (int, float))):
+                continue
+            try:
+                to_seconds(value, name=name)
+            except (TypeError, ValueError) as error:
+                yield str(error).rstrip(".")
+
+    def _conflicts(self) -> Iterable[str]:
+        if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, (float, type(None))):
+            yield (
+                "check_val_every_n_epoch=None counts batches across epochs, so val_check_interval has to be a number of "
+                f"batches (int) or a time, not {self.val_check_interval!r}"
+            )
+        if self.overfit_batches and (self.limit_train_batches is not None or self.limit_val_batches is not None):
+            yield "overfit_batches sets limit_train_batches and limit_val_batches; leave these two out"
+        if self.max_epochs is not None and -1 < self.max_epochs < (self.min_epochs or 0):
+            yield f"min_epochs={self.min_epochs} is above max_epochs={self.max_epochs}"
+        if -1 < self.max_steps < (self.min_steps or 0):
+            yield f"min_steps={self.min_steps} is above max_steps={self.max_steps}"
+        if self.barebones:
+            wanted = {
+                "enable_checkpointing": self.enable_checkpointing, "enable_progress_bar": self.enable_progress_bar,
+                "enable_model_summary": self.enable_model_summary, "num_sanity_val_steps": self.num_sanity_val_steps,
+                "fast_dev_run": self.fast_dev_run, "detect_anomaly": self.detect_anomaly,
+                "log_every_n_steps": self.log_every_n_steps,
+            }  # fmt: skip
+            asked = [f"{name}={value!r}" for name, value in wanted.items() if value]
+            if asked:
+                yield f"barebones=True leaves out what costs time, but {', '.join(asked)} asks for it; leave out one"
+
+    @property
+    def effective(self) -> Settings:
+        """Return the settings that a run follows: with what fast_dev_run, overfit_batches and barebones change."""
+        settings = self
+        if self.overfit_batches:
+            settings = replace(
+                settings,
+                limit_train_batches=self.overfit_batches, limit_val_batches=self.overfit_batches, overfit_batches=0.0,
+            )  # fmt: skip
+        if self.fast_dev_run:
+            few = int(self.fast_dev_run)
+            settings = replace(
+                settings, max_epochs=1, max_steps=few, min_epochs=None, min_steps=None, num_sanity_val_steps=0,
+                val_check_interval=1.0, check_val_every_n_epoch=1, log_every_n_steps=1, max_time=None,
+                limit_train_batches=few, limit_val_batches=few, limit_test_batches=few, limit_predict_batches=few,
+            )  # fmt: skip
+        if self.barebones:
+            settings = replace(
+                settings, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+                num_sanity_val_steps=0, log_every_n_steps=0,
+            )  # fmt: skip
+        return settings
 
     @property
     def last_epoch(self) -> int | None:
         """Return the number of epochs to train; None without end."""
         if self.max_epochs is None:
-            return DEFAULT_MAX_EPOCHS if self.max_steps == -1 else None
+            return DEFAULT_MAX_EPOCHS if self.max_steps == -1 and self.max_time is None else None
         return None if self.max_epochs == -1 else self.max_epochs
 
     @property
     def clip_norm(self) -> float | None:
         """Return the limit of the total gradient norm."""
-        return self.gradient_clip_val if self.gradient_clip_algorithm == "norm" else None
+        return self.gradient_clip_val or None if self.gradient_clip_algorithm != "value" else None
 
     @property
     def clip_value(self) -> float | None:
         """Return the limit of each element of the gradients."""
-        return self.gradient_clip_val if self.gradient_clip_algorithm == "value" else None
+        return self.gradient_clip_val or None if self.gradient_clip_algorithm == "value" else None
+
+    @property
+    def log_every(self) -> int:
+        """Return the steps between two rows of step values; 0 for none."""
+        return 50 if self.log_every_n_steps is None else self.log_every_n_steps
+
+    @property
+    def sanity_steps(self) -> int:
+        """Return the validation batches to run before training; -1 for all."""
+        return 2 if self.num_sanity_val_steps is None else self.num_sanity_val_steps
+
+    @property
+    def validation_seconds(self) -> float | None:
+        """Return the time between two validations, where it is a time that was given."""
+        interval = self.val_check_interval
+        if interval is None or isinstance(interval, (int, float)):
+            return None
+        return to_seconds(interval, name="val_check_interval")
+
+
+def refuse_unknown(arguments: dict[str, Any], known: Iterable[str]) -> None:
+    """Say what takes the place of an argument that the Trainer does not have (TypeError)."""
+    for name, value in arguments.items():
+        if name in REPLACED:
+            raise TypeError(f"Trainer has no {name}= (it was given {name}={value!r}): {REPLACED[name]}.")
+        close = difflib.get_close_matches(name, list(known), n=1)
+        hint = f" Did you mean {close[0]}=?" if close else f" Its arguments are {', '.join(known)}."
+        raise TypeError(f"Trainer has no argument {name}= (it was given {name}={value!r}).{hint}")
 
 
 def _is_number(value: Any) -> bool:

@@ -11,16 +11,20 @@ class TrainerState:
     """The counters of a run.
 
     `epoch` counts finished epochs, so during an epoch it is that epoch's number from 0. `batch` counts the batches that
-    this rank has finished in the epoch, `step` the optimizer steps of the run (each optimizer's under manual optimization),
-    `batches_that_stepped` the batches after which a step was made: the loggers' x axis. `epoch_ended` is True once the epoch
-    has no batch and no validation to come, while its number still stands.
+    this rank has finished in the epoch, `total_batches` those of the run, `step` the optimizer steps of the run (each
+    optimizer's under manual optimization), `batches_that_stepped` the batches after which a step was made: the loggers' x
+    axis. `validations` counts the validations of the run, and `validated_at` is `total_batches` as it was at the latest.
+    `epoch_ended` is True once the epoch has no batch and no validation to come, while its number still stands.
     """
 
     epoch: int = 0
     batch: int = 0
+    total_batches: int = 0
     step: int = 0
     batches_that_stepped: int = 0
     skipped_steps: int = 0
+    validations: int = 0
+    validated_at: int = -1
     epoch_ended: bool = False
 
     def state_dict(self) -> dict[str, int]:

@@ -1,62 +1,94 @@
-"""The Trainer: its arguments, the wiring of its parts, and fit, validate and test. The loop itself is fit.py's."""
+"""The Trainer: its arguments, the wiring of its parts, and fit, validate, test and predict. The loop itself is fit.py's."""
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.callbacks.model_summary import ModelSummary
-from trainwright.callbacks.progress_bar import TQDMProgressBar
+from trainwright.data.datamodule import DataModule
+from trainwright.distributed.appointments import Appointment
+from trainwright.engine.compilation import Compiled
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.loggers.base import Logger
-from trainwright.loggers.csv import CSVLogger
 from trainwright.module import Module, is_overridden
 from trainwright.precision import Precision
+from trainwright.profilers import Profiler, resolve_profiler
 from trainwright.strategies import Strategy
-from trainwright.trainer.evaluate import evaluate, limited
+from trainwright.trainer.clock import IntervalClock
+from trainwright.trainer.evaluate import Evaluation, evaluate
 from trainwright.trainer.fit import TrainingRun, fit
 from trainwright.trainer.hooks import HookTable
-from trainwright.trainer.inputs import check_loader, check_module, choose_checkpoint
+from trainwright.trainer.inputs import check_module, check_nodes, choose_checkpoint, choose_precision
 from trainwright.trainer.logbook import Logbook
+from trainwright.trainer.parts import arranged_callbacks, arranged_loggers, making_modules, set_switches
+from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
-from trainwright.trainer.resume import restore, run_state
-from trainwright.trainer.settings import Settings
+from trainwright.trainer.resume import edit_with_hooks, restore, run_state
+from trainwright.trainer.running import evaluating, running
+from trainwright.trainer.settings import Settings, refuse_unknown
+from trainwright.trainer.sources import BatchTransfer, find_source, read_datamodule
 from trainwright.trainer.state import TrainerState
+from trainwright.trainer.status import Batches, Status
 from trainwright.trainer.table import format_table
 
 
-class Trainer:
+class Trainer(Status):
     """Runs the loop around a Module, and everything beside it as parts.
 
     Args:
-        accelerator: "auto", "cpu" or "cuda".
+        accelerator: "auto", "cpu", "gpu" or "cuda".
         strategy: how processes share the work: "auto" (one: single_device, several: ddp), a name, or a Strategy.
-        devices: processes on this node, one a device; -1 for all; "auto" is what was launched, else every GPU, else one.
-        precision: "32-true", "16-mixed", "bf16-mixed", their short forms 32, 16, "bf16", or a Precision.
+        devices: processes on this node, one a device; a list of GPUs; -1 for all; "auto" is what was launched, else every
+            GPU, else one.
+        num_nodes: nodes of the job; more than one where each was started by torchrun.
+        precision: "32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true", their short forms 32, 16, "bf16",
+            64, or a Precision.
         logger: True for the CSV logger, False for none, a Logger or a list of them.
         callbacks: a Callback or a list of them.
-        max_epochs: epochs to train; None is 1000 unless max_steps is given, -1 is without end.
+        fast_dev_run: a trial run of that many batches (True: one) in each loop, that writes nothing.
+        max_epochs: epochs to train; None is 1000 unless max_steps or max_time is given, -1 is without end.
+        min_epochs, min_steps: what is trained even if should_stop is set before.
         max_steps: optimizer steps to train; -1 is without end.
-        limit_train_batches, limit_val_batches, limit_test_batches: batches of an epoch on each rank: a number (int), or
-            a fraction (float); None for all.
-        check_val_every_n_epoch: epochs between two validations.
-        num_sanity_val_steps: validation batches to run before training; -1 for all.
-        log_every_n_steps: steps between two rows of step values in the loggers.
+        max_time: time to train: "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
+        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: batches of an epoch on each rank:
+            a number (int), or a fraction (float); None for all.
+        overfit_batches: train and validate on that many batches, or on that fraction of them, without shuffling.
+        val_check_interval: when to validate within an epoch: each such fraction of it (float), each so many training batches
+            (int), or each such time (as max_time); None for the epoch's end.
+        check_val_every_n_epoch: epochs between two validations; None lets val_check_interval count across epochs.
+        num_sanity_val_steps: validation batches to run before training; -1 for all, None for 2.
+        log_every_n_steps: steps between two rows of step values in the loggers; None for 50, 0 for none.
+        enable_checkpointing, enable_progress_bar, enable_model_summary: add the default callback.
         accumulate_grad_batches: batches of one optimizer step.
         gradient_clip_val: the limit of the gradients; None for no limit.
         gradient_clip_algorithm: "norm" (the total norm) or "value" (each element).
-        compile: True, or a dict of torch.compile's options: compile the module's children in place.
-        enable_checkpointing, enable_progress_bar, enable_model_summary: add the default callback.
+        deterministic: torch's deterministic algorithms: True, or "warn" where there is none.
+        benchmark: let cuDNN try which algorithm is the fastest.
+        inference_mode: validate, test and predict under torch.inference_mode rather than torch.no_grad. What a module or a
+            metric makes there cannot be trained with afterwards.
+        use_distributed_sampler: share the data out over the ranks; False where the loaders do so themselves.
+        profiler: "simple", "advanced", "pytorch", or a Profiler.
+        detect_anomaly: let autograd say which operation made a NaN.
+        barebones: leave out all that costs time beside the loop.
+        plugins: a Precision.
+        sync_batchnorm: compute batch norm over all ranks.
+        reload_dataloaders_every_n_epochs: call the loader hooks again each so many epochs; 0 for never.
         default_root_dir: where logs and checkpoints go, a path or an fsspec URL; the working directory by default.
+        enable_autolog_hparams: write the hyper-parameters to the loggers.
+        compile: True, or a dict of torch.compile's options: compile in place what the steps call of the module.
+        fused_optimizers: let optimizers whose `fused` and `foreach` were left alone run fused, where torch can.
 
     Raises:
         ValueError, TypeError: a setting is wrong; said here, before any process is started.
@@ -71,125 +103,204 @@ class Trainer:
         *,
         accelerator: str = "auto",
         strategy: str | Strategy = "auto",
-        devices: int | str = "auto",
+        devices: int | str | list[int] = "auto",
+        num_nodes: int = 1,
         precision: str | int | Precision | None = None,
         logger: bool | Logger | Iterable[Logger] | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
+        fast_dev_run: bool | int = False,
         max_epochs: int | None = None,
+        min_epochs: int | None = None,
         max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: str | timedelta | dict[str, float] | None = None,
         limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
-        check_val_every_n_epoch: int = 1,
-        num_sanity_val_steps: int = 2,
-        log_every_n_steps: int = 50,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        val_check_interval: int | float | str | timedelta | dict[str, float] | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int | None = None,
+        log_every_n_steps: int | None = None,
+        enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool | None = None,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str = "norm",
+        gradient_clip_algorithm: str | None = None,
+        deterministic: bool | str | None = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = False,
+        use_distributed_sampler: bool = True,
+        profiler: str | Profiler | None = None,
+        detect_anomaly: bool = False,
+        barebones: bool = False,
+        plugins: Any = None,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
+        default_root_dir: str | os.PathLike[str] | None = None,
+        enable_autolog_hparams: bool = True,
         compile: bool | dict[str, Any] = False,
-        enable_checkpointing: bool = True,
-        enable_progress_bar: bool = True,
-        enable_model_summary: bool = True,
-        default_root_dir: str | None = None,
+        fused_optimizers: bool = True,
+        **unknown: Any,
     ) -> None:
-        self.settings = Settings(
-            max_epochs=max_epochs,
-            max_steps=max_steps,
-            limit_train_batches=limit_train_batches,
-            limit_val_batches=limit_val_batches,
-            limit_test_batches=limit_test_batches,
-            check_val_every_n_epoch=check_val_every_n_epoch,
-            num_sanity_val_steps=num_sanity_val_steps,
-            log_every_n_steps=log_every_n_steps,
-            accumulate_grad_batches=accumulate_grad_batches,
-            gradient_clip_val=gradient_clip_val,
-            gradient_clip_algorithm=gradient_clip_algorithm,
-            compile=compile,
-        )
+        given = locals()
+        refuse_unknown(unknown, [name for name in given if name not in ("self", "unknown")])
+        self.given_settings = Settings(**{each.name: given[each.name] for each in fields(Settings)})
+        self.settings = self.given_settings.effective
         self.default_root_dir = "." if default_root_dir is None else str(default_root_dir)
-        self.callbacks = _with_defaults(callbacks, enable_checkpointing, enable_progress_bar, enable_model_summary)
-        self.loggers = _loggers(logger, self.default_root_dir)
+        self.profiler = resolve_profiler(profiler)
+        self.callbacks = arranged_callbacks(callbacks, self.settings)
+        self.loggers = arranged_loggers(logger, self.default_root_dir, self.settings)
+        precision = choose_precision(precision, plugins)
+        check_nodes(num_nodes)
+        set_switches(self.settings)
         self.engine = Engine(devices=devices, strategy=strategy, precision=precision, accelerator=accelerator)
         self.state = TrainerState()
         self.logbook = Logbook(self.loggers, self.engine, self.state)
         self.module: Module | None = None
+        self.datamodule: DataModule | None = None
+        self.stage: str | None = None
+        self.run: TrainingRun | None = None
+        self.hooks: HookTable
         self.optimizers: list[Optimizer] = []
         self.prepared_optimizers: list[PreparedOptimizer] = []
         self.lr_scheduler_configs: list[SchedulerConfig] = []
+        self.accumulate_grad_batches = self.settings.accumulate_grad_batches
+        """Batches of one optimizer step; a callback may change it at an epoch's start."""
         self.should_stop = False
-        """Set it to True, on every rank in the same batch, to end the run after this optimizer step."""
-        self.num_training_batches: int | None = None
-        self.num_val_batches: int | None = None
-        self.num_test_batches: int | None = None
+        """Set it to True, on every rank in the same batch, to end the run after this optimizer step; see `stop_soon`."""
+        self.interrupted = False
+        """Whether the latest run was ended by Ctrl-C."""
+        self.is_evaluating = False
+        self.is_mid_epoch_validation = False
+        """Whether the validation that runs stands within a training epoch."""
+        self.num_training_batches: Batches = 0
+        self.num_val_batches: list[Batches] = []
+        self.num_sanity_val_batches: list[Batches] = []
+        self.num_test_batches: list[Batches] = []
+        self.num_predict_batches: list[Batches] = []
+        self.train_dataloader: Any = None
+        self.val_dataloaders: Any = None
+        self.test_dataloaders: Any = None
+        self.predict_dataloaders: Any = None
+        self.ckpt_path: str | None = None
+        """The checkpoint that the present or the latest run was given."""
         self.resume_source: str | None = None
-        """The checkpoint that this run was resumed from."""
-        self._run: TrainingRun | None = None
+        """The checkpoint that this fit was resumed from."""
+        self.validation_clock: IntervalClock | None = None
+        self.compiled: Compiled | None = None
+        self._stop: Appointment | None = None
 
     # -- the calls ---------------------------------------------------------------------------------------------------
 
     def fit(
         self,
         model: Module,
-        train_dataloaders: Iterable[Any] | None = None,
-        val_dataloaders: Iterable[Any] | None = None,
-        *,
-        ckpt_path: str | None = None,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
     ) -> None:
         """Train a module. Collective: every rank of the job calls it.
 
         Args:
-            model: has training_step and configure_optimizers; with val_dataloaders validation_step too.
-            train_dataloaders: a DataLoader with the training batches.
-            val_dataloaders: a DataLoader with the validation batches.
+            model: has training_step and configure_optimizers; to be validated validation_step too.
+            train_dataloaders: a DataLoader or an iterable of batches, several of them in a list, a dict or a CombinedLoader,
+                or a DataModule; without it the module's train_dataloader hook.
+            val_dataloaders: the same for validation; a dict's keys name the loaders.
+            datamodule: a DataModule, in place of the loaders.
             ckpt_path: the checkpoint to go on from: a path, "last" (the newest of ModelCheckpoint's folder) or "best".
+            weights_only: accepted and not needed: a checkpoint holds nothing but plain data and tensors.
 
         Raises:
             TypeError, ValueError: a module or a loader that cannot be trained.
             CheckpointError: no such checkpoint, or one that is damaged or of another model.
         """
         check_module(model, ["training_step", "configure_optimizers"], "fit")
-        train_loader = check_loader(train_dataloaders, "train_dataloaders", "fit")
+        train, datamodule = read_datamodule(train_dataloaders, datamodule, "train_dataloaders", "fit")
         if val_dataloaders is not None:
             check_module(model, ["validation_step"], "fit with val_dataloaders")
-            check_loader(val_dataloaders, "val_dataloaders", "fit")
+        source = find_source("train", train, datamodule, model, "train_dataloaders", "fit")
+        if not source.is_defined:
+            source.load()  # which says what is missing
         path = choose_checkpoint(ckpt_path, self.checkpoint_callback, self.engine)
         self.state = TrainerState()
-        self.should_stop, self.resume_source = False, None
-        with self._running(model, "fit"):
-            self._run = prepare_fit(self, model, train_loader)
-            val_loader = None
-            if val_dataloaders is not None:
-                val_loader = self._evaluation_loader(val_dataloaders)
-                self.num_val_batches = limited(val_loader.length, self.settings.limit_val_batches)
-                if self.settings.limit_val_batches == 0:
-                    val_loader = None  # by the setting, which is alike on every rank: one may have no batch of its own
+        self.should_stop, self.resume_source, self.ckpt_path = False, None, path
+        self.accumulate_grad_batches = self.settings.accumulate_grad_batches
+        with running(self, model, "fit", datamodule), torch.autograd.set_detect_anomaly(self.settings.detect_anomaly):
+            self._stop = self.appointment("stop")
+            seconds = self.settings.validation_seconds
+            self.validation_clock = None if seconds is None else IntervalClock(seconds, self.appointment("validation"))
+            self.run = prepare_fit(self, model, source, self._validation(model, val_dataloaders, datamodule))
             self.hooks.call("on_fit_start")
             generators = restore(self, path) if path is not None else None
-            fit(self._run, val_loader, generators)
+            fit(self.run, generators)
             self.hooks.call("on_fit_end")
 
     def validate(
-        self, model: Module | None = None, dataloaders: Iterable[Any] | None = None, *, ckpt_path: str | None = None
+        self,
+        model: Module | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate a module with validation_step; arguments and result are those of `test`. Collective."""
-        return self._evaluate("validate", "validation", model, dataloaders, ckpt_path)
+        return self._evaluate("validate", "validation", model, dataloaders, ckpt_path, verbose, datamodule)
 
     def test(
-        self, model: Module | None = None, dataloaders: Iterable[Any] | None = None, *, ckpt_path: str | None = None
+        self,
+        model: Module | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate a module with test_step, print its metrics on rank 0 and return them. Collective.
 
         Args:
             model: the module; None is the one of the latest call, with the weights of its best checkpoint if it has one.
-            dataloaders: a DataLoader with the batches.
+            dataloaders: a DataLoader or an iterable of batches, several in a list or a dict of names, or a DataModule;
+                without it the module's test_dataloader hook.
             ckpt_path: the weights to take: a path, "best" or "last"; None takes a given module as it is.
+            verbose: print the table of metrics.
+            datamodule: a DataModule, in place of the loaders.
+            weights_only: accepted and not needed: a checkpoint holds nothing but plain data and tensors.
 
         Returns:
-            A list of one dict, the loader's metrics by name, over all ranks and each sample counted once.
+            A list of dicts, each loader's metrics by name, over all ranks and each sample counted once.
         """
-        return self._evaluate("test", "test", model, dataloaders, ckpt_path)
+        return self._evaluate("test", "test", model, dataloaders, ckpt_path, verbose, datamodule)
 
-    def save_checkpoint(self, filepath: str, weights_only: bool = False) -> bool:
+    def predict(
+        self,
+        model: Module | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
+    ) -> list[Any]:
+        """Return what predict_step returns for each batch, on the host, in the order of the dataset. Collective.
+
+        On several ranks each of them gets the outputs of all; the arguments are those of `test`. With
+        return_predictions=False nothing is kept: take the outputs in on_predict_batch_end.
+
+        Returns:
+            A list with an entry for each batch; with several loaders a list of such lists.
+        """
+        with evaluating(self, "predict", "predict", model, dataloaders, ckpt_path, datamodule) as evaluation:
+            predictions = predict(evaluation, return_predictions is not False)
+        return predictions[0] if len(predictions) == 1 else predictions
+
+    def save_checkpoint(
+        self, filepath: str | os.PathLike[str], weights_only: bool = False, storage_options: Any = None
+    ) -> bool:
         """Write a checkpoint and return whether it is there. Collective: call on every rank.
 
         Within an accumulation window it is written when the window ends, since gradients are not part of it; False then.
@@ -198,86 +309,76 @@ class Trainer:
             CheckpointError: on every rank alike.
             RuntimeError: there is nothing to save, or no run that could go on from it.
         """
+        if storage_options is not None:
+            raise ValueError("storage_options is not accepted; put them into the fsspec URL or its configuration.")
         if not self.engine.modules:
             raise RuntimeError("there is nothing to save: save_checkpoint works from fit's beginning on.")
-        if not weights_only and not self.engine.optimizers:
+        if not weights_only and self.stage != "fit" and not self.engine.optimizers:
             raise RuntimeError(
                 "the latest run was an evaluation, which has no optimizer to save; pass weights_only=True, or save after fit."
             )
-        if self._run is not None and self._run.is_within_window:
-            self._run.waiting_saves.append((str(filepath), weights_only))
+        if self.run is not None and self.run.is_within_window:
+            self.run.waiting_saves.append((str(filepath), weights_only))
             return False
-        state = {} if weights_only else run_state(self)
         self.engine.save(
-            str(filepath), step=self.state.step, epoch=self.state.epoch, state=state, weights_only=weights_only
+            str(filepath),
+            step=self.state.step,
+            epoch=self.state.epoch,
+            state=run_state(self, weights_only),
+            weights_only=weights_only,
+            edit=edit_with_hooks(self, "on_save_checkpoint"),
         )
         return True
 
     def save_waiting(self) -> None:
         """Write the checkpoints that were asked for within the window that has ended."""
-        while self._run is not None and self._run.waiting_saves:
-            self.save_checkpoint(*self._run.waiting_saves.pop(0))
+        while self.run is not None and self.run.waiting_saves:
+            self.save_checkpoint(*self.run.waiting_saves.pop(0))
+
+    def stop_soon(self) -> None:
+        """Ask, on any rank and from any thread, that all ranks stop at one and the same optimizer step of this fit.
+
+        On several ranks that needs steps that average gradients; under manual optimization without any, set should_stop alike.
+        """
+        if self._stop is None:
+            raise RuntimeError("stop_soon works in trainer.fit only.")
+        self._stop.ask()
+
+    def appointment(self, name: str) -> Appointment:
+        """Return a moment of this run that all ranks keep at the same step. Collective: make it on every rank."""
+        return self.engine.connection.appointment(name)
+
+    def clip_gradients(self, optimizer: Optimizer, limit: float | None, algorithm: str | None) -> None:
+        """Clip the gradients of one optimizer in place: by "norm" (None too) or by "value"; a limit of None does nothing."""
+        if algorithm not in (None, "norm", "value"):
+            raise ValueError(f"gradient_clip_algorithm={algorithm!r} is unknown; choose from norm, value.")
+        if not limit:
+            return
+        prepared = next((each for each in self.prepared_optimizers if optimizer in (each, each.optimizer)), None)
+        strategy = self.engine.strategy
+        inner = optimizer if prepared is None else prepared.optimizer
+        strategy.unscale(inner)
+        if prepared is not None:
+            prepared.is_unscaled = True
+        strategy.clip_gradients(inner, None if algorithm == "value" else limit, limit if algorithm == "value" else None)
+
+    def manual_backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
+        """Send a loss backward under manual optimization, and tell the hooks."""
+        collector = self.logbook.collector
+        self.hooks.call("on_before_backward", loss)
+        self.engine.backward(loss, send, **options)
+        self.hooks.call("on_after_backward")
+        if collector is not None:
+            collector.hook = "training_step"
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Return a context in which modules are made in the dtype and on the device that they are trained on."""
+        return making_modules(self.engine, bool(empty_init))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only."""
         if self.is_global_zero:
             builtins.print(*args, **kwargs)
-
-    # -- how they are wired ------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _running(self, model: Module, stage: str) -> Iterator[None]:
-        """Set up what surrounds a run, and take it down whatever happens."""
-        self.module = model
-        for child in model.modules():
-            if isinstance(child, Module):
-                child._trainer = self  # one within another may log too
-        self.logbook = Logbook(self.loggers, self.engine, self.state)
-        self.hooks = HookTable(self, model, self.callbacks)
-        self.engine.close()
-        try:
-            for logger in self.loggers:
-                logger.start(self.engine.agreed, is_writer=self.is_global_zero)
-            self.hooks.call("setup", stage)
-            yield
-        except BaseException as error:
-            for callback in self.callbacks:
-                callback.on_exception(self, model, error)
-            raise
-        finally:
-            for logger in self.loggers if self.is_global_zero else ():
-                logger.close()
-            self.hooks.call("teardown", stage)
-            self.logbook.collector, self._run = None, None
-
-    def _evaluation_loader(self, dataloaders: Iterable[Any]) -> Any:
-        ghosts = self.engine.strategy.forward_is_collective
-        return self.engine.prepare_loader(dataloaders, "ghost" if ghosts else "evaluate")
-
-    def _evaluate(
-        self, call: str, stage: str, model: Module | None, dataloaders: Iterable[Any] | None, ckpt_path: str | None
-    ) -> list[dict[str, float]]:
-        callback = self.checkpoint_callback
-        if model is None and ckpt_path is None and callback is not None and callback.best_model_path:
-            ckpt_path = "best"
-            self.print(f"trainer.{call} was given no module: it takes the best checkpoint, {callback.best_model_path}")
-        model = model if model is not None else self.module
-        check_module(model, [f"{stage}_step"], call)
-        assert model is not None
-        loader = check_loader(dataloaders, "dataloaders", call)
-        path = choose_checkpoint(ckpt_path, callback, self.engine)
-        with self._running(model, call):
-            sharded = self._evaluation_loader(loader)
-            limit = self.settings.limit_test_batches if stage == "test" else self.settings.limit_val_batches
-            setattr(self, "num_test_batches" if stage == "test" else "num_val_batches", limited(sharded.length, limit))
-            self.engine.prepare_module(model, None)
-            if path is not None:
-                self.engine.load(path, weights_only=True)
-            self.engine.take_seed()
-            metrics = evaluate(self, model, sharded, stage, limit)
-        if metrics:
-            self.print(format_table(f"{call} metric", metrics))
-        return [metrics]
 
     def monitored(self, name: str, asker: str) -> float:
         """Return a metric that a part follows; ValueError with what there is where it was not logged."""
@@ -289,111 +390,36 @@ class Trainer:
             )
         return float(metrics[name])
 
-    # -- where the run is --------------------------------------------------------------------------------------------
-
-    @property
-    def is_done(self) -> bool:
-        """Return whether no epoch is left to train."""
-        last = self.settings.last_epoch
-        return self.wants_to_stop or (last is not None and self.state.epoch >= last)
-
     @property
     def wants_to_stop(self) -> bool:
         """Return whether the run ends at this optimizer step."""
-        return self.should_stop or -1 < self.settings.max_steps <= self.state.step
+        settings, state = self.settings, self.state
+        if self._stop is not None and self._stop.is_due(state.step):
+            self.should_stop = True
+        if -1 < settings.max_steps <= state.step:
+            return True
+        if not self.should_stop:
+            return False
+        return state.epoch >= (settings.min_epochs or 0) and state.step >= (settings.min_steps or 0)
 
-    @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """Return the first ModelCheckpoint among the callbacks."""
-        return next((each for each in self.callbacks if isinstance(each, ModelCheckpoint)), None)
+    # -- how they are wired ------------------------------------------------------------------------------------------
 
-    @property
-    def log_dir(self) -> str | None:
-        """Return the first logger's folder of this run; None before a run, or without a logger that has one."""
-        return next((logger.log_dir for logger in self.loggers if logger.log_dir), None)
+    def _validation(self, model: Module, given: Any, datamodule: DataModule | None) -> Evaluation | None:
+        """Return the validation of a fit; None where there is nothing to validate with, or limit_val_batches is 0."""
+        source = find_source("validation", given, datamodule, model, "val_dataloaders", "fit")
+        if not source.is_defined or not is_overridden("validation_step", model, Module):
+            return None
+        if self.settings.limit_val_batches == 0:
+            return None  # by the setting, which is alike on every rank: one may have no batch of its own
+        transfer = BatchTransfer(self.engine, model, datamodule)
+        return Evaluation(self, model, "validation", source, transfer if transfer.is_needed else None)
 
-    @property
-    def current_epoch(self) -> int:
-        """Return the number of the epoch, from 0; after fit, how many epochs were finished."""
-        return self.state.epoch
-
-    @property
-    def global_step(self) -> int:
-        """Return how many optimizer steps were made; under manual optimization those of every optimizer count."""
-        return self.state.step
-
-    @property
-    def global_rank(self) -> int:
-        """Return this process's number in the job, from 0."""
-        return self.engine.rank
-
-    @property
-    def world_size(self) -> int:
-        """Return how many processes the job has."""
-        return self.engine.world_size
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Return whether this is rank 0."""
-        return self.engine.rank == 0
-
-    @property
-    def sanity_checking(self) -> bool:
-        """Return whether the validation that runs is the sanity check."""
-        return self.logbook.is_silent
-
-    @property
-    def callback_metrics(self) -> dict[str, Tensor]:
-        """Return every metric's latest value: an epoch's, over all ranks, where there is one, else this rank's step's."""
-        return self.logbook.callback_metrics
-
-    @property
-    def logged_metrics(self) -> dict[str, Tensor]:
-        """Return the metrics that go to the loggers, under the names they have there."""
-        return self.logbook.logged_metrics
-
-    @property
-    def progress_bar_metrics(self) -> dict[str, float]:
-        """Return the metrics logged with prog_bar=True, as python numbers."""
-        return self.logbook.progress_bar_metrics
-
-
-def _with_defaults(
-    callbacks: Callback | Sequence[Callback] | None, checkpointing: bool, progress_bar: bool, summary: bool
-) -> list[Callback]:
-    """Return the user's callbacks, and before them the default ones that are enabled and not among them."""
-    given = [callbacks] if isinstance(callbacks, (Callback, type)) else list(callbacks or [])
-    for each in given:
-        if not isinstance(each, Callback):
-            raise TypeError(
-                f"callbacks= holds {each!r}, a {type(each).__name__}; accepted are instances of trainwright.Callback."
-            )
-    keys = [each.state_key for each in given if is_overridden("state_dict", each, Callback)]
-    if len(set(keys)) < len(keys):
-        raise ValueError(
-            f"callbacks= holds two of one state_key ({', '.join(keys)}), so a checkpoint could keep the state of only one; "
-            "give them settings or a state_key that differ."
-        )
-    defaults: list[tuple[bool, type[Callback]]] = [
-        (summary, ModelSummary),
-        (progress_bar, TQDMProgressBar),
-        (checkpointing, ModelCheckpoint),
-    ]
-    missing = [kind() for wanted, kind in defaults if wanted and not any(isinstance(each, kind) for each in given)]
-    if not checkpointing and any(isinstance(each, ModelCheckpoint) for each in given):
-        raise ValueError(
-            "enable_checkpointing=False, but callbacks= holds a ModelCheckpoint; leave out one of the two."
-        )
-    return [*missing, *given]
-
-
-def _loggers(logger: bool | Logger | Iterable[Logger] | None, root: str) -> list[Logger]:
-    if logger is None or logger is True:
-        return [CSVLogger(root)]
-    loggers = [logger] if isinstance(logger, (Logger, str)) else [] if logger is False else list(logger)
-    for each in loggers:
-        if not isinstance(each, Logger):
-            raise TypeError(
-                f"logger= holds {each!r}, a {type(each).__name__}; accepted are True, False or Logger instances."
-            )
-    return loggers
+    def _evaluate(
+        self, call: str, stage: str, model: Any, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
+    ) -> list[dict[str, float]]:
+        with evaluating(self, call, stage, model, loaders, ckpt_path, datamodule) as evaluation:
+            metrics = evaluate(evaluation)
+        if verbose and any(metrics):
+            names = [name for name, _ in evaluation.loaders]
+            self.print(format_table(f"{call} metric", metrics, names))
+        return metrics

@@ -1,0 +1,172 @@
+"""EarlyStopping: what ends a run, when it looks, and that a resumed run ends where the other one would."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import run_job
+from small import QUIET, Classifier, make_loader
+
+import trainwright as tw
+from trainwright.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
+
+
+class Scored(Classifier):
+    """Logs a given score in each validation, and another at each training epoch's end."""
+
+    def __init__(self, scores: list[float], train_scores: list[float] | None = None) -> None:
+        super().__init__()
+        self.scores, self.train_scores, self.checks = scores, train_scores, 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", self.scores[min(self.checks, len(self.scores) - 1)])
+
+    def on_validation_end(self) -> None:
+        self.checks += not self.trainer.sanity_checking
+
+    def on_train_epoch_end(self) -> None:
+        if self.train_scores is not None:
+            self.log("train_score", self.train_scores[self.current_epoch])
+
+
+def run(
+    callback: EarlyStopping,
+    scores: list[float],
+    *callbacks: tw.Callback,
+    train_scores: list[float] | None = None,
+    has_validation: bool = True,
+    ckpt_path: str | None = None,
+    **settings: Any,
+) -> tw.Trainer:
+    trainer = tw.Trainer(callbacks=[callback, *callbacks], **{**QUIET, "max_epochs": 8, **settings})
+    loaders = [make_loader(), make_loader(4)] if has_validation else [make_loader()]
+    module = Scored(scores, train_scores)
+    module.checks = 0 if ckpt_path is None else 3
+    trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "scores", "checks", "reason", "best"),
+    [
+        ({"patience": 2}, [3.0, 2.0, 2.5, 2.4, 1.0], 4, "PATIENCE_EXHAUSTED", 2.0),
+        ({"patience": 2}, [3.0, 2.0, 2.5, 1.9, 2.0, 2.0], 6, "PATIENCE_EXHAUSTED", 1.9),
+        ({"patience": 2, "min_delta": 0.5}, [3.0, 2.6, 2.5], 3, "PATIENCE_EXHAUSTED", 3.0),
+        ({"patience": 1, "mode": "max", "min_delta": 0.5}, [3.0, 3.6, 4.1], 3, "PATIENCE_EXHAUSTED", 3.6),
+        ({}, [3.0, math.nan], 2, "NON_FINITE_METRIC", 3.0),
+        ({"check_finite": False, "patience": 2}, [3.0, math.nan, math.nan], 3, "PATIENCE_EXHAUSTED", 3.0),
+        ({"stopping_threshold": 1.0}, [3.0, 1.0, 0.9], 3, "STOPPING_THRESHOLD", 1.0),
+        ({"divergence_threshold": 5.0}, [3.0, 5.0, 5.1], 3, "DIVERGENCE_THRESHOLD", 3.0),
+        ({"mode": "max", "divergence_threshold": 1.0}, [3.0, 0.5], 2, "DIVERGENCE_THRESHOLD", 3.0),
+        ({"patience": 9}, [3.0, 2.0], 8, "NOT_STOPPED", 2.0),
+    ],
+)
+def test_what_ends_a_run(
+    kwargs: dict[str, Any], scores: list[float], checks: int, reason: str, best: float, capsys: Any
+) -> None:
+    callback = EarlyStopping("score", verbose=True, **kwargs)
+    trainer = run(callback, scores)
+    assert trainer.current_epoch == checks
+    assert callback.stopping_reason is EarlyStoppingReason[reason]
+    assert callback.best_score.item() == best
+    if reason == "NOT_STOPPED":
+        assert callback.stopping_reason_message is None
+        return
+    assert callback.stopped_epoch == checks - 1
+    assert trainer.should_stop
+    assert callback.stopping_reason_message
+    assert callback.stopping_reason_message.endswith("The run ends.")
+    assert callback.stopping_reason_message in capsys.readouterr().err
+
+
+def test_training_metrics_are_followed_with_and_without_validation() -> None:
+    """A training metric is there at the epoch's end only, after the validation."""
+    for has_validation in (True, False):
+        trainer = run(
+            EarlyStopping("train_score", patience=1),
+            [0.0],
+            train_scores=[3.0, 2.0, 2.0, 1.0],
+            has_validation=has_validation,
+        )
+        assert trainer.current_epoch == 3
+
+
+def test_checks_follow_validations() -> None:
+    callback = EarlyStopping("score", patience=2)
+    assert run(callback, [3.0, 3.0, 3.0], check_val_every_n_epoch=2).current_epoch == 6
+    # Two validations an epoch: the third one, in the middle of the second epoch, is one too many.
+    callback = EarlyStopping("score", patience=2)
+    trainer = run(callback, [3.0, 3.0, 3.0, 1.0], val_check_interval=0.5)
+    assert (callback.stopped_epoch, trainer.global_step) == (1, 11 + 5)
+    # At epochs' ends the same runs count otherwise.
+    callback = EarlyStopping("score", patience=2, check_on_train_epoch_end=True)
+    assert run(callback, [3.0, 3.0, 3.0, 1.0], val_check_interval=0.5).current_epoch == 4
+
+
+def test_a_resumed_run_stops_where_the_other_one_does(tmp_path: Path) -> None:
+    scores = [3.0, 4.0, 4.0, 4.0, 1.0]
+    checkpoints = [tw.ModelCheckpoint(str(tmp_path), save_top_k=-1)]
+    settings = {"enable_checkpointing": True}
+    run(EarlyStopping("score", patience=3), scores, *checkpoints, max_epochs=3, **settings)
+    callback = EarlyStopping("score", patience=3)
+    trainer = run(callback, scores, tw.ModelCheckpoint(str(tmp_path), save_top_k=-1), ckpt_path="last", **settings)
+    assert trainer.current_epoch == 4
+    assert (callback.wait_count, callback.best_score.item(), callback.stopped_epoch) == (3, 3.0, 3)
+    # The checkpoint of the end knows that the run was stopped; a new fit counts anew.
+    again = EarlyStopping("score", patience=3)
+    again.load_state_dict(callback.state_dict())
+    assert again.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
+    assert torch.equal(again.best_score, callback.best_score)
+    assert run(again, [3.0, 2.0, 1.0], max_epochs=3).current_epoch == 3
+    assert (again.wait_count, again.stopping_reason) == (0, EarlyStoppingReason.NOT_STOPPED)
+
+
+def test_a_metric_that_is_missing(recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.raises(ValueError, match=r"EarlyStopping follows 'other', which was not logged; there are .*score"):
+        run(EarlyStopping("other"), [1.0])
+    with pytest.warns(UserWarning, match="follows 'other', which was not logged; the check is left out") as caught:
+        assert run(EarlyStopping("other", strict=False), [1.0], max_epochs=3).current_epoch == 3
+    assert len(caught) == 1
+
+
+def test_nothing_is_checked_in_a_trial_run() -> None:
+    trainer = run(EarlyStopping("no such metric"), [math.nan], fast_dev_run=True)
+    assert not trainer.should_stop
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "match"),
+    [
+        ({"mode": "least"}, ValueError, "choose from min, max"),
+        ({"patience": -1}, ValueError, "a number of checks, from 0 on"),
+        ({"patience": 1.5}, ValueError, "a number of checks, from 0 on"),
+        ({"min_delta": -0.1}, ValueError, "a number from 0 on"),
+        ({"monitor": None}, TypeError, "the name of a metric"),
+    ],
+)
+def test_refusals(kwargs: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        EarlyStopping(**{"monitor": "score", **kwargs})
+
+
+def two_ranks(folder: Path) -> dict[str, Any]:
+    class RankScored(Classifier):
+        """Its step value is each rank's own: rank 0 stops getting better, rank 1 does not."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("own", 1.0 if self.global_rank == 0 else -float(self.global_step))
+            return loss
+
+    callback = EarlyStopping("own", patience=2)
+    trainer = tw.Trainer(max_epochs=6, callbacks=[callback], devices=2, **QUIET)
+    trainer.fit(RankScored(), make_loader())
+    return {"epochs": trainer.current_epoch, "waited": callback.wait_count, "best": float(callback.best_score)}
+
+
+def test_two_ranks_stop_together(tmp_path: Path) -> None:
+    assert run_job(two_ranks, 2, tmp_path) == 2 * [{"epochs": 3, "waited": 2, "best": 1.0}]

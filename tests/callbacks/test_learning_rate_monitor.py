@@ -1,0 +1,131 @@
+"""LearningRateMonitor: the names and the rows of the learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from small import QUIET, Classifier, make_loader
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import StepLR
+
+import trainwright as tw
+from trainwright.callbacks.learning_rate_monitor import LearningRateMonitor
+
+
+class Memory(tw.Logger):
+    """Keeps its rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        assert step is not None
+        rates = {name: value for name, value in metrics.items() if "loss" not in name}
+        if len(rates) > 1:
+            self.rows.append((step, rates))
+
+
+class Tuned(Classifier):
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(list(self.parameters()))
+
+
+class TwoOptimizers(Tuned):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.net(batch[0]).sum())
+            optimizer.step()
+
+
+def rows(callback: LearningRateMonitor, module: tw.Module, **settings: Any) -> list[tuple[int, dict[str, float]]]:
+    memory = Memory()
+    settings = {**QUIET, "logger": memory, "max_epochs": 2, "log_every_n_steps": 4, **settings}
+    tw.Trainer(callbacks=[callback], **settings).fit(module, make_loader())
+    return memory.rows
+
+
+def test_epoch_and_step_rows() -> None:
+    def by_epoch(parameters: Any) -> Any:
+        optimizer = AdamW(parameters, lr=1.0)
+        return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
+
+    def by_step(parameters: Any) -> Any:
+        optimizer = AdamW(parameters, lr=1.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 4, 0.5), "interval": "step"}}
+
+    epochs = [(0, {"epoch": 0, "lr-AdamW": 1.0}), (11, {"epoch": 1, "lr-AdamW": 0.5})]
+    assert rows(LearningRateMonitor(), Tuned(by_epoch)) == epochs
+    # A step's row holds the rate that the step was made with, at the place of that step's metrics.
+    steps = [(4 * n, {"epoch": n // 3, "lr-AdamW": 0.5 ** (n - 1)}) for n in range(1, 6)]
+    monitor = LearningRateMonitor()
+    assert rows(monitor, Tuned(by_step)) == steps
+    assert monitor.lrs == {"lr-AdamW": [1.0, 0.5, 0.25, 0.125, 0.0625]}
+    assert rows(LearningRateMonitor("epoch"), Tuned(by_step)) == [
+        (0, {"epoch": 0, "lr-AdamW": 1.0}),
+        (11, {"epoch": 1, "lr-AdamW": 0.25}),
+    ]
+    assert [row[0] for row in rows(LearningRateMonitor("step"), Tuned(by_epoch))] == [4, 8, 12, 16, 20]
+    # 6 windows of 2 batches an epoch, the last one shorter; each step is logged once.
+    module = Tuned(lambda parameters: SGD(parameters, lr=1.0))
+    settings = {"accumulate_grad_batches": 2, "log_every_n_steps": 1}
+    assert [row[0] for row in rows(LearningRateMonitor("step"), module, **settings)] == list(range(1, 13))
+
+
+def test_names() -> None:
+    def groups(parameters: Any) -> Any:
+        return SGD(
+            [{"params": parameters[:1]}, {"params": parameters[1:], "name": "rest", "lr": 0.5}], lr=0.1, momentum=0.9
+        )
+
+    def named(parameters: Any) -> Any:
+        optimizer = Adam(parameters, lr=0.1, weight_decay=0.01)
+        return [optimizer], [{"scheduler": StepLR(optimizer, 1), "name": "my_rate"}]
+
+    def several(parameters: Any) -> Any:
+        pair = [Adam(parameters, lr=0.1), Adam(parameters, lr=0.2), SGD(parameters, lr=0.3)]
+        return pair, [StepLR(pair[1], 1)]
+
+    [(_, values), *_] = rows(LearningRateMonitor("epoch", log_momentum=True), Tuned(groups))
+    assert values == {
+        "epoch": 0,
+        "lr-SGD/pg1": 0.1,
+        "lr-SGD/pg1-momentum": 0.9,
+        "lr-SGD/rest": 0.5,
+        "lr-SGD/rest-momentum": 0.9,
+    }
+    monitor = LearningRateMonitor("epoch", log_momentum=True, log_weight_decay=True)
+    [(_, values), *_] = rows(monitor, Tuned(named))
+    assert values == {"epoch": 0, "my_rate": 0.1, "my_rate-momentum": 0.9, "my_rate-weight_decay": 0.01}
+    assert monitor.last_momentum_values == {"my_rate-momentum": 0.9}
+    assert monitor.last_weight_decay_values == {"my_rate-weight_decay": 0.01}
+    # Scheduled ones come first.
+    [(_, values), *_] = rows(LearningRateMonitor("epoch"), TwoOptimizers(several))
+    assert values == {"epoch": 0, "lr-Adam": 0.2, "lr-Adam-1": 0.1, "lr-SGD": 0.3}
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="choose from step, epoch"):
+        LearningRateMonitor("batch")
+    with pytest.raises(ValueError, match="there is none"):
+        tw.Trainer(callbacks=[LearningRateMonitor()], **QUIET).fit(Classifier(), make_loader())
+
+    def twins(parameters: Any) -> Any:
+        return torch.optim.SGD([{"params": [each], "name": "twin"} for each in parameters], lr=0.1)
+
+    with pytest.raises(ValueError, match="have the same name"):
+        rows(LearningRateMonitor(), Tuned(twins))
+
+
+def test_a_trial_run_needs_no_logger() -> None:
+    trainer = tw.Trainer(callbacks=[LearningRateMonitor()], fast_dev_run=True, **{**QUIET, "logger": True})
+    trainer.fit(Classifier(), make_loader())

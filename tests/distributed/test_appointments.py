@@ -1,0 +1,251 @@
+"""Appointments: all ranks keep what any rank asked for at one and the same boundary, and nothing asked for is lost."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import run_job
+
+from trainwright.distributed import environment as environment_module
+from trainwright.distributed.appointments import Appointment, AppointmentBook
+from trainwright.distributed.environment import Environment, open_process_group
+
+ROUNDS = 30
+
+
+def keep_appointments(folder: Path) -> dict[str, Any]:
+    """Run loops with a real all-reduce a step, in which random ranks ask at random times, from threads and signals."""
+    environment_module.PeerWatch = functools.partial(environment_module.PeerWatch, poll_seconds=0.02)  # type: ignore[misc, assignment]
+    environment = Environment.detect()
+    connection = open_process_group(environment, "gloo")
+    rank = environment.rank
+    own, plan = random.Random(rank), random.Random(5)
+    askers = [plan.sample(range(3), plan.choice([1, 1, 2, 3])) for _ in range(ROUNDS)]
+
+    def run(appointment: Appointment, first_step: int, rounds: int) -> tuple[list[int], list[int]]:
+        kept: list[int] = []
+        asked_at: list[int] = []
+        has_ended = threading.Event()
+
+        def ask(*_: object) -> None:
+            asked_at.append(len(kept))
+            appointment.ask()
+
+        def ask_at_times() -> None:
+            for number in range(rounds):
+                while len(kept) < number:
+                    if has_ended.wait(0.001):
+                        return
+                if rank in askers[number]:
+                    time.sleep(own.random() * 0.1)
+                    os.kill(os.getpid(), signal.SIGUSR1) if own.random() < 0.3 else ask()
+
+        signal.signal(signal.SIGUSR1, ask)
+        thread = threading.Thread(target=ask_at_times)
+        thread.start()
+        step, is_done = first_step, torch.zeros(1)
+        while not is_done and step < first_step + 8_000:
+            step += 1
+            time.sleep(own.random() * 0.004)
+            is_done.fill_(not thread.is_alive() and all(count < len(kept) for count in asked_at))
+            dist.all_reduce(is_done, dist.ReduceOp.MIN)
+            if appointment.is_due(step):
+                kept.append(step)
+        has_ended.set()
+        thread.join()
+        return kept, asked_at
+
+    kept, asked_at = run(connection.appointment("stop"), 120, ROUNDS)
+    unkept, other = connection.appointment("stop"), connection.appointment("save")
+    if rank == 1:
+        unkept.ask()
+        time.sleep(0.3)  # its watcher posts it, and no boundary comes
+    del unkept
+    later, _ = run(connection.appointment("stop"), 0, 2)
+    return {"kept": kept, "asked_at": asked_at, "later": later, "other": other.is_due(1)}
+
+
+def test_all_ranks_keep_every_appointment_at_the_same_step(tmp_path: Path) -> None:
+    results = run_job(keep_appointments, 3, tmp_path)
+    kept = results[0]["kept"]
+    assert [result["kept"] for result in results] == [kept] * 3
+    assert len(kept) >= ROUNDS
+    assert kept == sorted(set(kept))
+    assert kept[0] > 121
+    for result in results:
+        assert result["asked_at"]
+        assert all(count < len(kept) for count in result["asked_at"])  # another was kept after each question
+    later = results[0]["later"]
+    assert [result["later"] for result in results] == [later] * 3
+    assert len(later) >= 2
+    assert not any(result["other"] for result in results)
+
+
+class Device:
+    """The training's collectives: one a step, joined by all ranks. A host may be `lead` steps ahead of them."""
+
+    def __init__(self, world_size: int, lead: int) -> None:
+        self._joined = [0] * world_size
+        self._lead = lead
+        self._changed = threading.Condition()
+
+    def join(self, rank: int) -> None:
+        with self._changed:
+            self._joined[rank] += 1
+            self._changed.notify_all()
+        self.wait(rank, self._lead)
+
+    def wait(self, rank: int, lead: int = 0) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: min(self._joined) >= self._joined[rank] - lead, timeout=30)
+
+
+@pytest.mark.parametrize("lead", [0, 12])
+def test_rounds_in_threads_with_hosts_that_run_ahead(lead: int) -> None:
+    """Every rank asks some time in every round; a device's collectives are queued, the host does not wait for them."""
+    world_size, rounds = 4, 40
+    store, device = dist.HashStore(), Device(world_size, lead)
+    ended = threading.Event()
+
+    def loop(rank: int) -> list[int]:
+        chance = random.Random(rank)
+        book = AppointmentBook(store, rank, world_size, synchronize=functools.partial(device.wait, rank))
+        appointment, idle = book.make("stop"), book.make("idle")
+
+        def watch() -> None:
+            while not ended.wait(chance.random() * 0.01):
+                book.look(store)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        kept: list[int] = []
+        for step in range(1, 1501):
+            if chance.random() < 0.1:
+                time.sleep(chance.random() * 0.004)
+            device.join(rank)
+            if appointment.is_due(step):
+                kept.append(step)
+            assert not idle.is_due(step)
+            if step % 20 == 5 * rank and len(kept) < rounds:
+                appointment.ask()
+        ended.set()
+        watcher.join()
+        return kept
+
+    with ThreadPoolExecutor(world_size) as pool:
+        kept = list(pool.map(loop, range(world_size)))
+    assert kept == [kept[0]] * world_size
+    assert len(kept[0]) >= 10
+    assert store.num_keys() <= 3 * (world_size + 1)  # what earlier rounds left is deleted
+
+
+def make_pair(store: Any = None) -> tuple[list[AppointmentBook], Any]:
+    store = store or dist.HashStore()
+    return [AppointmentBook(store, rank, 2) for rank in range(2)], store
+
+
+def test_the_largest_post_is_the_appointment() -> None:
+    books, store = make_pair()
+    first, second = (book.make("stop") for book in books)
+    second.ask()
+    for book in reversed(books):
+        book.look(store)
+    assert not first.is_due(7)  # posts 8
+    assert not second.is_due(7)
+    assert first.is_due(8)
+    second.ask()  # joins the round that this rank has not ended
+    assert second.is_due(8)
+    for book in books:
+        book.look(store)
+    assert [each.is_due(9) for each in (first, second)] == [False, False]
+
+    first.ask()
+    books[0].look(store)
+    assert not first.is_due(9)  # posts 10
+    assert not first.is_due(9)  # a skipped step counts nothing
+    books[1].look(store)
+    assert not second.is_due(9)
+    assert [each.is_due(11) for each in (first, second)] == [True, True]  # the first boundary that is not before 10
+
+
+def test_a_question_of_a_rank_that_is_a_round_ahead_is_found() -> None:
+    books, store = make_pair()
+    first, second = (book.make("stop") for book in books)
+    first.ask()
+    for book in books:
+        book.look(store)
+    assert [each.is_due(1) for each in (first, second)] == [False, False]
+    assert first.is_due(2)
+    first.ask()  # the next round already
+    books[0].look(store)
+    books[1].look(store)  # sees the new count while still in the round before
+    assert second.is_due(2)
+    books[1].look(store)
+    assert [each.is_due(3) for each in (first, second)] == [False, False]
+    assert [each.is_due(4) for each in (first, second)] == [True, True]
+
+
+def test_a_new_run_forgets_what_was_not_kept() -> None:
+    books, store = make_pair()
+    earlier = [book.make("stop") for book in books]
+    earlier[0].ask()
+    books[0].look(store)
+    assert not earlier[0].is_due(10)
+    later = [book.make("stop") for book in books]
+    for step in range(1, 20):
+        for book in books:
+            book.look(store)
+        assert [each.is_due(step) for each in later] == [False, False]
+
+
+def test_one_process_keeps_it_at_the_next_boundary() -> None:
+    appointment = AppointmentBook(None, 0, 1).make("stop")
+    assert not appointment.is_due(120)
+    appointment.ask()
+    assert appointment.is_due(121)
+    assert not appointment.is_due(122)
+    with pytest.raises(ValueError, match="store=None with world_size=2"):
+        Appointment(None, 0, 2, "stop")
+    connection = open_process_group(Environment(), "gloo")
+    again = connection.appointment("stop")
+    again.ask()
+    assert again.is_due(0)
+
+
+class CountingStore:
+    """Counts the calls of a real store."""
+
+    def __init__(self, store: Any) -> None:
+        self.calls: Counter[str] = Counter()
+        self._store = store
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        self.calls[name] += 1
+        call: Callable[..., Any] = getattr(self._store, name)
+        return call
+
+
+def test_nothing_asked_costs_next_to_nothing() -> None:
+    loop_store, watch_store = (CountingStore(dist.HashStore()) for _ in range(2))
+    books, _ = make_pair(loop_store)
+    books[0].look(watch_store)
+    assert not watch_store.calls  # no appointment, no look
+    appointments = [books[0].make("stop"), books[0].make("save")]
+    for step in range(100):
+        books[0].look(watch_store)
+        assert not any(each.is_due(step) for each in appointments)
+    assert not loop_store.calls
+    assert watch_store.calls == {"add": 100, "check": 2}  # one look of each at the beginning

@@ -1,0 +1,216 @@
+"""Event files as TensorBoard reads them, and several loggers in one run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+from torch import nn
+
+import trainwright as tw
+from trainwright.loggers import CSVLogger, Logger, SilentLogger, TensorBoardLogger, start_loggers
+
+
+def started(folder: Path, **kwargs: Any) -> TensorBoardLogger:
+    logger = TensorBoardLogger(folder, **kwargs)
+    logger.start(lambda text: text, is_writer=True)
+    return logger
+
+
+def events(logger: TensorBoardLogger) -> EventAccumulator:
+    accumulator = EventAccumulator(str(logger.log_dir), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+def values(logger: TensorBoardLogger, name: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in events(logger).Scalars(name)]
+
+
+def test_scalars_come_back_with_their_steps_and_times(tmp_path: Path) -> None:
+    logger = started(tmp_path, prefix="p", sub_dir="part")
+    for step in range(250):
+        logger.log_metrics({"epoch": 0, "loss": step / 4}, step)
+    logger.flush()
+    assert values(logger, "p-loss") == [(step, step / 4) for step in range(250)]
+    logger.log_metrics({"acc": torch.tensor(0.5), "of": {"x": 1}})
+    logger.close()
+    logger.log_metrics({"test": 2.0}, 300)  # a test after fit goes on in the folder
+    logger.close()
+    assert values(logger, "p-acc") == [(249, 0.5)]
+    assert values(logger, "p-test") == [(300, 2.0)]
+    assert values(logger, "epoch")[0] == (0, 0.0)
+    times = [event.wall_time for event in events(logger).Scalars("p-loss")]
+    assert times == sorted(times)
+    assert len(set(times)) > 100  # of the moment of the call, not of the writing
+    assert logger.log_dir == f"{tmp_path}/trainwright_logs/version_0/part"
+
+
+def test_hyper_parameters_with_a_metric(tmp_path: Path) -> None:
+    logger = started(tmp_path)
+    logger.log_hyperparams({"lr": 0.1, "net": {"act": "relu", "sizes": [1, 2]}, "flag": True, "none": None})
+    logger.log_hyperparams({"lr": 0.1})  # nothing new: not written again
+    logger.flush()
+    assert values(logger, "hp_metric") == [(0, -1.0)]
+    content = events(logger).SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    start = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert start["lr"].number_value == pytest.approx(0.1)
+    assert start["net/act"].string_value == "relu"
+    assert start["net/sizes"].string_value == "[1, 2]"
+    assert start["flag"].number_value == 1
+    assert json.loads(Path(f"{logger.log_dir}/hparams.json").read_text())["net"]["sizes"] == [1, 2]
+    logger.log_hyperparams({"lr": 0.2}, {"best": 0.9}, step=3)
+    logger.close()
+    assert values(logger, "best") == [(3, pytest.approx(0.9))]
+    silent = started(tmp_path, default_hp_metric=False)
+    silent.log_hyperparams({"lr": 0.1})
+    silent.close()
+    assert "hp_metric" not in events(silent).Tags()["scalars"]
+
+
+class Drawn(tw.Module):
+    """Draws numbers in forward, so that a trace that touches the generators is noticed."""
+
+    def __init__(self, example: Any) -> None:
+        super().__init__()
+        self.first, self.frozen = nn.Linear(4, 3), nn.Dropout().eval()
+        self.example_input_array = example
+
+    def forward(self, inputs: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self.frozen(self.first(inputs)) * scale + torch.randn(3)
+
+
+def test_the_graph_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    logger, module = started(tmp_path, log_graph=True), Drawn((torch.ones(2, 4),))
+    before = torch.get_rng_state()
+    logger.log_graph(module)
+    logger.close()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (module.training, module.first.training, module.frozen.training) == (True, True, False)
+    names = [node.name for node in events(logger).Graph().node]
+    assert any("Drawn/Linear[first]" in name for name in names), names
+    for example, message in (
+        (None, "is a NoneType; set it to a tensor"),
+        (torch.ones(2, 5), "not logged: RuntimeError"),
+    ):
+        with pytest.warns(UserWarning, match=message):
+            logger.log_graph(Drawn(example))
+    started(tmp_path).log_graph(Drawn(None))  # was not asked for: no word
+
+
+def test_the_experiment_is_the_summary_writer_on_one_rank(tmp_path: Path) -> None:
+    logger = started(tmp_path)
+    logger.experiment.add_text("note", "hello", 1)
+    logger.experiment.add_histogram("weights", torch.ones(5), 1)
+    logger.close()
+    assert events(logger).Tags()["histograms"] == ["weights"]
+    other = TensorBoardLogger(tmp_path)
+    other.start(lambda text: str(logger.log_dir), is_writer=False)
+    files = os.listdir(str(logger.log_dir))
+    other.experiment.add_text("note", "hello", 1)
+    with other.experiment.anything[3].deeper() as chained:
+        assert list(chained) == []
+    other.log_metrics({"a": 1.0}, 1)
+    other.log_hyperparams({"lr": 1})
+    other.log_graph(Drawn(None))
+    other.close()
+    assert os.listdir(str(logger.log_dir)) == files
+    with pytest.raises(RuntimeError, match=r"no folder before trainer\.fit"):
+        TensorBoardLogger(tmp_path).experiment
+    assert pickle.loads(pickle.dumps(logger)).log_dir == logger.log_dir
+
+
+def test_loggers_of_one_run_share_a_folder(tmp_path: Path) -> None:
+    def start(*loggers: Logger) -> list[str | None]:
+        start_loggers(loggers, lambda text: text, is_writer=True)
+        return [each.log_dir and os.path.relpath(each.log_dir, tmp_path) for each in loggers]
+
+    root = str(tmp_path)
+    shared: list[Any] = [CSVLogger(root), TensorBoardLogger(root)]
+    assert start(*shared) == ["trainwright_logs/version_0"] * 2
+    assert start(*shared) == ["trainwright_logs/version_0"] * 2  # the next run of the same trainer
+    for each in shared:
+        each.log_hyperparams({"lr": 0.1})
+        each.log_metrics({"a": 1.0}, 1)
+        each.close()
+    assert shared[1].version == 0
+    kinds = {name.partition(".")[0] for name in os.listdir(tmp_path / "trainwright_logs/version_0")}
+    assert kinds == {"metrics", "events", "hparams"}
+    assert start(TensorBoardLogger(root), Logger(), CSVLogger(root), CSVLogger(root)) == [
+        "trainwright_logs/version_1",
+        None,
+        "trainwright_logs/version_1",
+        "trainwright_logs/version_2",
+    ]
+    assert start(CSVLogger(root, version="mine"), TensorBoardLogger(root)) == ["trainwright_logs/mine"] * 2
+    assert start(CSVLogger(root), TensorBoardLogger(root, name="other")) == [
+        "trainwright_logs/version_3",
+        "other/version_0",
+    ]
+    with pytest.raises(ValueError, match=r"two CSVLogger that write to .*mine; leave out one"):
+        start(CSVLogger(root, version="mine"), CSVLogger(root, version="mine"))
+
+
+def test_without_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install tensorboard, or use CSVLogger"):
+        TensorBoardLogger()
+
+
+def test_the_silent_logger_takes_everything(tmp_path: Path) -> None:
+    logger = SilentLogger()
+    start_loggers([logger], lambda text: text, is_writer=True)
+    logger.log_metrics({"a": 1.0})
+    logger.log_hyperparams({"lr": 0.1})
+    logger.log_image(key="x", images=[1])
+    logger.experiment.add_scalar("a", 1.0)
+    logger.experiment.config.update({"a": 1})
+    logger.experiment["x"] = logger.experiment[0]
+    logger.flush()
+    logger.finalize("success")
+    logger.close()
+    pickle.loads(pickle.dumps(logger))
+    assert (logger.name, logger.version, logger.log_dir, logger.save_dir) == ("", "", None, None)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_logger_written_for_lightning(tmp_path: Path) -> None:
+    class Own(Logger):
+        """Overrides what Lightning's contract has."""
+
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        @property
+        def name(self) -> str:  # type: ignore[override]
+            return "own"
+
+        @property
+        def version(self) -> str:  # type: ignore[override]
+            return "1"
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            self.calls.append("metrics")
+
+        def save(self) -> None:
+            self.calls.append("save")
+
+        def finalize(self, status: str) -> None:
+            self.calls.append(status)
+
+    own = Own()
+    start_loggers([own], lambda text: text, is_writer=True)
+    own.log_hyperparams({})
+    own.log_metrics({"a": 1.0}, 1)
+    own.flush()
+    own.finalize("success")
+    own.close()
+    assert own.calls == ["metrics", "save", "success", "save"]

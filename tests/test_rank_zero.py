@@ -1,0 +1,88 @@
+"""What only rank 0 does or says."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+import pytest
+
+from trainwright import rank_zero
+from trainwright.rank_zero import (
+    rank_zero_debug,
+    rank_zero_deprecation,
+    rank_zero_info,
+    rank_zero_only,
+    rank_zero_warn,
+)
+
+
+@pytest.fixture(autouse=True)
+def _unread_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "_rank", None)
+
+
+def be_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@rank_zero_only
+def double(number: int) -> int:
+    """Double it."""
+    return 2 * number
+
+
+def test_a_function_runs_on_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rank_zero_only.rank == 0
+    assert double(4) == 8
+    assert (double.__name__, double.__doc__) == ("double", "Double it.")
+    monkeypatch.setattr(rank_zero_only, "_rank", None)
+    be_rank(monkeypatch, 1)
+    assert double(4) is None
+    assert rank_zero_only.rank == 1
+    assert rank_zero_only(lambda: "here", default="elsewhere")() == "elsewhere"
+    be_rank(monkeypatch, 0)
+    assert rank_zero_only.rank == 1  # read once
+    rank_zero_only.rank = 0
+    assert double(4) == 8
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_reads_its_own_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rank_zero_only.rank == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forking beside torch's threads
+        pid = os.fork()
+    if pid == 0:
+        be_rank(monkeypatch, 1)
+        os._exit(10 + rank_zero_only.rank)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 11
+
+
+def test_rank_0_logs_and_warns(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="trainwright"):
+        rank_zero_info("%d parts", 3)
+        rank_zero_debug("detail")
+    assert [(each.name, each.levelname, each.message) for each in caplog.records] == [
+        ("trainwright", "INFO", "3 parts"),
+        ("trainwright", "DEBUG", "detail"),
+    ]
+    assert {each.filename for each in caplog.records} == {os.path.basename(__file__)}
+    for warn, category in ((rank_zero_warn, UserWarning), (rank_zero_deprecation, DeprecationWarning)):
+        with pytest.warns(category, match="careful") as caught:
+            warn("careful")
+        assert caught[0].filename == __file__
+
+
+def test_the_others_say_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    be_rank(monkeypatch, 1)
+    with caplog.at_level(logging.DEBUG, logger="trainwright"):
+        rank_zero_info("no")
+        rank_zero_debug("no")
+        rank_zero_warn("no")  # a warning would be an error here
+        rank_zero_deprecation("no")
+    assert not caplog.records
+    assert rank_zero.logger is logging.getLogger("trainwright")

@@ -1,0 +1,267 @@
+"""Where self.log may be called, its defaults there, the names it gives, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
+
+from trainwright.trainer.log_rules import LOG_RULES
+from trainwright.trainer.logged_value import LoggedValue
+from trainwright.trainer.metrics import MetricCollector, flat_items
+
+DEFAULTS: dict[str, Any] = {
+    "prog_bar": False,
+    "logger": None,
+    "on_step": None,
+    "on_epoch": None,
+    "reduce_fx": "mean",
+    "enable_graph": False,
+    "sync_dist": False,
+    "sync_dist_group": None,
+    "add_dataloader_idx": True,
+    "batch_size": None,
+    "metric_attribute": None,
+    "rank_zero_only": False,
+}
+
+STEP_HOOKS = [
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "training_step",
+    "on_before_backward",
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "optimizer_step",
+    "configure_gradient_clipping",
+    "clip_gradients",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+]
+EVALUATION_HOOKS = [
+    "validation_step",
+    "test_step",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_test_batch_start",
+    "on_test_batch_end",
+]
+EPOCH_HOOKS = [
+    "on_train_start",
+    "on_validation_start",
+    "on_test_start",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_test_epoch_start",
+    "on_test_epoch_end",
+]
+CLOSED_HOOKS = [
+    "on_fit_start",
+    "on_fit_end",
+    "on_train_end",
+    "on_validation_end",
+    "on_test_end",
+    "on_sanity_check_start",
+    "on_sanity_check_end",
+    "predict_step",
+    "on_predict_batch_end",
+    "setup",
+    "teardown",
+    "transfer_batch_to_device",
+    "lr_scheduler_step",
+    "configure_optimizers",
+    "on_save_checkpoint",
+    "on_load_checkpoint",
+]
+
+
+class Measured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.other = MeanMetric(), MeanMetric()
+        self.parts = nn.ModuleList([MeanMetric()])
+        self.several = MetricCollection(
+            [MulticlassAccuracy(3, average="micro"), MulticlassPrecision(3, average="micro")], prefix="val_"
+        )
+
+
+def collector_in(hook: str, module: nn.Module | None = None, rank: int = 0) -> MetricCollector:
+    training = "train" in hook
+    collector = MetricCollector(module or nn.Module(), training, "train" if training else "validation", rank)
+    collector.hook, collector.batch = hook, torch.zeros(4, 2)
+    return collector
+
+
+def log(collector: MetricCollector, name: Any, value: Any, **settings: Any) -> LoggedValue | None:
+    collector.log(name, value, *{**DEFAULTS, **settings}.values())
+    return collector.values.get((collector.hook, name, collector.loader))
+
+
+def test_each_hook_has_the_defaults_and_the_freedom_of_the_table() -> None:
+    assert set(LOG_RULES) == {*STEP_HOOKS, *EVALUATION_HOOKS, *EPOCH_HOOKS}
+    for hook in LOG_RULES:
+        collector = collector_in(hook)
+        logged = log(collector, "x", 1.0)
+        assert logged is not None
+        assert (logged.on_step, logged.on_epoch) == ((True, False) if hook in STEP_HOOKS else (False, True)), hook
+        for levels in ((True, True), (True, False), (False, True)):
+            named = {"on_step": levels[0], "on_epoch": levels[1]}
+            if hook in EPOCH_HOOKS and levels != (False, True):
+                with pytest.raises(
+                    ValueError, match=f"called in {hook}, where there is no batch.*leave on_step at False"
+                ):
+                    log(collector, str(levels), 1.0, **named)
+            else:
+                logged = log(collector, str(levels), 1.0, **named)
+                assert logged is not None
+                assert (logged.on_step, logged.on_epoch) == levels
+
+
+@pytest.mark.parametrize("hook", [*CLOSED_HOOKS, ""])
+def test_the_other_hooks_say_where_to_log(hook: str) -> None:
+    where = f"called in {hook}" if hook else "called outside of a step or hook"
+    with pytest.raises(RuntimeError, match=f"{where}, where nothing is collected; log in training_step"):
+        log(collector_in(hook), "x", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("loader", "levels", "add", "names"),
+    [
+        (None, (True, False), True, ("w", "w", "w")),
+        (None, (True, True), True, ("w", "w_step", "w_epoch")),
+        ((0, None), (False, True), True, ("w/dataloader_idx_0",) * 3),
+        ((1, None), (True, True), True, ("w/dataloader_idx_1", "w_step/dataloader_idx_1", "w_epoch/dataloader_idx_1")),
+        ((1, None), (True, True), False, ("w", "w_step", "w_epoch")),
+        ((0, "clean"), (False, True), True, ("w/clean",) * 3),
+        ((1, "noisy"), (True, True), True, ("w/noisy", "w_step/noisy", "w_epoch/noisy")),
+    ],
+)
+def test_names(loader: Any, levels: tuple[bool, bool], add: bool, names: tuple[str, str, str]) -> None:
+    collector = collector_in("validation_step")
+    collector.loader = loader
+    logged = log(collector, "w", 1.0, on_step=levels[0], on_epoch=levels[1], add_dataloader_idx=add)
+    assert logged is not None
+    assert (logged.base_name, logged.step_name, logged.epoch_name) == names
+
+
+def test_a_flat_dict_and_a_collection_are_logged_by_part() -> None:
+    module = Measured()
+    module.several.update(torch.eye(3), torch.tensor([0, 1, 1]))
+    collector = collector_in("validation_step", module)
+    log(collector, "loss", {"a": 1.0, "b": torch.tensor(2.0), "c": module.mean})
+    log(collector, "all", module.several)
+    assert [name for _, name, _ in collector.values] == [
+        "loss/a",
+        "loss/b",
+        "loss/c",
+        "all/val_MulticlassAccuracy",
+        "all/val_MulticlassPrecision",
+    ]
+    assert collector.values["validation_step", "all/val_MulticlassAccuracy", None].attribute == (
+        "several.MulticlassAccuracy"
+    )
+    assert [name for name, _ in flat_items({"a": 1, "b": 2})] == ["a", "b"]
+    assert [name for name, _ in flat_items(module.several)] == ["val_MulticlassAccuracy", "val_MulticlassPrecision"]
+
+
+@pytest.mark.parametrize(
+    ("given", "reduction"),
+    [
+        ("avg", "mean"),
+        ("MEAN", "mean"),
+        (torch.mean, "mean"),
+        (sum, "sum"),
+        (torch.sum, "sum"),
+        (min, "min"),
+        (max, "max"),
+    ],
+)
+def test_reductions_have_several_forms(given: Any, reduction: str) -> None:
+    logged = log(collector_in("training_step"), "x", 1.0, reduce_fx=given)
+    assert logged is not None
+    assert logged.reduce_fx == reduction
+
+
+def test_the_graph_of_the_latest_value_is_kept_where_asked_for() -> None:
+    collector, weight = collector_in("training_step"), torch.ones((), requires_grad=True)
+    kept = log(collector, "kept", weight * 2, enable_graph=True, on_epoch=True)
+    left = log(collector, "left", weight * 2)
+    assert kept is not None
+    assert left is not None
+    assert isinstance(kept.last, Tensor)
+    kept.last.backward()
+    assert weight.grad == 2.0
+    assert kept.total() == (8.0, 4.0)
+    assert left.last == 2.0
+
+
+def test_what_is_rank_zeros_alone_is_collected_there() -> None:
+    first, second = collector_in("training_step"), collector_in("training_step", rank=1)
+    for collector in (first, second):
+        log(collector, "x", 1.0, rank_zero_only=True)
+    assert [len(collector.steps()) for collector in (first, second)] == [1, 0]
+
+
+def test_a_hook_may_log_a_name_of_another_hook_with_other_settings() -> None:
+    collector = collector_in("training_step")
+    log(collector, "x", 1.0)
+    collector.hook = "on_train_epoch_end"
+    log(collector, "x", 1.0, prog_bar=True)
+    assert [(logged.hook, logged.prog_bar) for logged in collector.values.values()] == [
+        ("training_step", False),
+        ("on_train_epoch_end", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "settings", "error", "match"),
+    [
+        ("x", torch.zeros(2), {}, ValueError, r"shape \(2,\).*\.mean\(\)"),
+        ("x", torch.zeros(2).as_subclass(nn.Parameter), {}, ValueError, r"shape \(2,\)"),
+        ("x", torch.zeros((), dtype=torch.complex64), {}, TypeError, r"complex tensor.*\.abs\(\)"),
+        ("x", "text", {}, TypeError, "got a str; accepted are a number"),
+        ("x", {"a": {"b": 1.0}}, {}, ValueError, "a dict under 'a'; accepted is a flat one.*as 'x/a'"),
+        (3, 1.0, {}, TypeError, "a metric's name is a str; self.log got 3, a int"),
+        ("x", 1.0, {"reduce_fx": "median"}, ValueError, "choose from mean, sum, min, max"),
+        ("x", 1.0, {"reduce_fx": []}, ValueError, "choose from mean, sum, min, max"),
+        ("x", 1.0, {"on_step": False, "on_epoch": False}, ValueError, "set at least one of them"),
+        ("x", 1.0, {"on_step": False}, ValueError, "set at least one of them"),
+        ("x", 1.0, {"sync_dist_group": "world"}, ValueError, "sync_dist_group='world'; only None is accepted"),
+        ("x", 1.0, {"on_epoch": True, "batch_size": 0}, ValueError, "batch_size=0; accepted is a positive number"),
+        ("x", 1.0, {"on_epoch": True, "batch_size": "4a"}, TypeError, "batch_size='4a', a str"),
+        ("x", 1.0, {"on_epoch": True, "batch_size": torch.tensor(4)}, TypeError, "a tensor as batch_size.*waits for"),
+        ("x", MeanMetric(), {}, ValueError, "no attribute of the module.*metric_attribute="),
+        ("x", MeanMetric(), {"metric_attribute": "mean"}, ValueError, "Measured does not hold there"),
+        ("x", MeanMetric(), {"metric_attribute": "nowhere.x"}, ValueError, "Measured does not hold there"),
+        ("x", MeanMetric(), {"rank_zero_only": True}, ValueError, "gathers its state over all ranks"),
+    ],
+)
+def test_refusals(name: Any, value: Any, settings: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        log(collector_in("training_step", Measured()), name, value, **settings)
+
+
+def test_one_name_in_one_hook_has_one_setting_and_one_metric() -> None:
+    module = Measured()
+    collector = collector_in("validation_step", module)
+    log(collector, "x", 1.0)
+    log(collector, "x", 1.0, batch_size=3)  # may differ from batch to batch
+    with pytest.raises(ValueError, match=r"in validation_step with reduce_fx='mean' and then 'sum'; use one setting"):
+        log(collector, "x", 1.0, reduce_fx="sum")
+    log(collector, "m", module.mean)
+    with pytest.raises(ValueError, match="got another Metric than before in validation_step"):
+        log(collector, "m", module.other)
+    log(collector, "part", module.parts[0], metric_attribute="parts.0")
+    collector.loader = (0, None)
+    log(collector, "y", 1.0, add_dataloader_idx=False)
+    collector.loader = (1, None)
+    log(collector, "x", 1.0)
+    with pytest.raises(ValueError, match="called with two loaders, whose values would be mixed"):
+        log(collector, "y", 1.0, add_dataloader_idx=False)

@@ -1,0 +1,45 @@
+"""The names of checkpoints: a template's fields, filled with counters and metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+SUFFIX = ".ckpt"
+FIELD = r"\{([^{}:]+)(:[^{}]*)?\}"
+"""A field of a template: a name and, if wanted, its format."""
+
+
+def check_template(template: str) -> None:
+    """Refuse a template with a brace that has no pair (ValueError)."""
+    rest = re.sub(FIELD, "", template)
+    if "{" in rest or "}" in rest:
+        raise ValueError(
+            f"filename={template!r} has a brace without its pair; write fields as {{epoch}} or {{val_loss:.3f}}."
+        )
+
+
+def fill_template(template: str, values: Mapping[str, Any], *, insert_names: bool) -> str:
+    """Return the name that a template gives with these values; "/" in a metric's name becomes "_".
+
+    Args:
+        template: text with fields, such as "{epoch:02d}-{val_loss:.2f}".
+        values: what the fields stand for.
+        insert_names: write {epoch} as "epoch=3" rather than "3".
+
+    Raises:
+        ValueError: a field's metric was not logged.
+    """
+
+    def written(match: re.Match[str]) -> str:
+        name, spec = match.group(1), match.group(2) or ""
+        if name not in values:
+            raise ValueError(
+                f"filename={template!r} asks for {name!r}, which was not logged; there are {', '.join(sorted(values))}."
+            )
+        text = format(values[name], spec[1:])
+        label = name.replace("/", "_")
+        return f"{label}={text}" if insert_names else text
+
+    return re.sub(FIELD, written, template)

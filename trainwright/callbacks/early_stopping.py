@@ -1,0 +1,185 @@
+"""EarlyStopping: end the training once a metric has stopped getting better."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainwright.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from trainwright.module import Module
+    from trainwright.trainer.trainer import Trainer
+
+
+class EarlyStoppingReason(Enum):
+    """Why EarlyStopping has ended a run."""
+
+    NOT_STOPPED = "not_stopped"
+    STOPPING_THRESHOLD = "stopping_threshold"
+    DIVERGENCE_THRESHOLD = "divergence_threshold"
+    PATIENCE_EXHAUSTED = "patience_exhausted"
+    NON_FINITE_METRIC = "non_finite_metric"
+
+
+class EarlyStopping(Callback):
+    """Ends the training when a metric has not become better in `patience` checks.
+
+    Args:
+        monitor: the metric to follow.
+        min_delta: a change of this or less is no improvement.
+        patience: checks in a row without an improvement after which the run ends.
+        verbose: print each improvement and the reason of the end.
+        mode: "min" or "max": which value of the metric is better.
+        strict: raise where the metric was not logged; False leaves the check out, with one warning.
+        check_finite: end the run when the metric is NaN or infinite.
+        stopping_threshold: end the run as soon as the metric is better than this.
+        divergence_threshold: end the run as soon as the metric is worse than this.
+        check_on_train_epoch_end: True checks at the end of each training epoch, False after each validation; None after each
+            validation where fit has one, else at the end of each training epoch.
+        log_rank_zero_only: with verbose, print on rank 0 alone rather than on each rank.
+
+    The check that belongs to a validation at an epoch's end is made when the epoch's training metrics are there too, so
+    either kind may be followed. Every rank decides alike, by rank 0's value. Nothing is checked in the sanity check or
+    with fast_dev_run; a fit that begins anew counts anew.
+    """
+
+    runs_last = True
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        verbose: bool = False,
+        mode: str = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = False,
+    ) -> None:
+        if not isinstance(monitor, str):
+            raise TypeError(
+                f"monitor={monitor!r} is a {type(monitor).__name__}; pass the name of a metric that you log."
+            )
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode={mode!r} is unknown; choose from min, max.")
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
+            raise ValueError(f"patience={patience!r} is not accepted; pass a number of checks, from 0 on.")
+        if not isinstance(min_delta, (int, float)) or not math.isfinite(min_delta) or min_delta < 0:
+            raise ValueError(f"min_delta={min_delta!r} is not accepted; pass a number from 0 on (of either mode).")
+        self.monitor, self.mode, self.min_delta, self.patience = monitor, mode, float(min_delta), patience
+        self.verbose, self.strict, self.check_finite = verbose, strict, check_finite
+        self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
+        self.check_on_train_epoch_end, self.log_rank_zero_only = check_on_train_epoch_end, log_rank_zero_only
+        self._is_fitting = self._has_warned = self._is_due = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self.wait_count = 0
+        self.stopped_epoch = 0
+        self.best_score: Tensor = torch.tensor(math.inf if self.mode == "min" else -math.inf, dtype=torch.float64)
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        self.stopping_reason_message: str | None = None
+
+    @property
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}(monitor={self.monitor}, mode={self.mode})"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "best_score": float(self.best_score),
+            "stopping_reason": self.stopping_reason.value,
+            "stopping_reason_message": self.stopping_reason_message,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.wait_count, self.stopped_epoch = int(state["wait_count"]), int(state["stopped_epoch"])
+        self.best_score = torch.tensor(float(state["best_score"]), dtype=torch.float64)
+        self.stopping_reason = EarlyStoppingReason(state["stopping_reason"])
+        self.stopping_reason_message = state["stopping_reason_message"]
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        self._is_fitting, self._is_due = stage == "fit", False
+        if stage == "fit":
+            self._reset()
+
+    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+        if not self._is_fitting or trainer.sanity_checking or self.check_on_train_epoch_end:
+            return
+        if self.check_on_train_epoch_end is None and not trainer.is_mid_epoch_validation:
+            self._is_due = True  # the epoch's training metrics are still to come
+        else:
+            self._check(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        is_due, self._is_due = self._is_due, False
+        if self.check_on_train_epoch_end is None:
+            is_due = is_due or not trainer.enable_validation
+        # A run that stops within the epoch checks nothing: a resumed run comes to the epoch's end.
+        if trainer.state.epoch_ended and (is_due or self.check_on_train_epoch_end):
+            self._check(trainer)
+
+    def _check(self, trainer: Trainer) -> None:
+        """Decide, alike on every rank. Collective."""
+        if trainer.fast_dev_run:
+            return
+        if not self.strict and self.monitor not in trainer.callback_metrics:
+            if not self._has_warned and trainer.is_global_zero:
+                self._has_warned = True
+                warnings.warn(
+                    f"EarlyStopping follows {self.monitor!r}, which was not logged; the check is left out.",
+                    stacklevel=2,
+                )
+            return
+        score = float(trainer.engine.agreed(str(trainer.monitored(self.monitor, "EarlyStopping"))))
+        reason, message = self._judge(score)
+        if reason is not EarlyStoppingReason.NOT_STOPPED:
+            trainer.should_stop = True
+            self.stopped_epoch = trainer.current_epoch
+            self.stopping_reason, self.stopping_reason_message = reason, message
+        if self.verbose and message and (trainer.is_global_zero or not self.log_rank_zero_only):
+            print(f"rank {trainer.global_rank}: {message}" if trainer.world_size > 1 else message, file=sys.stderr)
+
+    def _judge(self, score: float) -> tuple[EarlyStoppingReason, str]:
+        """Return what a score means for the run, and how to say it; count it."""
+        best = float(self.best_score)
+        if self.check_finite and not math.isfinite(score):
+            return (
+                EarlyStoppingReason.NON_FINITE_METRIC,
+                f"{self.monitor} = {score} is not finite; its best was {best:.6g}. The run ends.",
+            )
+        if self.stopping_threshold is not None and self._is_better(score, self.stopping_threshold):
+            return (
+                EarlyStoppingReason.STOPPING_THRESHOLD,
+                f"{self.monitor} = {score:.6g} has reached the threshold {self.stopping_threshold}. The run ends.",
+            )
+        if self.divergence_threshold is not None and self._is_better(self.divergence_threshold, score):
+            return (
+                EarlyStoppingReason.DIVERGENCE_THRESHOLD,
+                f"{self.monitor} = {score:.6g} is worse than the limit {self.divergence_threshold}. The run ends.",
+            )
+        if self._is_better(score, best, self.min_delta):
+            self.best_score, self.wait_count = torch.tensor(score, dtype=torch.float64), 0
+            gain = f" by {abs(best - score):.6g}" if math.isfinite(best) else ""
+            return EarlyStoppingReason.NOT_STOPPED, f"{self.monitor} became better{gain}: {score:.6g}"
+        self.wait_count += 1
+        if self.wait_count < self.patience:
+            return EarlyStoppingReason.NOT_STOPPED, ""
+        return (
+            EarlyStoppingReason.PATIENCE_EXHAUSTED,
+            f"{self.monitor} did not become better in {self.wait_count} checks; its best was {best:.6g}. The run ends.",
+        )
+
+    def _is_better(self, score: float, other: float, margin: float = 0.0) -> bool:
+        return score < other - margin if self.mode == "min" else score > other + margin

@@ -1,0 +1,62 @@
+"""GradientAccumulationScheduler: how many batches make an optimizer step, by epoch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainwright.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from trainwright.module import Module
+    from trainwright.trainer.trainer import Trainer
+
+
+class GradientAccumulationScheduler(Callback):
+    """Sets trainer.accumulate_grad_batches at the start of an epoch.
+
+    Args:
+        scheduling: the epochs (from 0) from which on a number of batches is accumulated, such as {0: 8, 4: 4, 8: 1}; before
+            the first of them each batch is a step.
+    """
+
+    def __init__(self, scheduling: dict[int, int]) -> None:
+        if not isinstance(scheduling, dict) or not scheduling:
+            raise TypeError(
+                f"scheduling={scheduling!r} is not accepted; pass a dict of epoch and number of batches: {{0: 8, 4: 1}}."
+            )
+        for epoch, batches in scheduling.items():
+            for name, value, least in (("epoch", epoch, 0), ("number of batches", batches, 1)):
+                if isinstance(value, bool) or not isinstance(value, int):
+                    raise TypeError(f"scheduling has {value!r} as {name}; a whole number from {least} on is accepted.")
+                if value < least:
+                    raise ValueError(f"scheduling has {value} as {name}; a whole number from {least} on is accepted.")
+        self.scheduling = {0: 1, **scheduling}
+        self._before: int | None = None
+
+    def going_to_accumulate_grad_batches(self) -> bool:
+        """Return whether any epoch accumulates more than one batch."""
+        return any(batches > 1 for batches in self.scheduling.values())
+
+    def get_accumulate_grad_batches(self, epoch: int) -> int:
+        """Return how many batches make a step in an epoch."""
+        return self.scheduling[max(start for start in self.scheduling if start <= epoch)]
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        if not module.automatic_optimization:
+            raise ValueError(
+                "GradientAccumulationScheduler needs automatic optimization: with automatic_optimization=False "
+                "training_step decides itself when the optimizer steps. Leave the callback out."
+            )
+        if trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and GradientAccumulationScheduler "
+                "exclude each other; leave one of them out."
+            )
+        self._before = trainer.accumulate_grad_batches
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
+
+    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+        if self._before is not None:
+            trainer.accumulate_grad_batches, self._before = self._before, None

@@ -1,0 +1,38 @@
+"""LambdaCallback: a callback of plain functions."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from trainwright.callbacks.base import Callback
+
+HOOKS = tuple(name for name in vars(Callback) if name in ("setup", "teardown") or name.startswith("on_"))
+
+
+class LambdaCallback(Callback):
+    """Calls the given functions at their hooks.
+
+    Args:
+        hooks: each a hook's name and the function to call there, with the arguments of that hook of Callback (trainer and
+            module first); None counts as not given.
+
+    Example: `LambdaCallback(on_train_epoch_end=lambda trainer, module: print(trainer.current_epoch))`.
+    """
+
+    def __init__(self, **hooks: Callable[..., Any] | None) -> None:
+        for name, function in hooks.items():
+            if name not in HOOKS:
+                near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.0)
+                raise TypeError(
+                    f"LambdaCallback was given {name!r}, which is no hook; accepted are {', '.join(HOOKS)}. "
+                    f"Did you mean {near[0]!r}?"
+                )
+            if function is not None and not callable(function):
+                raise TypeError(
+                    f"{name}={function!r} is a {type(function).__name__}; accepted are a function and None."
+                )
+        for name, function in hooks.items():
+            if function is not None:
+                setattr(self, name, function)  # on the instance: what was not given costs nothing

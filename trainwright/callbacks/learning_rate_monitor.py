@@ -1,0 +1,130 @@
+"""LearningRateMonitor: the learning rates of a run in its loggers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from trainwright.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from trainwright.module import Module
+    from trainwright.trainer.trainer import Trainer
+
+INTERVALS = ("step", "epoch")
+
+
+class LearningRateMonitor(Callback):
+    """Logs the learning rate of each optimizer.
+
+    Args:
+        logging_interval: "step" logs with the step values (each log_every_n_steps), "epoch" at each epoch's start; None at
+            the interval of the optimizer's own scheduler, and at both where it has none.
+        log_momentum: log the momentum too, or the first of the betas, as `<name>-momentum`; 0 where there is none.
+        log_weight_decay: log the weight decay too, as `<name>-weight_decay`.
+
+    A name is `lr-` and the optimizer's class, or the `name` in the scheduler's dict; a second one of that name gets `-1`;
+    parameter groups add `/pg1`, `/pg2` or their own `name`. A step's value is the one that this step was made with.
+    """
+
+    def __init__(
+        self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False
+    ) -> None:
+        if logging_interval not in (None, *INTERVALS):
+            raise ValueError(
+                f"logging_interval={logging_interval!r} is unknown; choose from step, epoch, or pass None."
+            )
+        self.logging_interval = logging_interval
+        self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
+        self.lrs: dict[str, list[float]] = {}
+        self.last_momentum_values: dict[str, float] = {}
+        self.last_weight_decay_values: dict[str, float] = {}
+        self._pending: dict[str, float] = {}
+        self._pending_at = -1
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        if stage == "fit" and not trainer.loggers and not trainer.fast_dev_run:
+            raise ValueError(
+                "LearningRateMonitor writes to the trainer's loggers, and there is none (logger=False); give the Trainer "
+                "a logger, or leave the callback out."
+            )
+
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        self._pending = {}
+        self.lrs = {name: [] for _, names, _ in self._named(trainer) for name in names}
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        if self.logging_interval != "step":
+            self._write(trainer, self._values(trainer, "epoch"))
+
+    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+        step = trainer.state.batches_that_stepped + 1
+        if self.logging_interval != "epoch" and step % trainer.log_every_n_steps == 0:
+            # The scheduler steps before on_train_batch_end.
+            self._pending, self._pending_at = self._values(trainer, "step"), step
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._pending and trainer.state.batches_that_stepped == self._pending_at:
+            self._write(trainer, self._pending)
+            self._pending = {}
+
+    def _write(self, trainer: Trainer, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            if name in self.lrs:
+                self.lrs[name].append(value)
+            elif name.endswith("-momentum"):
+                self.last_momentum_values[name] = value
+            else:
+                self.last_weight_decay_values[name] = value
+        for logger in trainer.loggers if values and trainer.is_global_zero else ():
+            logger.log_metrics({"epoch": trainer.current_epoch, **values}, trainer.state.batches_that_stepped)
+
+    def _values(self, trainer: Trainer, interval: str) -> dict[str, float]:
+        """Return what is logged at this interval, by name."""
+        values: dict[str, float] = {}
+        for optimizer, names, own_interval in self._named(trainer):
+            if self.logging_interval is None and own_interval not in (None, interval):
+                continue
+            for group, name in zip(optimizer.param_groups, names, strict=True):
+                self.lrs.setdefault(name, [])  # a group that was added during the run
+                values[name] = float(group["lr"])
+                if self.log_momentum:
+                    momentum = group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
+                    values[f"{name}-momentum"] = float(momentum)
+                if self.log_weight_decay:
+                    values[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
+        return values
+
+    def _named(self, trainer: Trainer) -> list[tuple[Optimizer, list[str], str | None]]:
+        """Return each optimizer with the names of its groups and its scheduler's interval; None where it has none."""
+        uses: list[tuple[Optimizer, str | None, str | None]] = []
+        for config in trainer.lr_scheduler_configs:
+            optimizer = getattr(config.scheduler, "optimizer", None)
+            if isinstance(optimizer, Optimizer):
+                # What steps after validations has no row of its own; an epoch's start comes next.
+                uses.append((optimizer, config.name, config.interval if config.interval in INTERVALS else "epoch"))
+        scheduled = [optimizer for optimizer, _, _ in uses]
+        uses += [(each, None, None) for each in trainer.optimizers if not any(each is other for other in scheduled)]
+        seen: Counter[str] = Counter()
+        named = []
+        for optimizer, given, interval in uses:
+            base = given if given is not None else f"lr-{type(optimizer).__name__}"
+            name = f"{base}-{seen[base]}" if seen[base] else base
+            seen[base] += 1
+            named.append((optimizer, _group_names(optimizer, name), interval))
+        return named
+
+
+def _group_names(optimizer: Optimizer, name: str) -> list[str]:
+    groups = optimizer.param_groups
+    if len(groups) == 1:
+        return [f"{name}/{groups[0]['name']}" if groups[0].get("name") else name]
+    names = [f"{name}/{group.get('name') or f'pg{number}'}" for number, group in enumerate(groups, start=1)]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"LearningRateMonitor: two parameter groups of one {type(optimizer).__name__} have the same name "
+            f"({', '.join(names)}); give each a name of its own."
+        )
+    return names

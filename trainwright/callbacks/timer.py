@@ -1,0 +1,143 @@
+"""Timer: how long the stages of a run take, and the end of a training that may not take longer."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from trainwright.callbacks.base import Callback
+from trainwright.duration import to_seconds
+
+if TYPE_CHECKING:
+    from trainwright.module import Module
+    from trainwright.trainer.trainer import Trainer
+
+STAGES = ("train", "validate", "test", "predict", "sanity_check")
+
+
+class Timer(Callback):
+    """Measures each stage and, with a duration, stops the training when its time is over.
+
+    Args:
+        duration: "DD:HH:MM:SS", a timedelta, or a dict of timedelta's arguments; None only measures.
+        interval: "step" stops all ranks after one and the same optimizer step, "epoch" at the end of an epoch.
+        verbose: print on rank 0 that the time is over.
+
+    Time counts from the first batch on, validation within fit included; the time before a resume counts too.
+    """
+
+    def __init__(
+        self,
+        duration: str | timedelta | dict[str, float] | None = None,
+        interval: str = "step",
+        verbose: bool = True,
+    ) -> None:
+        if interval not in ("step", "epoch"):
+            raise ValueError(f"interval={interval!r} is unknown; choose from step, epoch.")
+        self._duration = to_seconds(duration) if duration is not None else None
+        self._interval, self._verbose = interval, verbose
+        self._start: dict[str, float | None] = dict.fromkeys(STAGES)
+        self._end: dict[str, float | None] = dict.fromkeys(STAGES)
+        self._offset = 0.0
+        self._is_over = False
+
+    def start_time(self, stage: str = "train") -> float | None:
+        """Return when a stage began, by time.monotonic(); None where it has not."""
+        return self._start[_known(stage)]
+
+    def end_time(self, stage: str = "train") -> float | None:
+        """Return when a stage ended, by time.monotonic(); None where it has not."""
+        return self._end[_known(stage)]
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        """Return how many seconds a stage has taken so far; of training those before a resume too."""
+        start, end = self.start_time(stage), self.end_time(stage)
+        before = self._offset if stage == "train" else 0.0
+        if start is None:
+            return before
+        return before + (end if end is not None else time.monotonic()) - start
+
+    def time_remaining(self, stage: str = "train") -> float | None:
+        """Return how many seconds of the duration are left; None without a duration."""
+        return None if self._duration is None else self._duration - self.time_elapsed(stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in STAGES}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._offset = float(state.get("time_elapsed", {}).get("train", 0.0))
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        if stage == "fit":
+            self._offset, self._is_over = 0.0, False
+            self._start["train"] = self._end["train"] = None
+
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        self._begin("train")
+        if self._duration is not None:
+            self._decide(trainer)  # a resumed run may have used up its time
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._duration is None or self._is_over or self._interval != "step":
+            return
+        if self.time_elapsed() >= self._duration:
+            self._is_over = True
+            trainer.stop_soon()
+            self._tell(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        if self._duration is not None and self._interval == "epoch":
+            self._decide(trainer)
+
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        self._end["train"] = time.monotonic()
+
+    def on_sanity_check_start(self, trainer: Trainer, module: Module) -> None:
+        self._begin("sanity_check")
+
+    def on_sanity_check_end(self, trainer: Trainer, module: Module) -> None:
+        self._end["sanity_check"] = time.monotonic()
+
+    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+        if not trainer.sanity_checking:
+            self._begin("validate")
+
+    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+        if not trainer.sanity_checking:
+            self._end["validate"] = time.monotonic()
+
+    def on_test_start(self, trainer: Trainer, module: Module) -> None:
+        self._begin("test")
+
+    def on_test_end(self, trainer: Trainer, module: Module) -> None:
+        self._end["test"] = time.monotonic()
+
+    def on_predict_start(self, trainer: Trainer, module: Module) -> None:
+        self._begin("predict")
+
+    def on_predict_end(self, trainer: Trainer, module: Module) -> None:
+        self._end["predict"] = time.monotonic()
+
+    def _begin(self, stage: str) -> None:
+        self._start[stage], self._end[stage] = time.monotonic(), None
+
+    def _decide(self, trainer: Trainer) -> None:
+        """End the run at this boundary where rank 0's time is over. Collective."""
+        assert self._duration is not None
+        if trainer.engine.agreed(str(self.time_elapsed() >= self._duration)) == "True":
+            self._is_over = True
+            trainer.should_stop = True
+            self._tell(trainer)
+
+    def _tell(self, trainer: Trainer) -> None:
+        if self._verbose and trainer.is_global_zero:
+            elapsed = timedelta(seconds=int(self.time_elapsed()))
+            print(f"the time limit of the training is reached after {elapsed}; the run ends.", file=sys.stderr)
+
+
+def _known(stage: str) -> str:
+    if stage not in STAGES:
+        raise ValueError(f"stage={stage!r} is unknown; choose from {', '.join(STAGES)}.")
+    return str(stage)

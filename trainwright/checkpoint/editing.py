@@ -1,0 +1,98 @@
+"""A checkpoint's contents as one dict, for hooks that add to it, take from it, or change it.
+
+Its "state_dict" maps the names of the model's tensors to them: this rank's pieces at a save (whole tensors wherever the
+strategy does not shard them), whole tensors in host memory at a load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright.checkpoint.opening import Checkpoint
+from trainwright.checkpoint.tensors import Piece
+from trainwright.errors import CheckpointError
+
+Edit = Callable[[dict[str, Any]], None]
+"""Changes a checkpoint's contents in place."""
+
+
+def edit_for_save(
+    state: Mapping[str, Any], pieces: Sequence[Piece], header: Mapping[str, int], edit: Edit
+) -> tuple[dict[str, Any], list[Piece]]:
+    """Return the state and the model's pieces as the hooks leave them.
+
+    Raises:
+        TypeError: what they left as "state_dict" is no mapping of names to tensors.
+    """
+    contents = {**header, **state, "state_dict": {piece.name: piece.tensor for piece in pieces}}
+    edit(contents)
+    tensors = contents.pop("state_dict", {})
+    if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise TypeError(
+            "on_save_checkpoint left a state_dict that is no dict of tensors; put other values under a key of their own."
+        )
+    kept = []
+    for piece in pieces:
+        if tensors.get(piece.name) is piece.tensor:
+            kept.append(piece)
+    known = {piece.name for piece in kept}
+    added = [
+        Piece(name, tuple(value.shape), 0, value.detach(), 0) for name, value in tensors.items() if name not in known
+    ]
+    return {key: value for key, value in contents.items() if key not in header}, [*kept, *added]
+
+
+def edit_for_load(
+    checkpoint: Checkpoint, state: Mapping[str, Any], header: Mapping[str, int], edit: Edit
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the state and the model's tensors, read whole, as the hooks leave them."""
+    tensors = {name: checkpoint.read_tensor("model", name) for name in checkpoint.tensors("model")}
+    contents = {**header, **state, "state_dict": tensors}
+    edit(contents)
+    left = contents.pop("state_dict", {})
+    if not isinstance(left, Mapping) or not all(isinstance(value, Tensor) for value in left.values()):
+        raise TypeError("on_load_checkpoint left a state_dict that is no dict of tensors.")
+    return {key: value for key, value in contents.items() if key not in header}, dict(left)
+
+
+def check_model(path: str, stored: Mapping[str, Sequence[int]], pieces: Sequence[Piece], strict: bool) -> list[Piece]:
+    """Return the pieces that a checkpoint of these names and shapes fills; refuse one of another model, naming what differs.
+
+    With strict False, tensors that only one side has are left out.
+
+    Raises:
+        CheckpointError: names (if strict) or shapes differ.
+    """
+    present = {piece.name: piece.shape for piece in pieces}
+    missing = sorted(set(present) - set(stored)) if strict else []
+    unexpected = sorted(set(stored) - set(present)) if strict else []
+    unlike = [
+        f"{name} {tuple(stored[name])} there, {tuple(shape)} here"
+        for name, shape in present.items()
+        if name in stored and tuple(stored[name]) != tuple(shape)
+    ]
+    problems = [
+        f"{title}: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+        for title, names in (("not in it", missing), ("only in it", unexpected), ("other shape", unlike))
+        if names
+    ]
+    if problems:
+        partly = ", or set strict_loading = False on the module to take what fits" if not unlike else ""
+        raise CheckpointError(
+            f"{path}: it is of another model ({'; '.join(problems)}). Build the model that was saved, or choose "
+            f"another checkpoint{partly}."
+        )
+    return [piece for piece in pieces if piece.name in stored]
+
+
+def fill(pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> None:
+    """Copy whole tensors into the pieces of them, in place."""
+    with torch.no_grad():
+        for piece in pieces:
+            flat = tensors[piece.name].reshape(-1)
+            part = flat[piece.start : piece.start + piece.tensor.numel()]
+            piece.tensor.copy_(part.reshape(piece.tensor.shape))

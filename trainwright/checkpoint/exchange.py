@@ -1,0 +1,225 @@
+"""Weights and hyper-parameters out of whatever holds them: our checkpoints, Lightning's, a state_dict, safetensors.
+
+For one process, onto the CPU. A foreign file may be a pickle; of those, torch's restricted reader takes tensors and plain
+data and nothing else, and what it does not take is refused, never run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+
+import fsspec
+import safetensors.torch
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from safetensors import SafetensorError
+from torch import Tensor
+
+from trainwright.checkpoint.codec import encode
+from trainwright.checkpoint.contents import is_extra_state
+from trainwright.checkpoint.manifest import MANIFEST_NAME
+from trainwright.checkpoint.opening import open_checkpoint
+from trainwright.checkpoint.tensors import DTYPES, Piece
+from trainwright.compiled_names import clean_name
+from trainwright.errors import CheckpointError
+
+LARGEST_PLAIN_TENSOR = 1000
+ACCEPTED = (
+    "a directory that trainwright wrote, a Lightning .ckpt file, a file that torch.save wrote of a state_dict, or a "
+    ".safetensors file"
+)
+_REFUSED = re.compile(r"GLOBAL (\S+)|(?:class|function) (\S+)")
+_ENGINES = {
+    ".metadata": "torch.distributed.checkpoint",
+    "zero_to_fp32.py": "DeepSpeed",
+    "latest": "DeepSpeed",
+    "mp_rank_00_model_states.pt": "DeepSpeed",
+}
+"""A file in a directory, and which library's sharded checkpoint it gives away."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a checkpoint holds for its model to be built again.
+
+    Args:
+        state_dict: the model's tensors, whole, on the CPU.
+        kind: what it was read from.
+        hyper_parameters: the module's; empty where none were stored.
+        hparams_name: the argument that they are the content of; "kwargs" where they are the arguments themselves.
+        datamodule_hyper_parameters: the datamodule's.
+        datamodule_hparams_name: as above.
+        epoch: the epoch of the save; None where the file does not tell.
+        global_step: the number of optimizer steps made.
+        contents: all else that the file says, with those above: what `on_load_checkpoint` is shown.
+    """
+
+    state_dict: dict[str, Any]
+    kind: Literal["trainwright", "lightning", "state_dict", "safetensors"]
+    hyper_parameters: dict[str, Any] = field(default_factory=dict)
+    hparams_name: str | None = None
+    datamodule_hyper_parameters: dict[str, Any] = field(default_factory=dict)
+    datamodule_hparams_name: str | None = None
+    epoch: int | None = None
+    global_step: int | None = None
+    contents: dict[str, Any] = field(default_factory=dict)
+
+
+def read_weights(path: str | os.PathLike[str]) -> Weights:
+    """Read the weights and hyper-parameters at a path or an fsspec URL.
+
+    Raises:
+        CheckpointError: there is nothing, it is damaged, it is none of what is accepted, or it holds pickled objects.
+    """
+    name = os.fspath(path)
+    filesystem, inside = fsspec.core.url_to_fs(name)
+    filesystem.invalidate_cache()
+    try:
+        if filesystem.isdir(inside):
+            return _from_directory(name, {each.rstrip("/").rpartition("/")[2] for each in filesystem.ls(inside, False)})
+        if not filesystem.exists(inside):
+            raise CheckpointError(f"{name} does not exist; accepted is {ACCEPTED}.")
+        with filesystem.open(inside, "rb") as stream:
+            start = stream.read(9)
+            stream.seek(0)
+            if start[:4] == b"PK\x03\x04" or start[:2] == b"\x80\x02":
+                return _from_torch_file(name, inside if isinstance(filesystem, LocalFileSystem) else stream)
+            if start[8:] == b"{":
+                return _from_safetensors(name, stream.read())
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be read: {error}") from error
+    raise CheckpointError(f"{name} is no checkpoint: it begins with {start!r}. Accepted is {ACCEPTED}.")
+
+
+def is_plain(value: Any, largest_tensor: int = LARGEST_PLAIN_TENSOR) -> bool:
+    """Return whether a hyper-parameter may be stored: plain data, with no tensor of more elements than that in it."""
+    try:
+        tensors = encode(value)[1].values()
+    except TypeError:
+        return False
+    return all(
+        each.numel() <= largest_tensor
+        and each.dtype in DTYPES.values()
+        and each.layout is torch.strided
+        and not each.is_meta
+        for each in tensors
+    )
+
+
+def _from_directory(path: str, names: set[str]) -> Weights:
+    if MANIFEST_NAME not in names:
+        engine = next((engine for name, engine in _ENGINES.items() if name in names), None)
+        what = f"a sharded checkpoint of {engine}" if engine else f"a directory without a {MANIFEST_NAME}"
+        remedy = " Make one file of it with that library's own tool first." if engine else ""
+        raise CheckpointError(f"{path} is {what}; accepted is {ACCEPTED}.{remedy}")
+    checkpoint = open_checkpoint(path)
+    if "model" not in checkpoint.sections:
+        raise CheckpointError(f"{path} holds no model; its sections are {', '.join(checkpoint.sections) or 'none'}.")
+    entries = checkpoint.tensors("model")
+    tensors: dict[str, Any] = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
+    checkpoint.read_into("model", [Piece(name, entries[name].shape, 0, each) for name, each in tensors.items()])
+    state = checkpoint.state()
+    for number, states in state.get("extra", {}).items():  # the first module's names have no number before them
+        tensors.update({name if number == "0" else f"{number}.{name}": value for name, value in states.items()})
+    return Weights(
+        _clean(tensors),
+        "trainwright",
+        **_hyper_parameters(path, state),
+        epoch=checkpoint.epoch,
+        global_step=checkpoint.step,
+        contents={"epoch": checkpoint.epoch, "global_step": checkpoint.step, **state},
+    )
+
+
+def _from_torch_file(path: str, source: Any) -> Weights:
+    if zipfile.is_zipfile(source):
+        with zipfile.ZipFile(source) as archive:
+            if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+                raise CheckpointError(f"{path} is a TorchScript archive, a program; accepted is {ACCEPTED}.")
+    if not isinstance(source, str):
+        source.seek(0)
+    try:
+        content = torch.load(source, map_location="cpu", weights_only=True)
+    except Exception as error:  # the reader meets damaged data with whatever its parts raise
+        _refuse(path, error)
+    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+        return Weights(
+            _checked(path, content["state_dict"]),
+            "lightning",
+            **_hyper_parameters(path, content),
+            epoch=_count(content.get("epoch")),
+            global_step=_count(content.get("global_step")),
+            contents={key: value for key, value in content.items() if key != "state_dict"},
+        )
+    return Weights(_checked(path, content), "state_dict")
+
+
+def _from_safetensors(path: str, data: bytes) -> Weights:
+    try:
+        return Weights(_clean(safetensors.torch.load(data)), "safetensors")
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path} looks like a safetensors file and cannot be read: {error}") from error
+
+
+def _refuse(path: str, error: Exception) -> NoReturn:
+    text = str(error)
+    if "Weights" not in text and "weights_only" not in text:
+        raise CheckpointError(
+            f"{path} cannot be read as a file of torch.save; it may be damaged or cut short "
+            f"({type(error).__name__}: {text[:200]})."
+        ) from error
+    match = _REFUSED.search(text)
+    found = next((group for group in match.groups() if group), None) if match else None
+    raise CheckpointError(
+        f"{path} holds {found or 'objects'}, and only tensors and plain data are read from a pickle: anything else could run "
+        "code. In the program that wrote it, if you trust the file, write the weights alone "
+        "(torch.save(model.state_dict(), ...)), or leave the object out (save_hyperparameters(ignore=...)) and save again."
+    ) from None
+
+
+def _checked(path: str, content: Any) -> dict[str, Any]:
+    """Return a state_dict, after a look at whether it is one."""
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, no dict of tensors; accepted is {ACCEPTED}.")
+    wrong = [
+        key
+        for key, value in content.items()
+        if not isinstance(key, str) or not (isinstance(value, Tensor) or is_extra_state(key))
+    ]
+    if wrong:
+        names = ", ".join(map(repr, list(content)[:8]))
+        raise CheckpointError(
+            f"{path} holds a dict with {names}, and {wrong[0]!r} is no tensor: it is no state_dict and has none under "
+            f'"state_dict". Accepted is {ACCEPTED}.'
+        )
+    return _clean(content)
+
+
+def _clean(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors under the names that they have in a module that is not compiled."""
+    cleaned = OrderedDict((clean_name(name), value) for name, value in tensors.items())
+    metadata = getattr(tensors, "_metadata", None)
+    if isinstance(metadata, Mapping):  # the versions of the modules, which loading looks at
+        setattr(cleaned, "_metadata", {clean_name(name): value for name, value in metadata.items()})  # noqa: B010
+    return cleaned
+
+
+def _hyper_parameters(path: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for prefix in ("", "datamodule_"):
+        values, name = content.get(f"{prefix}hyper_parameters") or {}, content.get(f"{prefix}hparams_name")
+        if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+            raise CheckpointError(f"{path}: its {prefix}hyper_parameters are no dict of names and values.")
+        found[f"{prefix}hyper_parameters"] = dict(values)
+        found[f"{prefix}hparams_name"] = name if isinstance(name, str) else None
+    return found
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) else None

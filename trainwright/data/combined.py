@@ -1,0 +1,382 @@
+"""Combined: several loaders at once, batch beside batch or one after the other.
+
+`CombinedLoader` is what a user makes and may iterate; `ShardedCombination` is one rank's share of it, as the loops run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Literal
+
+from torch import Tensor
+
+from trainwright.data.batch_stream import END
+from trainwright.data.collection import LoaderGroup, is_collection, is_flat, leaves, rebuilt
+from trainwright.data.loaders import ShardedLoader
+from trainwright.data.seeding import derive_seed
+from trainwright.data.share import Mode
+
+Combination = Literal["min_size", "max_size", "max_size_cycle", "sequential"]
+COMBINATIONS = ("min_size", "max_size", "max_size_cycle", "sequential")
+
+
+class CombinedLoader(LoaderGroup):
+    """Several iterables of batches as one; iterating yields (batch, batch_idx, dataloader_idx).
+
+    A batch has the structure of `iterables`, with a batch of each in its place; under "sequential" it is a batch of one of
+    them, and the two numbers count within it and over them.
+
+    Args:
+        iterables: a list, tuple or dict of DataLoaders or other iterables of batches, which may hold further ones. A list
+            or tuple within it that holds no DataLoader is one iterable of batches.
+        mode: "min_size" ends with the shortest; "max_size" ends with the longest, None standing for what is exhausted;
+            "max_size_cycle" begins the shorter ones anew; "sequential" goes through one after the other.
+
+    Raises:
+        TypeError: something in the collection is no iterable of batches.
+        ValueError: an unknown mode, or an empty collection.
+    """
+
+    def __init__(self, iterables: Any, mode: Combination = "min_size") -> None:
+        if mode not in COMBINATIONS:
+            raise ValueError(f"mode={mode!r} is unknown; choose from {', '.join(COMBINATIONS)}.")
+        self._iterables, self._mode = iterables, mode
+        self._is_collection = isinstance(iterables, (Mapping, list, tuple))
+        self._is_flat = self._is_collection and is_flat(iterables)
+        named = list(leaves(iterables)) if self._is_collection else [("", iterables)]
+        if not named:
+            raise ValueError(
+                f"an empty {type(iterables).__name__} was given; a collection of loaders needs one at least."
+            )
+        for name, leaf in named:
+            _check_leaf(name, leaf)
+        self._flattened = [leaf for _, leaf in named]
+        self.names = [name or None for name, _ in named] if isinstance(iterables, Mapping) else [None] * len(named)
+        """For each of `flattened`, the keys that lead to it, joined by "/"; None where the collection is no dict."""
+
+    @property
+    def iterables(self) -> Any:
+        """Return the collection as it was given."""
+        return self._iterables
+
+    @property
+    def flattened(self) -> list[Any]:
+        """Return the iterables in a flat list."""
+        return list(self._flattened)
+
+    @property
+    def mode(self) -> Combination:
+        """Return how they are combined."""
+        return self._mode
+
+    def rebuilt(self, batches: list[Any]) -> Any:
+        """Return the batches, one for each of `flattened`, in the structure of the collection."""
+        if not self._is_collection:
+            return batches[0]
+        return rebuilt(self._iterables, iter(batches), flat=self._is_flat)
+
+    def __len__(self) -> int:
+        """Return how many batches an iteration yields; TypeError where an iterable has no length."""
+        return combined_length([len(each) for each in self._flattened], self._mode)
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        if self._mode == "sequential":
+            for index, iterable in enumerate(self._flattened):
+                for number, batch in enumerate(iterable):
+                    yield batch, number, index
+            return
+        iterators = [iter(each) for each in self._flattened]
+        fresh = set(range(len(iterators)))
+        """The iterables that are in their first pass."""
+        number = 0
+        while True:
+            batches = [next(each, END) for each in iterators]
+            ended = [index for index, batch in enumerate(batches) if batch is END]
+            fresh.difference_update(ended)
+            if not fresh or (ended and self._mode == "min_size"):
+                return
+            for index in ended:
+                if self._mode == "max_size_cycle":
+                    iterators[index] = iter(self._flattened[index])
+                    batches[index] = _first(iterators[index])
+                else:
+                    batches[index] = None
+            yield self.rebuilt(batches), number, 0
+            number += 1
+
+
+class ShardedCombination:
+    """One rank's share of a CombinedLoader; iterating yields the combined batches, under "sequential" those of one loader.
+
+    The first loader has the order that it would have alone, each other one an order of its own, and each further pass of a
+    shorter loader again another; all of them are functions of (seed, epoch), and begin at any batch.
+
+    In an evaluation batch number i of every loader goes to the same rank, so that the ranks together have the combined
+    batches that one process would have. In training each loader's last round is re-split among the ranks by itself.
+
+    Args:
+        loader: the loaders and how they are combined.
+        rank, world_size: whose share.
+        mode: "train", "evaluate", "ghost" or "even" (see share.py).
+        options: `shard`, `in_order` and `pin_memory`, as of ShardedLoader.
+
+    Raises:
+        TypeError: a loader that several ranks cannot share, or (in "ghost" mode) whose length is not known.
+        ValueError: loaders that cannot be combined so, or cannot be shared out over this many ranks.
+    """
+
+    def __init__(self, loader: CombinedLoader, *, rank: int, world_size: int, mode: Mode, **options: bool) -> None:
+        self.loader = loader
+        self.rank, self.world_size, self.mode = rank, world_size, mode
+        self.combination = loader.mode
+        self.epoch = 0
+        self.start_batch = 0
+        self._options = options
+        self._has_ghosts = mode == "ghost" and world_size > 1
+        part_mode: Mode = "evaluate" if self._has_ghosts else mode
+        for name, leaf in zip(loader.names, loader.flattened, strict=True):
+            if isinstance(leaf, Iterator):
+                raise TypeError(
+                    f"the collection's {name or 'loader'} is a {type(leaf).__name__}, which can be read only once; pass a "
+                    "list, a DataLoader, or an object whose __iter__ begins anew."
+                )
+        self.parts = [
+            ShardedLoader(each, rank=rank, world_size=world_size, mode=part_mode, **options)
+            for each in loader.flattened
+        ]
+        """This rank's share of each loader, in the order of `loader.flattened`."""
+        self._seed = 0
+        self._sizes: list[list[int] | None] = []
+        """The `last_sizes` of the loaders that gave the batch at hand."""
+        self._refuse_what_cannot_be_combined()
+        if self.combination == "max_size_cycle":
+            for part in self.parts:
+                part.share.cycles = True
+
+    def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
+        """Choose the order of the next `iter`, a function of seed and epoch, and the batch that it starts with."""
+        self._seed, self.epoch, self.start_batch = seed, epoch, start_batch
+        self._sizes = []
+        end = self._combined([part.exact_length for part in self.parts])
+        for index, part in enumerate(self.parts):
+            start = start_batch
+            if self.combination == "sequential":
+                start = 0  # it is set anew when its turn comes
+            elif end is not None and (part.share.cycles or part.exact_length != end):
+                part.share.most = end  # so that no worker reads on
+            part.set_epoch(self._seed_of(index), epoch, start)
+
+    def _seed_of(self, index: int) -> int:
+        return self._seed if index == 0 else derive_seed(self._seed, index)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = self._one_after_another() if self.combination == "sequential" else self._side_by_side()
+        return self._with_ghost(batches) if self._has_ghosts else batches
+
+    def _one_after_another(self) -> Iterator[Any]:
+        left = self.start_batch
+        for index, part in enumerate(self.parts):
+            length = part.exact_length
+            if length is not None and left >= length:
+                left -= length
+                continue
+            start = left if length is not None else 0
+            part.set_epoch(self._seed_of(index), self.epoch, start)
+            batches = iter(part)
+            left -= start
+            # Without a certain length it shows only by reading how many batches stand before the start.
+            left -= sum(1 for _ in islice(batches, left))
+            for batch in batches:
+                self._note([part])
+                yield batch
+
+    def _side_by_side(self) -> Iterator[Any]:
+        iterators = [self._begun(part) for part in self.parts]
+        is_cycle = self.combination == "max_size_cycle"
+        place = self.start_batch
+        while True:
+            batches = []
+            for index, iterator in enumerate(iterators):
+                batch = next(iterator, END)
+                if batch is END:
+                    if self.combination == "min_size" or is_cycle:
+                        return
+                    iterators[index] = iter(())  # lets go of its workers
+                batches.append(batch)
+            there = [part for part, batch in zip(self.parts, batches, strict=True) if batch is not END]
+            if not there or (is_cycle and not any(_is_in_first_pass(part, place) for part in self.parts)):
+                return
+            if len(there) < len(batches):
+                batches = [None if batch is END else batch for batch in batches]
+            self._note(there)
+            yield self.loader.rebuilt(batches)
+            place += 1
+
+    def _begun(self, part: ShardedLoader) -> Iterator[Any]:
+        length = part.exact_length
+        is_over = length is not None and self.start_batch >= length and not part.share.cycles
+        return iter(()) if is_over else iter(part)
+
+    def _note(self, there: list[ShardedLoader]) -> None:
+        """Keep what the last round is weighed by, as long as it is that of the batch at hand."""
+        if self.world_size > 1:
+            self._sizes = [part.last_sizes for part in there]
+
+    def _with_ghost(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches, then the first one again where other ranks have one more."""
+        real, length = self.real_length, self.length
+        assert real is not None
+        assert length is not None
+        first = END
+        for batch in batches:
+            if first is END and real < length:
+                first = batch
+            yield batch
+        if real == length:
+            return
+        if first is END:
+            others = ShardedCombination(
+                self.loader, rank=0, world_size=self.world_size, mode="evaluate", **self._options
+            )
+            others.set_epoch(self._seed, self.epoch)
+            first = next(iter(others))
+        yield first
+
+    def _combined(self, lengths: list[int | None]) -> int | None:
+        known = [length for length in lengths if length is not None]
+        return combined_length(known, self.combination) if len(known) == len(lengths) else None
+
+    @property
+    def length(self) -> int | None:
+        """Return how many batches this rank has in a whole epoch; None where a loader has no length."""
+        if self._has_ghosts:
+            return self._combined([part.share.rounds(part.share.source_length or 0, rank=0) for part in self.parts])
+        return self._combined([part.length for part in self.parts])
+
+    @property
+    def exact_length(self) -> int | None:
+        """Return the length where it is certain."""
+        return self.length if all(part.exact_length is not None for part in self.parts) else None
+
+    @property
+    def real_length(self) -> int | None:
+        """Return how many of this rank's batches count in an evaluation; None where all that come do."""
+        return self._combined([part.length for part in self.parts]) if self._has_ghosts else None
+
+    def __len__(self) -> int:
+        length = self.length
+        if length is None:
+            raise TypeError("a loader of this collection has no length, so the collection has none.")
+        return length
+
+    @property
+    def last_sizes(self) -> list[int] | None:
+        """Return, per rank, how many samples of the last round are no repeats; None where all are, or loaders differ."""
+        sizes = self._sizes[0] if self._sizes else None
+        return sizes if all(each == sizes for each in self._sizes) else None
+
+    @property
+    def last_weight(self) -> float:
+        """Return the factor by which this rank's part in the last round differs from an equal one, if all loaders agree."""
+        weights = {_weight(sizes, self.rank) for sizes in self._sizes}
+        return weights.pop() if len(weights) == 1 else 1.0
+
+    @property
+    def may_read_ahead(self) -> bool:
+        """Return whether a batch may be read before the one before it is done, with the same numbers drawn in both."""
+        return all(part.may_read_ahead for part in self.parts)
+
+    @property
+    def ends_alike(self) -> bool:
+        """Return whether every rank sees the end at the same batch, or can know it beforehand from the lengths."""
+        return self.exact_length is not None or all(part.ends_alike for part in self.parts)
+
+    def _refuse_what_cannot_be_combined(self) -> None:
+        lengths = [part.share.source_length if part.exact_length is not None else None for part in self.parts]
+        if self._has_ghosts and (None in lengths or self.combination == "sequential"):
+            raise TypeError(
+                "this strategy needs every rank in each forward, so loaders that are evaluated together must have lengths; "
+                "pass DataLoaders over map-style datasets, or the loaders in a list or dict of their own."
+            )
+        if self.combination == "max_size_cycle" and 0 in lengths and any(lengths):
+            raise ValueError(
+                "a loader of this collection has no batch, so max_size_cycle cannot go through it again; give it data, leave "
+                "it out, or choose mode='max_size'."
+            )
+
+
+def shard(
+    loader: Any,
+    *,
+    rank: int,
+    world_size: int,
+    mode: Mode,
+    default_combination: Combination = "max_size_cycle",
+    **options: bool,
+) -> ShardedLoader | ShardedCombination:
+    """Return this rank's share of a loader, or of a list, tuple or dict of loaders, combined by default as told.
+
+    A list or tuple that holds no DataLoader is one loader, a list of batches. The options are those of ShardedLoader.
+    """
+    if not isinstance(loader, CombinedLoader):
+        if not is_collection(loader):
+            return ShardedLoader(loader, rank=rank, world_size=world_size, mode=mode, **options)
+        loader = CombinedLoader(loader, default_combination)
+    return ShardedCombination(loader, rank=rank, world_size=world_size, mode=mode, **options)
+
+
+def evaluation_loaders(
+    loader: Any, *, rank: int, world_size: int, mode: Mode, **options: bool
+) -> list[tuple[str | None, ShardedLoader | ShardedCombination]]:
+    """Return this rank's share of each loader that is evaluated by itself, with its name (the key in a dict).
+
+    A CombinedLoader of another mode than "sequential" is one loader, of combined batches.
+    """
+
+    def share_of(each: Any) -> ShardedLoader:
+        return ShardedLoader(each, rank=rank, world_size=world_size, mode=mode, **options)
+
+    if is_collection(loader):
+        loader = CombinedLoader(loader, "sequential")
+    if not isinstance(loader, CombinedLoader):
+        return [(None, share_of(loader))]
+    if loader.mode == "sequential":
+        return [(name, share_of(each)) for name, each in zip(loader.names, loader.flattened, strict=True)]
+    return [(None, ShardedCombination(loader, rank=rank, world_size=world_size, mode=mode, **options))]
+
+
+def combined_length(lengths: list[int], mode: Combination) -> int:
+    """Return how many batches loaders of these lengths give together."""
+    if mode == "sequential":
+        return sum(lengths)
+    return min(lengths) if mode == "min_size" else max(lengths)
+
+
+def _check_leaf(name: str, leaf: Any) -> None:
+    """Refuse what is no iterable of batches (TypeError)."""
+    place = f"the collection's {name!r}" if name else "iterables"
+    if isinstance(leaf, CombinedLoader):
+        raise TypeError(f"{place} is a CombinedLoader, which cannot be combined again; pass its loaders themselves.")
+    if isinstance(leaf, (str, bytes, Tensor)) or not isinstance(leaf, Iterable):
+        raise TypeError(
+            f"{place} is a {type(leaf).__name__}; accepted are DataLoaders and other iterables of batches, in lists, tuples "
+            "and dicts."
+        )
+
+
+def _first(batches: Iterator[Any]) -> Any:
+    for batch in batches:
+        return batch
+    raise RuntimeError(
+        "an iterable gave no batch when it was begun again; pass one whose __iter__ begins anew, with data."
+    )
+
+
+def _is_in_first_pass(part: ShardedLoader, place: int) -> bool:
+    first_pass = part.share.first_pass
+    return first_pass is None or place < first_pass
+
+
+def _weight(sizes: list[int] | None, rank: int) -> float:
+    return 1.0 if sizes is None else sizes[rank] * len(sizes) / sum(sizes)

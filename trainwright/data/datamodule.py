@@ -1,0 +1,219 @@
+"""DataModule: what a user subclasses to keep all of a task's data in one place, from the download to the loaders."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from trainwright.checkpoint.exchange import read_weights
+from trainwright.data.collection import leaves
+from trainwright.data.combined import CombinedLoader
+from trainwright.data.transfer import to_device
+from trainwright.hyperparameters import HyperParameters, build, read_hyper_parameters
+
+if TYPE_CHECKING:
+    from trainwright.trainer.trainer import Trainer
+
+Datasets = Dataset[Any] | Sequence[Dataset[Any]] | Mapping[str, Dataset[Any]]
+Self = TypeVar("Self", bound="DataModule")
+STAGES = ("train", "val", "test", "predict")
+
+
+class DataModule(HyperParameters):
+    """The data of a task: subclass it and define the loaders' methods that are needed.
+
+    The Trainer calls `prepare_data` and `setup` before it asks for loaders, and `teardown` when the run is over.
+    """
+
+    trainer: Trainer | None = None
+    """The trainer whose run this is; None outside of one."""
+    prepare_data_per_node: bool = True
+    """Whether `prepare_data` is called once a machine; False: once a job."""
+    allow_zero_length_dataloader_with_multiple_devices: bool = False
+    """Whether a rank may be left without a batch."""
+
+    def prepare_data(self) -> None:
+        """Download and convert. Called in one process, while the others wait; set no attributes here."""
+
+    def setup(self, stage: str) -> None:
+        """Build the datasets of a stage ("fit", "validate", "test" or "predict"). Called on every rank."""
+
+    def teardown(self, stage: str) -> None:
+        """Clean up after a stage. Called on every rank."""
+
+    def train_dataloader(self) -> Any:
+        """Return what fit trains on: a DataLoader, an iterable of batches, or a list, tuple or dict of them."""
+        raise NotImplementedError(self._missing("train_dataloader"))
+
+    def val_dataloader(self) -> Any:
+        """Return what fit and validate evaluate on: one loader, or a list, tuple or dict of them."""
+        raise NotImplementedError(self._missing("val_dataloader"))
+
+    def test_dataloader(self) -> Any:
+        """Return what test evaluates on: one loader, or a list, tuple or dict of them."""
+        raise NotImplementedError(self._missing("test_dataloader"))
+
+    def predict_dataloader(self) -> Any:
+        """Return what predict goes through: one loader, or a list, tuple or dict of them."""
+        raise NotImplementedError(self._missing("predict_dataloader"))
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch that is to be moved to the device. Called before `transfer_batch_to_device`; on every rank."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Return the batch on the device. Called on every rank."""
+        return to_device(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch that the step gets. Called after `transfer_batch_to_device`; on every rank."""
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint is to hold of this: plain data and tensors. Called at each save; on every rank."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what `state_dict` returned. Called when a run is resumed, before its first batch; on every rank."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Called when an exception, a keyboard interrupt too, has ended the run; on the rank that it happened on."""
+
+    @property
+    def state_key(self) -> str:
+        """Return the name that the state has in a checkpoint."""
+        return type(self).__qualname__
+
+    @classmethod
+    def from_datasets(
+        cls: type[Self],
+        train_dataset: Datasets | None = None,
+        val_dataset: Datasets | None = None,
+        test_dataset: Datasets | None = None,
+        predict_dataset: Datasets | None = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **datamodule_kwargs: Any,
+    ) -> Self:
+        """Return a DataModule around datasets: each may be one, a sequence or a dict, and so are the loaders then.
+
+        Args:
+            train_dataset: shuffled, unless it is an IterableDataset.
+            val_dataset, test_dataset, predict_dataset: kept in order.
+            batch_size, num_workers: of every loader; handed to the class's constructor too, where that takes them.
+            datamodule_kwargs: go to the class's constructor.
+        """
+        parameters = inspect.signature(cls).parameters
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        sizes = {"batch_size": batch_size, "num_workers": num_workers}
+        taken = {name: value for name, value in sizes.items() if takes_all or name in parameters}
+        datamodule = cls(**{**taken, **datamodule_kwargs})
+        datasets = dict(zip(STAGES, (train_dataset, val_dataset, test_dataset, predict_dataset), strict=True))
+        for stage, dataset in datasets.items():
+            if dataset is not None:
+                _check_datasets(dataset, f"{stage}_dataset")
+                make = partial(_make_loaders, dataset, shuffle=stage == "train", **sizes)
+                setattr(datamodule, f"{stage}_dataloader", make)
+        return datamodule
+
+    @classmethod
+    def load_from_checkpoint(
+        cls: type[Self],
+        checkpoint_path: str | os.PathLike[str],
+        map_location: Any = None,
+        hparams_file: str | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Make a DataModule with the hyper-parameters that a run's checkpoint holds of it.
+
+        Args:
+            checkpoint_path: a checkpoint of a Trainer, or a Lightning `.ckpt` file.
+            map_location: accepted and not needed: hyper-parameters are plain data.
+            hparams_file: a JSON or YAML file with hyper-parameters, in place of those in the checkpoint.
+            weights_only: accepted and not needed: nothing but plain data and tensors is ever read.
+            kwargs: arguments of the constructor, which win over what was saved.
+
+        Raises:
+            CheckpointError: no checkpoint, a damaged one, or one that holds more than plain data and tensors.
+            TypeError: the constructor needs an argument that was not saved.
+        """
+        if hparams_file is not None:
+            return build(cls, read_hyper_parameters(hparams_file), kwargs)
+        weights = read_weights(checkpoint_path)
+        return build(cls, weights.datamodule_hyper_parameters, kwargs, weights.datamodule_hparams_name)
+
+    def __str__(self) -> str:
+        """Return what loaders there are; one that cannot be made yet says why."""
+        lines = [f"{type(self).__name__}:"]
+        for stage in STAGES:
+            name = f"{stage}_dataloader"
+            is_own = name in vars(self) or getattr(type(self), name) is not getattr(DataModule, name)
+            lines.append(f"  {stage:8}{_described(getattr(self, name)) if is_own else 'none'}")
+        return "\n".join(lines)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes for a copy, which belongs to no trainer."""
+        return {name: value for name, value in vars(self).items() if name != "trainer"}
+
+    def _missing(self, name: str) -> str:
+        return f"{type(self).__name__} defines no {name}; define it, or pass the loaders to the Trainer."
+
+
+def _make_loaders(datasets: Datasets, *, shuffle: bool, batch_size: int, num_workers: int) -> Any:
+    """Return a loader for each dataset, in the structure that they came in."""
+    if isinstance(datasets, Mapping):
+        return {name: _make_loader(each, shuffle, batch_size, num_workers) for name, each in datasets.items()}
+    if isinstance(datasets, Sequence):
+        return [_make_loader(each, shuffle, batch_size, num_workers) for each in datasets]
+    return _make_loader(datasets, shuffle, batch_size, num_workers)
+
+
+def _make_loader(dataset: Dataset[Any], shuffle: bool, batch_size: int, num_workers: int) -> DataLoader[Any]:
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        shuffle=shuffle and not isinstance(dataset, IterableDataset),
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+    )
+
+
+def _check_datasets(datasets: Any, argument: str) -> None:
+    """Refuse what a DataLoader cannot be made of (TypeError)."""
+    several = isinstance(datasets, (Mapping, list, tuple))
+    each_one = datasets.values() if isinstance(datasets, Mapping) else datasets if several else [datasets]
+    for each in each_one:
+        is_dataset = isinstance(each, Dataset) or hasattr(each, "__getitem__") or isinstance(each, Iterable)
+        if not is_dataset or isinstance(each, (str, DataLoader)):
+            raise TypeError(
+                f"{argument} has a {type(each).__name__}; accepted are datasets (a torch Dataset, or anything with "
+                "__getitem__ and __len__), alone, in a list or in a dict."
+            )
+
+
+def _described(make: Any) -> str:
+    try:
+        loaders = make()
+        if isinstance(loaders, CombinedLoader):
+            loaders = loaders.iterables
+        named = list(leaves(loaders)) if isinstance(loaders, (Mapping, list, tuple)) else [("", loaders)]
+    except Exception as error:  # the user's code; most often setup() has not been called
+        return f"not ready ({type(error).__name__}: {error})"
+    return ", ".join(f"{name}: {_size(loader)}" if name else _size(loader) for name, loader in named) or "none"
+
+
+def _size(loader: Any) -> str:
+    try:
+        batches = f"{len(loader)} batches"
+    except (TypeError, NotImplementedError):
+        batches = "unknown length"
+    if not isinstance(loader, DataLoader):
+        return f"{batches} ({type(loader).__name__})"
+    return f"{batches} ({type(loader.dataset).__name__})"

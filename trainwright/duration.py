@@ -1,0 +1,53 @@
+"""Lengths of time, as settings give them."""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import timedelta
+
+UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
+_CLOCK = re.compile(r"(\d{2,}):(\d{2,}):(\d{2,}):(\d{2,})", re.ASCII)
+
+
+def to_seconds(value: str | timedelta | dict[str, float], *, name: str = "duration") -> float:
+    """Return a length of time in seconds; `name` is the setting's, for the error."""
+    accepted = (
+        "'DD:HH:MM:SS' (days, hours, minutes, seconds), a timedelta, or a dict of timedelta's keyword arguments "
+        "is accepted"
+    )
+    example = f"Give for example {name}='00:12:00:00', timedelta(hours=12) or {{'hours': 12}}."
+    given = f"{name}={value!r}"
+    try:
+        if isinstance(value, str):
+            length = _read_clock(value)
+        elif isinstance(value, timedelta):
+            length = value
+        elif isinstance(value, dict):
+            length = _from_units(value)
+        else:
+            raise TypeError(f"{given} is a {type(value).__name__}; {accepted}. {example}")
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{given} {error}; {accepted}. {example}") from None
+    seconds = length.total_seconds()
+    if seconds <= 0:
+        raise ValueError(f"{given} is not longer than nothing; {accepted}. {example}")
+    return seconds
+
+
+def _read_clock(text: str) -> timedelta:
+    found = _CLOCK.fullmatch(text.strip())
+    if found is None:
+        raise ValueError("is malformed")
+    days, hours, minutes, seconds = (int(number) for number in found.groups())
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+
+
+def _from_units(units: dict[str, float]) -> timedelta:
+    unknown = [unit for unit in units if unit not in UNITS]
+    if unknown:
+        raise ValueError(f"has the unknown unit {unknown[0]!r}; the units are {', '.join(UNITS)}")
+    for unit, amount in units.items():
+        if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not math.isfinite(amount):
+            raise ValueError(f"has {amount!r} for {unit!r}, which is no finite number")
+    return timedelta(**units)

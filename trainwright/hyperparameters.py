@@ -1,0 +1,332 @@
+"""Hyper-parameters: what a Module or a DataModule was constructed with, kept so that it can be constructed again.
+
+`HyperParameters` is the mixin that collects them; `plain_hyper_parameters` says which of them may be stored and logged;
+`build` constructs an instance from stored ones. Reading and writing checkpoints is left to the callers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+import fsspec
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+T = TypeVar("T")
+AS_ARGUMENTS = "kwargs"
+"""The `_hparams_name` of hyper-parameters that are the constructor's arguments, and not the content of one of them."""
+
+
+class AttributeDict(dict[str, Any]):
+    """A dict whose items are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"there is no hyper-parameter {name!r}; there are: {_listed(self)}.") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        if name not in self:
+            raise AttributeError(f"there is no hyper-parameter {name!r}; there are: {_listed(self)}.")
+        del self[name]
+
+
+class HyperParameters:
+    """Mixin: `save_hyperparameters()` in `__init__` keeps its arguments in `hparams`, in checkpoints and in the loggers."""
+
+    _hparams: AttributeDict | None = None
+    _hparams_initial: AttributeDict | None = None
+    _hparams_name: str | None = None
+    """Which argument the hyper-parameters are the content of; `AS_ARGUMENTS` where they are the arguments themselves."""
+    _log_hyperparams: bool = False
+
+    def save_hyperparameters(
+        self,
+        *args: Any,
+        ignore: str | Sequence[str] | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Keep the arguments of `__init__`, those of the subclasses' `__init__` included, as `hparams`.
+
+        What is no plain data (a network, a dataset, a function) is in `hparams` too, but not in checkpoints and loggers.
+        The values are those that the arguments have at the moment of the call; what came as `*args` is left out.
+
+        Args:
+            args: names of the arguments to keep, all of them by default; or one dict, Namespace or dataclass instance
+                whose content becomes the hyper-parameters.
+            ignore: names to leave out; those that a base class kept are removed.
+            frame: where to look for the constructor's arguments, by default the caller and who called it.
+            logger: whether the loggers get them.
+
+        Raises:
+            ValueError: a name that is no argument of the constructor.
+            TypeError: values that are neither names nor one collection of hyper-parameters.
+            RuntimeError: called outside of the constructor without saying what to keep.
+        """
+        if frame is None:
+            current = inspect.currentframe()
+            frame = current.f_back if current is not None else None
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
+        arguments = _constructor_arguments(self, frame)
+        name: str | None = AS_ARGUMENTS
+        if args and not all(isinstance(each, str) for each in args):
+            if len(args) > 1:
+                raise TypeError(
+                    f"save_hyperparameters got {len(args)} values that are not all names; accepted are names of the "
+                    'arguments ("lr", "width"), or one dict, Namespace or dataclass instance. Give names, not values.'
+                )
+            given: dict[str, Any] = _from_collection(args[0])
+            name = next((key for key, value in (arguments or {}).items() if value is args[0]), None)
+        else:
+            given = _chosen(self, arguments, args)
+        hparams = self.hparams
+        hparams.update(given)
+        for key in ignored:
+            hparams.pop(key, None)
+        self._hparams_name = name
+        self._log_hyperparams = logger
+        self._hparams_initial = AttributeDict(_copied(dict(hparams)))
+
+    @property
+    def hparams(self) -> AttributeDict:
+        """Return the hyper-parameters, by attribute (`self.hparams.lr`) and by key; they may be changed."""
+        if self._hparams is None:
+            self._hparams = AttributeDict()
+        return self._hparams
+
+    @hparams.setter
+    def hparams(self, values: Mapping[str, Any] | argparse.Namespace) -> None:
+        self._hparams = _from_collection(values)
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """Return a copy of the hyper-parameters as they were when they were saved."""
+        copied: AttributeDict = _copied(self._hparams_initial or AttributeDict())
+        return copied
+
+
+def plain_hyper_parameters(owner: HyperParameters, is_plain: Callable[[Any], bool]) -> tuple[dict[str, Any], list[str]]:
+    """Return the hyper-parameters that may be stored, and the names of the others.
+
+    Args:
+        owner: the module or datamodule.
+        is_plain: whether a value may be stored.
+    """
+    return _divided(owner.hparams, is_plain)
+
+
+def logged_hyper_parameters(
+    owners: Iterable[HyperParameters | None], is_plain: Callable[[Any], bool]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return what the loggers get: the initial hyper-parameters of all owners that log theirs, and the names left out.
+
+    Raises:
+        ValueError: two owners have one name for different values.
+    """
+    merged: dict[str, Any] = {}
+    left_out: list[str] = []
+    for owner in owners:
+        if owner is None or not owner._log_hyperparams:
+            continue
+        plain, others = _divided(owner.hparams_initial, is_plain)
+        different = sorted(key for key in merged.keys() & plain.keys() if not _is_same(merged[key], plain[key]))
+        if different:
+            raise ValueError(
+                f"the module and the datamodule both log hyper-parameters named {', '.join(different)}, with different "
+                "values; rename one of them, or call save_hyperparameters(logger=False) in one of the two."
+            )
+        merged.update(plain)
+        left_out += [name for name in others if name not in left_out]
+    return merged, left_out
+
+
+def build(
+    cls: type[T],
+    hyper_parameters: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    hparams_name: str | None = AS_ARGUMENTS,
+) -> T:
+    """Construct an instance from stored hyper-parameters.
+
+    The constructor gets those that it takes (all of them where it takes `**kwargs`), and the overrides before them.
+
+    Args:
+        cls: the class.
+        hyper_parameters: what was stored.
+        overrides: what the caller gave; where the hyper-parameters are the content of one argument, they may name its
+            items too.
+        hparams_name: the `_hparams_name` that was stored with them.
+
+    Raises:
+        TypeError: an argument is missing, or an override is none of the constructor's.
+    """
+    parameters = list(inspect.signature(cls).parameters.values())
+    named = {each.name: each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    stored, overrides = dict(hyper_parameters), dict(overrides)
+    if hparams_name in named and hparams_name != AS_ARGUMENTS and hparams_name not in stored:
+        for key in [key for key in overrides if key in stored and key not in named]:
+            stored[key] = overrides.pop(key)
+        stored = {hparams_name: _with_attributes(stored)}
+    unknown = [] if takes_all else [key for key in overrides if key not in named]
+    if unknown:
+        raise TypeError(
+            f"{cls.__name__} takes no argument {', '.join(unknown)}; it takes {_listed(named)}. Leave out the others."
+        )
+    values = {key: value for key, value in stored.items() if takes_all or key in named} | overrides
+    missing = [each.name for each in named.values() if each.default is each.empty and each.name not in values]
+    if missing:
+        example = ", ".join(f"{name}=..." for name in missing)
+        raise TypeError(
+            f"{cls.__name__} cannot be constructed: its argument {', '.join(missing)} is not among the hyper-parameters "
+            f"that were stored ({_listed(hyper_parameters)}). Pass it: {cls.__name__}.load_from_checkpoint(path, "
+            f"{example}); what save_hyperparameters() keeps in __init__ is stored if it is plain data."
+        )
+    positional = [
+        values.pop(name) for name, each in named.items() if each.kind is each.POSITIONAL_ONLY and name in values
+    ]
+    return cls(*positional, **values)
+
+
+def read_hyper_parameters(path: str) -> dict[str, Any]:
+    """Return the hyper-parameters of a .json or .yaml file, a path or an fsspec URL (`hparams_file=`)."""
+    kind = str(path).rpartition(".")[2].lower()
+    if kind not in ("json", "yaml", "yml"):
+        raise ValueError(f"hparams_file={str(path)!r} is of an unknown kind; accepted are .json, .yaml and .yml files.")
+    with fsspec.open(str(path), "r", encoding="utf-8") as file:
+        text = file.read()
+    if kind == "json":
+        loads: Callable[[str], Any] = json.loads
+    else:
+        try:
+            loads = importlib.import_module("yaml").safe_load
+        except ImportError as error:
+            raise ImportError(f"reading {path} needs PyYAML: pip install pyyaml, or give a .json file.") from error
+    try:
+        values = loads(text)
+    except Exception as error:  # each parser has errors of its own
+        raise ValueError(f"hparams_file={str(path)!r} cannot be read as {kind}: {error}") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ValueError(f"hparams_file={str(path)!r} holds a {type(values).__name__}; it must hold names and values.")
+    return values
+
+
+def _constructor_arguments(owner: object, frame: FrameType | None) -> dict[str, Any] | None:
+    """Return the arguments of every `__init__` of the owner that runs, a subclass's last; None where none runs."""
+    found: list[dict[str, Any]] = []
+    while frame is not None:
+        code = frame.f_code
+        # A wrapper around the constructor has another name; the constructor itself is found below or above it.
+        if code.co_name == "__init__" and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is owner:
+            found.append(_frame_arguments(owner, code, frame.f_locals))
+        frame = frame.f_back
+    return {key: value for each in found for key, value in each.items()} if found else None
+
+
+def _frame_arguments(owner: object, code: CodeType, values: Mapping[str, Any]) -> dict[str, Any]:
+    count = code.co_argcount + code.co_kwonlyargcount
+    collected = {name: values[name] for name in code.co_varnames[1:count] if name in values}
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        keywords = code.co_varnames[count + bool(code.co_flags & inspect.CO_VARARGS)]
+        collected.update(values.get(keywords, {}))
+    if dataclasses.is_dataclass(owner):  # a field's default may be made after the call
+        fields = {field.name for field in dataclasses.fields(owner)}
+        collected = {key: getattr(owner, key, value) if key in fields else value for key, value in collected.items()}
+    return collected
+
+
+def _chosen(owner: object, arguments: dict[str, Any] | None, names: Sequence[str]) -> dict[str, Any]:
+    kind = type(owner).__name__
+    if arguments is None:
+        raise RuntimeError(
+            f"save_hyperparameters() was called outside of {kind}.__init__; call it there, or give it a dict of the "
+            "hyper-parameters."
+        )
+    unknown = [name for name in names if name not in arguments]
+    if unknown:
+        raise ValueError(
+            f"save_hyperparameters got {', '.join(map(repr, unknown))}, which {kind}.__init__ does not take; "
+            f"its arguments are {_listed(arguments)}."
+        )
+    return {name: arguments[name] for name in names} if names else arguments
+
+
+def _from_collection(value: Any) -> AttributeDict:
+    """Return the items of a dict, Namespace, dataclass instance or other Mapping (OmegaConf's, say)."""
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"hyper-parameters were given as {value!r:.80}, a {type(value).__name__}; accepted are names of arguments, "
+            "or one dict, Namespace or dataclass instance."
+        )
+    wrong = [key for key in value if not isinstance(key, str)]
+    if wrong:
+        raise TypeError(f"hyper-parameters are named by str; {wrong[0]!r:.80} is a {type(wrong[0]).__name__}.")
+    opened: AttributeDict = AttributeDict(value) if isinstance(value, dict) else _opened(value)
+    return opened
+
+
+def _opened(value: Any) -> Any:
+    """Return the content of a configuration object: its Mappings as AttributeDict, its Sequences as list."""
+    if isinstance(value, Mapping):
+        return AttributeDict({key: _opened(item) for key, item in value.items()})
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, list, tuple)):
+        return [_opened(item) for item in value]
+    return value
+
+
+def _with_attributes(value: Any) -> Any:
+    return AttributeDict({key: _with_attributes(item) for key, item in value.items()}) if type(value) is dict else value
+
+
+def _without_attributes(value: Any) -> Any:
+    if type(value) in (dict, AttributeDict):
+        return {key: _without_attributes(item) for key, item in value.items()}
+    return value
+
+
+def _divided(values: Mapping[str, Any], is_plain: Callable[[Any], bool]) -> tuple[dict[str, Any], list[str]]:
+    plain = {key: _without_attributes(value) for key, value in values.items()}
+    left_out = [key for key, value in plain.items() if not is_plain(value)]
+    return {key: value for key, value in plain.items() if key not in left_out}, left_out
+
+
+def _copied(value: Any) -> Any:
+    """Return a deep copy; what is large (a network, a dataset) or cannot be copied is the same object in it."""
+    if isinstance(value, (nn.Module, Dataset, DataLoader)):
+        return value
+    try:
+        if type(value) in (dict, AttributeDict):
+            return type(value)({key: _copied(item) for key, item in value.items()})
+        if type(value) in (list, tuple):
+            return type(value)([_copied(item) for item in value])
+        return copy.deepcopy(value)
+    except Exception:  # whatever a foreign __deepcopy__ or __reduce__ raises; one that contains itself, too
+        return value
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    try:
+        return left is right or (type(left) is type(right) and bool(left == right))
+    except (RuntimeError, ValueError):  # tensors and arrays of several elements have no truth
+        return False
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"

@@ -1,0 +1,248 @@
+"""Loggers that keep a run's files in a folder of its own: how the folder is claimed, shared, and what lies in it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from trainwright.loggers.background import BackgroundWriter
+from trainwright.loggers.base import Logger, to_dict, to_numbers
+
+HPARAMS_NAME = "hparams.json"
+LONGEST_WAIT_SECONDS = 10.0
+"""A row does not wait longer than this for the next to be written with it."""
+Row = dict[str, Any]
+
+
+class FolderLogger(Logger):
+    """Base of the loggers that write into `<save_dir>/<name>/version_<n>`.
+
+    Rows wait in memory until there are some, and a thread writes them; `flush` waits for it. A subclass says how rows are
+    written (`_write_rows`), and which kind of file it is (`kind`): loggers of different kinds may share a folder.
+
+    Args:
+        save_dir: a path or an fsspec URL.
+        name: the folder of all runs; none where it is empty or None.
+        version: the run's own folder, a number or a name; by default the next number that is free.
+        prefix: stands before the name of every metric, with a dash.
+        rows_at_once: write when so many rows wait.
+    """
+
+    kind = ""
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None,
+        version: int | str | None,
+        prefix: str,
+        rows_at_once: int,
+    ) -> None:
+        own = type(self).__name__
+        if not isinstance(save_dir, (str, os.PathLike)):
+            raise TypeError(
+                f"{own}(save_dir={save_dir!r}) is a {type(save_dir).__name__}; accepted is a path or a URL."
+            )
+        if version is not None and (isinstance(version, bool) or not isinstance(version, (int, str))):
+            raise TypeError(f"{own}(version={version!r}) is a {type(version).__name__}; accepted are int, str or None.")
+        self.save_dir: str = os.path.expanduser(save_dir) or "."
+        self.name: str = name or ""
+        self.version = version
+        self.prefix = prefix
+        self._rows_at_once = rows_at_once
+        self._folder: str | None = None
+        self._rows: list[Row] = []
+        self._hparams: dict[str, Any] = {}
+        self._hparams_text = ""
+        self._writes_hparams = True
+        self._is_writer = True
+        self._step = 0
+        self._written_at = 0.0
+        self._writer = BackgroundWriter()
+
+    @property
+    def root_dir(self) -> str:
+        """Return the folder of all runs, with the name."""
+        root = self.save_dir if self.save_dir.endswith("/") else f"{self.save_dir}/"
+        return f"{root}{self.name}".rstrip("/") if self.name else root.removesuffix("/")
+
+    @property
+    def log_dir(self) -> str | None:  # type: ignore[override]
+        """Return the folder of this run; None before the run has begun."""
+        return self._folder
+
+    def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
+        self._start(agreed, is_writer, None)
+
+    def _start(self, agreed: Callable[[str], str], is_writer: bool, shared: str | None) -> None:
+        self._is_writer = is_writer
+        if self._folder is not None:
+            return  # the next run of a trainer goes on in its folder
+        self._writes_hparams = shared is None  # else the one whose folder it is does
+        chosen = shared or agreed(claim_folder(self.root_dir, self.version) if is_writer else "")
+        self._folder = chosen
+        if self.version is None:
+            folder = chosen[len(self.root_dir) + 1 :]
+            number = re.fullmatch(r"version_(\d+)", folder)
+            self.version = int(number[1]) if number else folder
+        self._written_at = time.monotonic()
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add a row; it is written soon, or by the next `flush`."""
+        if not self._is_writer:
+            return
+        self._step = step = self._step if step is None else step
+        if len(self._rows) >= self._rows_at_once or time.monotonic() - self._written_at > LONGEST_WAIT_SECONDS:
+            self._submit_rows()
+        self._add_row({"step": step, **to_numbers(metrics, self.prefix)})
+
+    def _add_row(self, row: Row) -> None:
+        self._rows.append(row)
+
+    def log_hyperparams(self, params: Mapping[str, Any] | argparse.Namespace) -> None:
+        """Write the hyper-parameters to `hparams.json`; those of an earlier call stay beside them."""
+        if not self._is_writer:
+            return
+        self._hparams.update(to_dict(params))
+        self._submit_hparams()
+
+    def flush(self) -> None:
+        """Write what waits, and return when it is written.
+
+        Raises:
+            OSError: it could not be written; the message names the folder.
+        """
+        if self._folder is None or not self._is_writer:
+            return
+        self._submit_hparams()
+        self._submit_rows()
+        self._submit_flush()
+        try:
+            self._writer.wait()
+        except Exception as error:  # also what a writer of another library raises
+            raise OSError(
+                f"{type(self).__name__} could not write to {self.log_dir}: {type(error).__name__}: {error}. Free space "
+                "there, or give the logger another save_dir."
+            ) from error
+
+    def _submit_rows(self) -> None:
+        if self._rows and self._folder is not None:
+            rows, self._rows = self._rows, []
+            self._written_at = time.monotonic()
+            self._writer.submit(lambda: self._write_rows(rows))
+
+    def _submit_hparams(self) -> None:
+        if not self._hparams or self._folder is None:
+            return
+        text = json.dumps(_jsonable(self._hparams), indent=2) + "\n"
+        if text != self._hparams_text:
+            self._hparams_text, path = text, f"{self.log_dir}/{HPARAMS_NAME}"
+            if self._writes_hparams:
+                self._writer.submit(lambda: write_file(path, text.encode()))
+            self._on_hparams(dict(self._hparams))
+
+    def _submit_flush(self) -> None:
+        pass
+
+    def _on_hparams(self, params: dict[str, Any]) -> None:
+        pass
+
+    def _write_rows(self, rows: list[Row]) -> None:
+        """Write rows; called in the writer's thread."""
+        raise NotImplementedError
+
+
+def start_loggers(loggers: Sequence[Logger], agreed: Callable[[str], str], *, is_writer: bool) -> None:
+    """Start the loggers of one trainer; loggers of different kinds with one save_dir and name share a folder.
+
+    Collective: call on every rank.
+
+    Raises:
+        ValueError: two loggers of one kind would write into the same folder.
+    """
+    started: list[FolderLogger] = []
+    for logger in loggers:
+        if not isinstance(logger, FolderLogger):
+            logger.start(agreed, is_writer=is_writer)
+            continue
+        taken = {each._folder for each in started if each.kind == logger.kind}
+        beside = [each._folder for each in started if each.root_dir == logger.root_dir and each._folder not in taken]
+        logger._start(agreed, is_writer, beside[0] if beside and logger.version is None else None)
+        if logger._folder in taken:
+            raise ValueError(
+                f"logger= holds two {type(logger).__name__} that write to {logger._folder}; leave out one of them, or give "
+                "them names or versions that differ."
+            )
+        started.append(logger)
+
+
+def claim_folder(root: str, version: int | str | None) -> str:
+    """Make the folder of a run and return its path; without a version the next number that nobody else has."""
+    filesystem, inside = fsspec.core.url_to_fs(root)
+    filesystem.makedirs(inside, exist_ok=True)
+    if version is not None:
+        folder = f"version_{version}" if isinstance(version, int) else version
+        filesystem.makedirs(f"{inside}/{folder}", exist_ok=True)
+        return f"{root}/{folder}"
+    filesystem.invalidate_cache()
+    names = [name.rstrip("/").rpartition("/")[2] for name in filesystem.ls(inside, detail=False)]
+    number = 1 + max((int(match[1]) for name in names if (match := re.fullmatch(r"version_(\d+)", name))), default=-1)
+    while True:
+        path = f"{inside}/version_{number}"
+        try:
+            filesystem.mkdir(path, create_parents=False)  # of two processes that try, one succeeds
+        except FileExistsError:
+            number += 1
+            continue
+        if not filesystem.exists(path):  # an object store has no empty folders: a first file makes it one
+            filesystem.pipe_file(f"{path}/{HPARAMS_NAME}", b"{}\n")
+        return f"{root}/version_{number}"
+
+
+def is_local(path: str) -> bool:
+    """Return whether a path or URL lies in the local file system."""
+    return isinstance(fsspec.core.url_to_fs(path)[0], LocalFileSystem)
+
+
+def write_file(path: str, data: bytes) -> None:
+    """Write a file whole: a reader sees the earlier one or this one, and on a local disk so does a crash."""
+    filesystem, inside = fsspec.core.url_to_fs(path)
+    if not isinstance(filesystem, LocalFileSystem):
+        filesystem.pipe_file(inside, data)
+        return
+    temporary = f"{inside}.{os.getpid()}-{threading.get_ident()}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, inside)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _jsonable(value: Any) -> Any:
+    """Return the value as JSON has it; what JSON has not as a list or as text."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_jsonable(item) for item in value), key=str)
+    if type(value).__module__.partition(".")[0] in ("torch", "numpy") and hasattr(value, "tolist"):
+        return _jsonable(value.tolist())
+    return str(value)

@@ -1,0 +1,217 @@
+"""The TensorBoard logger: scalars, hyper-parameters and the graph, through torch's own SummaryWriter."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainwright.loggers.base import to_dict, to_numbers
+from trainwright.loggers.folder import FolderLogger, Row
+from trainwright.loggers.silent import SilentExperiment
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+ROWS_AT_ONCE = 100
+_WALL_TIME = "\0time"
+
+
+class TensorBoardLogger(FolderLogger):
+    """Writes event files for TensorBoard into `<save_dir>/<name>/version_<n>`, and `hparams.json` beside them.
+
+    Args:
+        save_dir: a path, or an fsspec URL that tensorboard can write to.
+        name: the folder of all runs.
+        version: the run's own folder; by default version_<n> with the next n that is free.
+        log_graph: log the model's graph; the module needs `example_input_array`.
+        default_hp_metric: log hp_metric=-1 with the hyper-parameters, so that TensorBoard's HPARAMS page has a metric.
+        prefix: stands before the name of every metric, with a dash.
+        sub_dir: a folder within the run's.
+        kwargs: further arguments of torch.utils.tensorboard.SummaryWriter.
+
+    Raises:
+        ImportError: tensorboard is not installed.
+    """
+
+    kind = "tensorboard"
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] = ".",
+        name: str | None = "trainwright_logs",
+        version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ImportError("TensorBoardLogger needs tensorboard: pip install tensorboard, or use CSVLogger.")
+        super().__init__(save_dir, name, version, prefix, ROWS_AT_ONCE)
+        self.sub_dir = os.fspath(sub_dir) if sub_dir is not None else None
+        self._log_graph, self._default_hp_metric, self._kwargs = log_graph, default_hp_metric, kwargs
+        self._experiment: SummaryWriter | None = None
+        self._opening = threading.Lock()  # the writer's thread and the user's may both be the first
+        self._hp_metrics: dict[str, Any] = {}
+
+    @property
+    def log_dir(self) -> str | None:  # type: ignore[override]
+        """Return the folder of this run, with sub_dir; None before the run has begun."""
+        return f"{self._folder}/{self.sub_dir}" if self._folder is not None and self.sub_dir else self._folder
+
+    @property
+    def experiment(self) -> Any:
+        """Return the SummaryWriter; on ranks other than 0 an object that does nothing.
+
+        Raises:
+            RuntimeError: the run has not begun, so that there is no folder yet.
+        """
+        if not self._is_writer:
+            return SilentExperiment()
+        if self._folder is None:
+            raise RuntimeError(
+                "the TensorBoard logger has no folder before trainer.fit, validate or test has begun; use its experiment "
+                "in a hook, on_fit_start say."
+            )
+        return self._open()
+
+    def _open(self) -> SummaryWriter:
+        with self._opening:
+            if self._experiment is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._experiment = SummaryWriter(self.log_dir, **self._kwargs)
+            return self._experiment
+
+    def log_hyperparams(
+        self,
+        params: Mapping[str, Any] | argparse.Namespace,
+        metrics: Mapping[str, Any] | float | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Write the hyper-parameters for the HPARAMS page, with metrics (or one, as hp_metric) if they are given."""
+        if not self._is_writer:
+            return
+        given = metrics if isinstance(metrics, Mapping) or metrics is None else {"hp_metric": metrics}
+        if given:
+            self._hp_metrics.update(to_numbers(given))
+            self.log_metrics(given, step)
+            self._hparams_text = ""  # with other metrics they are written again
+        super().log_hyperparams(to_dict(params))
+
+    def _on_hparams(self, params: dict[str, Any]) -> None:
+        metrics = dict(self._hp_metrics)
+        if not metrics and self._default_hp_metric:
+            metrics = self._hp_metrics = {"hp_metric": -1}
+            self._add_row({"step": 0, **metrics})
+        shown = dict(_flattened(params))
+
+        def write() -> None:
+            from torch.utils.tensorboard.summary import hparams
+
+            writer = self._open()._get_file_writer()  # type: ignore[no-untyped-call]
+            for summary in hparams(shown, metrics):  # type: ignore[no-untyped-call]
+                writer.add_summary(summary)
+
+        self._writer.submit(write)
+
+    def log_graph(self, model: Any) -> None:
+        """Log the model's graph for its `example_input_array`, a tensor or a tuple of them; a failure is a warning."""
+        if not self._log_graph or not self._is_writer or self._folder is None:
+            return
+        example = getattr(model, "example_input_array", None)
+        parts = tuple(example) if isinstance(example, (tuple, list)) else (example,)
+        if not all(isinstance(part, torch.Tensor) for part in parts):
+            warnings.warn(
+                f"the graph was not logged: example_input_array of {type(model).__name__} is a {type(example).__name__}; "
+                "set it to a tensor, or a tuple of tensors, that forward takes.",
+                stacklevel=2,
+            )
+            return
+        device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        modes = [(each, each.training) for each in model.modules()]
+        try:
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")  # the tracer is deprecated, and remarks on the model's code
+                with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                    model.eval()
+                    self._open().add_graph(_stand_in(model), tuple(part.to(device) for part in parts))
+        except Exception as error:  # tracing runs the user's forward
+            warnings.warn(f"the graph was not logged: {type(error).__name__}: {error}", stacklevel=2)
+        finally:
+            for each, training in modes:
+                each.training = training
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            experiment, self._experiment = self._experiment, None
+            if experiment is not None:
+                experiment.close()
+
+    def _add_row(self, row: Row) -> None:
+        self._rows.append({**row, _WALL_TIME: time.time()})
+
+    def _write_rows(self, rows: list[Row]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+
+        writer = self._open()._get_file_writer()  # type: ignore[no-untyped-call]
+        for row in rows:
+            step, moment = row.pop("step"), row.pop(_WALL_TIME)
+            # One event a row: add_scalar makes one a number, at six times the price.
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items()]
+            writer.add_summary(Summary(value=values), step, moment)
+
+    def _submit_flush(self) -> None:
+        def flush() -> None:
+            if self._experiment is not None:  # asked in the thread, which may be about to open it
+                self._experiment.flush()
+
+        self._writer.submit(flush)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_experiment": None, "_opening": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _opening=threading.Lock())
+
+
+class _StandIn(nn.Module):
+    """Has the parts of a module and calls it: the tracer reads every property of what it traces, `trainer` too."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+        self._hidden = (module,)
+        self.training = False
+
+    def forward(self, *inputs: Any) -> Any:
+        return self._hidden[0](*inputs)
+
+
+def _stand_in(module: nn.Module) -> nn.Module:
+    named: type[_StandIn] = type(type(module).__name__, (_StandIn,), {})  # the graph shows the class's name
+    return named(module)
+
+
+def _flattened(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the hyper-parameters as TensorBoard takes them: names with slashes, and numbers, bools or text."""
+    for key, value in params.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from _flattened(value, f"{name}/")
+        elif type(value).__module__ in ("numpy", "torch") and getattr(value, "ndim", 1) == 0:
+            yield name, value.item()
+        else:
+            yield name, value if isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,0 +1,94 @@
+"""One dtype for everything: weights, batches and the numbers of a step in float64, float16 or bfloat16."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Mapping, MutableMapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.precision.base import Precision
+
+DTYPES = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
+
+
+class SingleDtypePrecision(Precision):
+    """The module's floating-point parameters and buffers, and the batches' tensors, in one dtype.
+
+    The states of torchmetrics objects keep their own dtype: a sum in half precision would soon stand still.
+
+    Args:
+        name: "64-true", "16-true" or "bf16-true".
+    """
+
+    converts_batch = True
+
+    def __init__(self, name: str) -> None:
+        if name not in DTYPES:
+            raise ValueError(f"name={name!r} is no precision of one dtype; choose from {', '.join(DTYPES)}.")
+        self.name = name
+        self.dtype = DTYPES[name]
+        self._context = _DefaultDtype(self.dtype)
+
+    def convert_module(self, module: nn.Module) -> None:
+        """Convert floating-point parameters and buffers in place; complex ones and integers stay."""
+        if _is_metric(module):
+            return
+        own_way = "recurse" not in inspect.signature(module._apply).parameters  # it converts its children by itself
+        for child in () if own_way else module.children():
+            self.convert_module(child)
+        module._apply(self._converted, **({} if own_way else {"recurse": False}))  # type: ignore[no-untyped-call]
+
+    def convert_batch(self, batch: Any) -> Any:
+        """Return the batch with its floating-point tensors in this dtype."""
+        if isinstance(batch, Tensor):
+            return self._converted(batch)
+        if isinstance(batch, Mapping):
+            mapped = {key: self.convert_batch(value) for key, value in batch.items()}
+            if type(batch) is dict:
+                return mapped
+            if not isinstance(batch, MutableMapping):
+                return type(batch)(mapped)  # type: ignore[call-arg]
+            clone = copy.copy(batch)
+            clone.update(mapped)
+            return clone
+        if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+            return type(batch)(*(self.convert_batch(each) for each in batch))
+        if isinstance(batch, (list, tuple)):
+            return type(batch)(self.convert_batch(each) for each in batch)
+        return batch
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        return _DefaultDtype(self.dtype)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self._context
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+
+class _DefaultDtype(AbstractContextManager[None]):
+    """Tensors that are made within are of this dtype; it may be entered within itself."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._before: list[torch.dtype] = []
+
+    def __enter__(self) -> None:
+        self._before.append(torch.get_default_dtype())
+        torch.set_default_dtype(self._dtype)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_default_dtype(self._before.pop())
+
+
+def _is_metric(module: nn.Module) -> bool:
+    # Where nobody has imported torchmetrics, nobody has made one.
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(module, torchmetrics.Metric)

@@ -1,0 +1,52 @@
+"""Profilers: where the time of a run goes."""
+
+from __future__ import annotations
+
+import difflib
+
+from trainwright.profilers.advanced import AdvancedProfiler
+from trainwright.profilers.base import PassThroughProfiler, Profiler
+from trainwright.profilers.pytorch import PyTorchProfiler
+from trainwright.profilers.simple import SimpleProfiler
+
+PROFILERS: dict[str, type[Profiler]] = {
+    "simple": SimpleProfiler,
+    "advanced": AdvancedProfiler,
+    "pytorch": PyTorchProfiler,
+}
+
+
+def resolve_profiler(profiler: str | Profiler | None) -> Profiler:
+    """Return the profiler that a name or an instance stands for; None is one that measures nothing.
+
+    Raises:
+        ValueError: the name is unknown.
+        TypeError: neither a name nor a Profiler.
+    """
+    if profiler is None:
+        return PassThroughProfiler()
+    if isinstance(profiler, str):
+        if profiler not in PROFILERS:
+            close = difflib.get_close_matches(profiler, PROFILERS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ValueError(
+                f"profiler={profiler!r} is unknown; choose from {', '.join(PROFILERS)}, or pass a Profiler instance.{hint}"
+            )
+        return PROFILERS[profiler]()
+    if not isinstance(profiler, Profiler):
+        raise TypeError(
+            f"profiler={profiler!r} is a {type(profiler).__name__}; accepted are a name ({', '.join(PROFILERS)}) or a "
+            "Profiler instance. Pass an instance, not its class."
+        )
+    return profiler
+
+
+__all__ = [
+    "PROFILERS",
+    "AdvancedProfiler",
+    "PassThroughProfiler",
+    "Profiler",
+    "PyTorchProfiler",
+    "SimpleProfiler",
+    "resolve_profiler",
+]

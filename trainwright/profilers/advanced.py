@@ -1,0 +1,97 @@
+"""Which functions each action spent its time in."""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import os
+import pstats
+import re
+
+from trainwright.profilers.base import Profiler
+
+
+class AdvancedProfiler(Profiler):
+    """Runs Python's cProfile for each action.
+
+    What an action does within another counts for the inner one alone, as Python has one profile at a time.
+
+    Args:
+        dirpath: the folder for what is written; a local path or a URL. The run's log folder where left out.
+        filename: what the files are called, between the stage and the rank. With neither of both, the text is printed.
+        line_count_restriction: how many functions of each action are shown: a number, or a fraction of all.
+        dump_stats: also write each action's profile to a file ending in .prof, for tools such as snakeviz.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        line_count_restriction: float = 1.0,
+        dump_stats: bool = False,
+    ) -> None:
+        super().__init__(dirpath, filename)
+        lines = line_count_restriction
+        if isinstance(lines, bool) or not isinstance(lines, (int, float)):
+            raise TypeError(
+                f"line_count_restriction={lines!r} is a {type(lines).__name__}; a number of lines (int) or a fraction of them "
+                "(float) is accepted. Pass for example 20 or 0.1."
+            )
+        if lines <= 0 or (isinstance(lines, float) and lines > 1):
+            raise ValueError(
+                f"line_count_restriction={lines!r} is out of range; an int from 1 or a float above 0 and up to 1.0 is "
+                "accepted. Pass for example 20 or 0.1."
+            )
+        self.line_count_restriction = lines
+        self.dump_stats = dump_stats
+        self.profiles: dict[str, cProfile.Profile] = {}
+        self._running: list[str] = []
+        self._has_ended = False
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | os.PathLike[str] | None = None) -> None:
+        super().setup(stage, local_rank, log_dir)
+        if self._has_ended:  # not at the end of the run before, so that one can look at its numbers
+            self.profiles, self._has_ended = {}, False
+
+    def start(self, action: str) -> None:
+        if self._running:
+            self.profiles[self._running[-1]].disable()
+        profile = self.profiles.setdefault(action, cProfile.Profile())
+        try:
+            profile.enable()
+        except ValueError as error:  # since Python 3.12
+            raise RuntimeError(
+                "another profiling tool is at work in this process, and Python has one at a time; run without it, or without "
+                "profiler='advanced'."
+            ) from error
+        self._running.append(action)
+
+    def stop(self, action: str) -> None:
+        if action not in self._running:
+            raise RuntimeError(f"action={action!r} was stopped, but it is not running; start it first.")
+        self.profiles[self._running[-1]].disable()
+        place = len(self._running) - 1 - self._running[::-1].index(action)  # actions may end in another order
+        del self._running[place]
+        if self._running:
+            self.profiles[self._running[-1]].enable()
+
+    def summary(self) -> str:
+        parts = []
+        for action, profile in self.profiles.items():
+            if action not in self._running:
+                text = io.StringIO()
+                statistics = pstats.Stats(profile, stream=text).strip_dirs().sort_stats("cumulative")
+                statistics.print_stats(self.line_count_restriction)
+                parts.append(f"Profile of {self.stage or 'this run'}: {action}\n{text.getvalue().rstrip()}")
+        return "\n\n".join(parts)
+
+    def describe(self) -> None:
+        super().describe()
+        if self.dump_stats and self.rank == 0:
+            for action, profile in self.profiles.items():
+                if action not in self._running:
+                    name = re.sub(r"[^\w.]+", "_", action).strip("_")
+                    self.write(f"-{name}.prof", profile.dump_stats)
+
+    def teardown(self, stage: str) -> None:
+        self._has_ended = True

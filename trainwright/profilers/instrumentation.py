@@ -1,0 +1,66 @@
+"""What of a run is measured, and as which action. Without a profiler nothing is wrapped, so nothing is paid.
+
+The actions are those of the engine below, the hooks of callbacks and module ("[callback] EarlyStopping.on_train_end") and
+the waiting for batches ("train_dataloader_next", and for each evaluation its own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from trainwright.profilers.base import PassThroughProfiler, Profiler
+
+T = TypeVar("T")
+Undo = Callable[[], None]
+
+ENGINE_ACTIONS: Mapping[str, str | None] = {
+    "run": None,
+    "backward": "backward",
+    "step": "optimizer_step",
+    "save": "save_checkpoint",
+}
+"""The engine's methods that are measured; None where the action is the method's second argument ("training_step")."""
+
+
+def is_measuring(profiler: Profiler | None) -> bool:
+    """Whether there is anything to wrap."""
+    return profiler is not None and not isinstance(profiler, PassThroughProfiler)
+
+
+def instrumented(function: Callable[..., T], profiler: Profiler | None, action: str) -> Callable[..., T]:
+    """Return the function with each of its calls measured; itself without a profiler."""
+    return function if profiler is None else profiler.timed(function, action)
+
+
+def instrumented_iterator(iterable: Iterable[T], profiler: Profiler | None, action: str) -> Iterator[T]:
+    """Return an iterator with the waiting for each item measured; the plain one without a profiler."""
+    return iter(iterable) if profiler is None else profiler.timed_iterator(iterable, action)
+
+
+def instrument(engine: object, profiler: Profiler | None, actions: Mapping[str, str | None] = ENGINE_ACTIONS) -> Undo:
+    """Measure an object's methods from now on, until the function that is returned is called."""
+    if profiler is None or not is_measuring(profiler):
+        return lambda: None
+    for method, action in actions.items():
+        bound = getattr(engine, method)
+        setattr(engine, method, _timed_by_name(bound, profiler) if action is None else profiler.timed(bound, action))
+
+    def undo() -> None:
+        for method in actions:
+            vars(engine).pop(method, None)
+
+    return undo
+
+
+def _timed_by_name(function: Callable[..., Any], profiler: Profiler) -> Callable[..., Any]:
+    start, stop = profiler.start, profiler.stop
+
+    def measured(subject: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        start(name)
+        try:
+            return function(subject, name, *args, **kwargs)
+        finally:
+            stop(name)
+
+    return measured

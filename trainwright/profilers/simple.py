@@ -1,0 +1,99 @@
+"""How long each action took."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+from trainwright.profilers.base import Profiler
+
+
+@dataclass
+class Duration:
+    """What is known of one action."""
+
+    calls: int = 0
+    seconds: float = 0.0
+
+
+class SimpleProfiler(Profiler):
+    """Measures the duration of each action and shows them in a table.
+
+    An action may contain others, so the percentages add up to more than 100.
+
+    Args:
+        dirpath: the folder for what is written; a local path or a URL. The run's log folder where left out.
+        filename: what the file is called, between the stage and the rank. With neither of both, the table is printed.
+        extended: False leaves out the number of calls and the share of the whole.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        extended: bool = True,
+    ) -> None:
+        super().__init__(dirpath, filename)
+        self.extended = extended
+        self.durations: dict[str, Duration] = {}
+        self._running: dict[str, list[float]] = {}
+        self._began = time.perf_counter()
+        self._has_ended = False
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | os.PathLike[str] | None = None) -> None:
+        super().setup(stage, local_rank, log_dir)
+        if self._has_ended:  # not at the end of the run before, so that one can look at its numbers
+            self.durations, self._has_ended = {}, False
+        if not self.durations:
+            self._began = time.perf_counter()
+
+    def start(self, action: str) -> None:
+        self._running.setdefault(action, []).append(time.perf_counter())
+
+    def stop(self, action: str) -> None:
+        now = time.perf_counter()
+        starts = self._running.get(action)
+        if not starts:
+            raise RuntimeError(f"action={action!r} was stopped, but it is not running; start it first.")
+        began = starts.pop()
+        duration = self.durations.setdefault(action, Duration())
+        duration.calls += 1
+        if not starts:  # one within itself counts once
+            duration.seconds += now - began
+
+    def summary(self) -> str:
+        if not self.durations:
+            return ""
+        whole = time.perf_counter() - self._began
+        rows = [("Total", sum(each.calls for each in self.durations.values()), whole)]
+        ordered = sorted(self.durations.items(), key=lambda item: -item[1].seconds)
+        rows += [(action, each.calls, each.seconds) for action, each in ordered]
+        header = ["Action", "Mean (s)", "Calls", "Total (s)", "%"]
+        cells = [
+            [
+                action,
+                f"{seconds / calls:.4g}" if calls and action != "Total" else "-",
+                str(calls),
+                f"{seconds:.4g}",
+                f"{100 * seconds / whole:.2f}",
+            ]
+            for action, calls, seconds in rows
+        ]
+        columns = range(5) if self.extended else (0, 1, 3)
+        return f"Profile of {self.stage or 'this run'}\n" + _table(
+            [[row[at] for at in columns] for row in [header, *cells]]
+        )
+
+    def teardown(self, stage: str) -> None:
+        self._has_ended = True
+
+
+def _table(rows: list[list[str]]) -> str:
+    """Return rows of cells as text; the first row is the header, the first column is set left."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append(" | ".join([first.ljust(widths[0]), *cells]))
+    return "\n".join([lines[0], "-+-".join("-" * width for width in widths), *lines[1:]])

@@ -1,0 +1,79 @@
+"""What only rank 0 does or says: each is called on every rank and does nothing on the others. Nothing is communicated."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, overload
+
+from trainwright.distributed.environment import Environment
+
+P = ParamSpec("P")
+T = TypeVar("T")
+D = TypeVar("D")
+
+logger = logging.getLogger("trainwright")
+
+
+class RankZeroOnly:
+    """A decorator: the function runs on rank 0 alone; elsewhere its calls return a default.
+
+    The rank is read from the process's environment when it is first needed. It may also be set.
+    """
+
+    def __init__(self) -> None:
+        self._rank: int | None = None
+        self._pid = os.getpid()
+
+    @property
+    def rank(self) -> int:
+        """The global rank of this process."""
+        if self._rank is None or self._pid != os.getpid():  # a forked worker has a rank of its own
+            self._rank, self._pid = Environment.detect().rank, os.getpid()
+        return self._rank
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        self._rank, self._pid = rank, os.getpid()
+
+    @overload
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T | None]: ...
+    @overload
+    def __call__(self, function: Callable[P, T], default: D) -> Callable[P, T | D]: ...
+    def __call__(self, function: Callable[P, T], default: Any = None) -> Callable[P, Any]:
+        """Return the function that runs on rank 0 and returns `default` elsewhere."""
+
+        @functools.wraps(function)
+        def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return function(*args, **kwargs) if self.rank == 0 else default
+
+        return on_rank_zero
+
+
+rank_zero_only = RankZeroOnly()
+
+
+def rank_zero_info(message: object, *args: object, stacklevel: int = 1) -> None:
+    """Log an info of the logger "trainwright" on rank 0; `stacklevel` 1 stands for the line that calls this."""
+    if rank_zero_only.rank == 0:
+        logger.info(message, *args, stacklevel=stacklevel + 1)
+
+
+def rank_zero_debug(message: object, *args: object, stacklevel: int = 1) -> None:
+    """Log a debug line of the logger "trainwright" on rank 0; `stacklevel` 1 stands for the line that calls this."""
+    if rank_zero_only.rank == 0:
+        logger.debug(message, *args, stacklevel=stacklevel + 1)
+
+
+def rank_zero_warn(message: str | Warning, category: type[Warning] = UserWarning, stacklevel: int = 1) -> None:
+    """Warn on rank 0; `stacklevel` 1 stands for the line that calls this, 2 for the caller of that function."""
+    if rank_zero_only.rank == 0:
+        warnings.warn(message, category, stacklevel=stacklevel + 1)
+
+
+def rank_zero_deprecation(message: str | Warning, stacklevel: int = 1) -> None:
+    """Warn of something deprecated on rank 0; `stacklevel` as for `rank_zero_warn`."""
+    rank_zero_warn(message, DeprecationWarning, stacklevel + 1)

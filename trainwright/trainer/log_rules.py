@@ -1,0 +1,162 @@
+"""Rules of self.log: where it may be called, what it does there by default, and which settings it takes.
+
+All of it is checked at the first log of a name in a hook; later calls only have to repeat the settings.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class LogRule(NamedTuple):
+    """What self.log does in one step or hook."""
+
+    on_step: bool
+    """The default of on_step."""
+    on_epoch: bool
+    """The default of on_epoch."""
+    has_step: bool
+    """Whether there is a batch, so that both may be chosen; else only an epoch's value can be logged."""
+
+
+_IN_TRAINING = LogRule(on_step=True, on_epoch=False, has_step=True)
+_IN_EVALUATION = LogRule(on_step=False, on_epoch=True, has_step=True)
+_BETWEEN_BATCHES = LogRule(on_step=False, on_epoch=True, has_step=False)
+
+LOG_RULES: dict[str, LogRule] = {
+    "on_train_start": _BETWEEN_BATCHES,
+    "on_train_epoch_start": _BETWEEN_BATCHES,
+    "on_train_batch_start": _IN_TRAINING,
+    "on_before_zero_grad": _IN_TRAINING,
+    "optimizer_zero_grad": _IN_TRAINING,
+    "training_step": _IN_TRAINING,
+    "on_before_backward": _IN_TRAINING,
+    "backward": _IN_TRAINING,
+    "on_after_backward": _IN_TRAINING,
+    "on_before_optimizer_step": _IN_TRAINING,
+    "configure_gradient_clipping": _IN_TRAINING,
+    "clip_gradients": _IN_TRAINING,
+    "optimizer_step": _IN_TRAINING,
+    "on_train_batch_end": _IN_TRAINING,
+    "on_train_epoch_end": _BETWEEN_BATCHES,
+    "on_validation_start": _BETWEEN_BATCHES,
+    "on_validation_epoch_start": _BETWEEN_BATCHES,
+    "on_validation_batch_start": _IN_EVALUATION,
+    "validation_step": _IN_EVALUATION,
+    "on_validation_batch_end": _IN_EVALUATION,
+    "on_validation_epoch_end": _BETWEEN_BATCHES,
+    "on_test_start": _BETWEEN_BATCHES,
+    "on_test_epoch_start": _BETWEEN_BATCHES,
+    "on_test_batch_start": _IN_EVALUATION,
+    "test_step": _IN_EVALUATION,
+    "on_test_batch_end": _IN_EVALUATION,
+    "on_test_epoch_end": _BETWEEN_BATCHES,
+}
+"""Each step and hook that may log, in the order of a run. In the others nothing is collected."""
+
+_REDUCTIONS: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("mean", ("mean", "avg", torch.mean)),
+    ("sum", ("sum", sum, torch.sum)),
+    ("min", ("min", min, torch.min)),
+    ("max", ("max", max, torch.max)),
+)
+
+
+class LogSettings(NamedTuple):
+    """The arguments of self.log that a name keeps, as they were given."""
+
+    prog_bar: bool
+    logger: bool | None
+    on_step: bool | None
+    on_epoch: bool | None
+    reduce_fx: Any
+    enable_graph: bool
+    sync_dist: bool
+    sync_dist_group: Any
+    add_dataloader_idx: bool
+    metric_attribute: str | None
+    rank_zero_only: bool
+
+
+def check_name(name: object) -> None:
+    """Refuse a name that is none (TypeError)."""
+    if not isinstance(name, str):
+        raise TypeError(f"a metric's name is a str; self.log got {name!r}, a {type(name).__name__}. Use str(...).")
+
+
+def rule_of(name: str, hook: str) -> LogRule:
+    """Return what holds in a step or hook; RuntimeError where nothing may be logged."""
+    rule = LOG_RULES.get(hook)
+    if rule is None:
+        raise RuntimeError(
+            f"self.log({name!r}, ...) was called {f'in {hook}' if hook else 'outside of a step or hook'}, where nothing is "
+            "collected; log in training_step, validation_step, test_step, in the hooks of a batch, or in on_train_start, "
+            "on_train_epoch_start, on_train_epoch_end and their like of validation and test."
+        )
+    return rule
+
+
+def choose_levels(name: str, hook: str, settings: LogSettings) -> tuple[bool, bool]:
+    """Return (on_step, on_epoch) as given or by the hook's default; ValueError where the hook cannot have them."""
+    rule = rule_of(name, hook)
+    on_step = rule.on_step if settings.on_step is None else bool(settings.on_step)
+    on_epoch = rule.on_epoch if settings.on_epoch is None else bool(settings.on_epoch)
+    if not rule.has_step and (on_step or not on_epoch):
+        raise ValueError(
+            f"self.log({name!r}, on_step={on_step}, on_epoch={on_epoch}) was called in {hook}, where there is no batch and so "
+            "no step; leave on_step at False and on_epoch at True."
+        )
+    if not on_step and not on_epoch:
+        raise ValueError(
+            f"self.log({name!r}, ...) has on_step=False and on_epoch=False; set at least one of them to True."
+        )
+    return on_step, on_epoch
+
+
+def reduction_named(reduce_fx: Any) -> str:
+    """Return "mean", "sum", "min" or "max" for what was given as reduce_fx; ValueError for another."""
+    wanted = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
+    for reduction, forms in _REDUCTIONS:
+        if any(wanted is form or (isinstance(wanted, str) and wanted == form) for form in forms):
+            return reduction
+    raise ValueError(
+        f"reduce_fx={reduce_fx!r} is unknown; choose from mean, sum, min, max. For another reduction log a torchmetrics Metric."
+    )
+
+
+def check_settings(name: str, settings: LogSettings, *, is_metric: bool) -> None:
+    """Refuse settings that can not be kept (ValueError)."""
+    if settings.sync_dist_group is not None:
+        raise ValueError(
+            f"self.log({name!r}, ...) got sync_dist_group={settings.sync_dist_group!r}; only None is accepted, as epoch values "
+            "are reduced over all ranks. Leave it out, or reduce over the group yourself before logging."
+        )
+    if settings.rank_zero_only and is_metric:
+        raise ValueError(
+            f"self.log({name!r}, ...) got a Metric with rank_zero_only=True; a Metric gathers its state over all ranks. Leave "
+            "rank_zero_only out."
+        )
+
+
+def check_batch_size(name: str, batch_size: Any) -> float:
+    """Return a batch size as a number; TypeError or ValueError for what is none."""
+    if isinstance(batch_size, torch.Tensor):
+        raise TypeError(
+            f"self.log({name!r}, ...) got a tensor as batch_size; accepted is a positive number. Pass len(...) or a shape's "
+            "element; a sum over a mask has to be read with .item(), which waits for the device."
+        )
+    try:
+        size = float(batch_size)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"self.log({name!r}, ...) got batch_size={batch_size!r}, a {type(batch_size).__name__}; accepted is a positive "
+            "number."
+        ) from None
+    if not 0 < size < float("inf"):
+        raise ValueError(
+            f"self.log({name!r}, ...) got batch_size={batch_size!r}; accepted is a positive number. Where a batch has nothing "
+            "to average, leave the call out."
+        )
+    return size

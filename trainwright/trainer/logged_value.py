@@ -1,0 +1,192 @@
+"""One logged name: its settings, its latest value, and what the epoch has added up on the value's device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainwright.trainer.log_rules import LogSettings
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+SUMMED_AT_ONCE = 64
+"""Values that wait on the device before they are summed up: one kernel for many values."""
+
+Loader = tuple[int, str | None]
+"""An evaluation loader: its index and the name that it was given."""
+
+
+class Key(NamedTuple):
+    """One epoch value, as every rank describes it."""
+
+    hook: str
+    base_name: str
+    epoch_name: str
+    loader: int
+    """The index of its loader; -1 for a value of all of them."""
+    reduce_fx: str
+    prog_bar: bool
+    logger: bool
+    attribute: str
+    """Where the module holds the Metric; empty for a plain value."""
+    rank_zero_only: bool
+
+
+class LoggedValue:
+    """What one hook logs under one name for one loader.
+
+    `base_name` is the name with the loader's suffix. With on_step and on_epoch both, the two values go by `step_name` and
+    `epoch_name`; else these are the base name.
+    """
+
+    __slots__ = (
+        "_pending", "_total", "_weight", "_weights", "attribute", "base_name", "enable_graph", "epoch_name", "hook",
+        "is_ignored", "kept", "last", "loader", "logger", "metric", "name", "on_epoch", "on_step", "prog_bar",
+        "rank_zero_only", "reduce_fx", "settings", "step_name",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        hook: str,
+        name: str,
+        loader: Loader | None,
+        settings: LogSettings,
+        levels: tuple[bool, bool],
+        reduce_fx: str,
+    ) -> None:
+        self.hook, self.name, self.loader, self.settings = hook, name, loader, settings
+        self.on_step, self.on_epoch = levels
+        self.reduce_fx = reduce_fx
+        self.prog_bar = bool(settings.prog_bar)
+        self.logger = settings.logger is None or bool(settings.logger)
+        self.enable_graph, self.rank_zero_only = bool(settings.enable_graph), bool(settings.rank_zero_only)
+        suffix = _suffix(loader) if settings.add_dataloader_idx else ""
+        is_forked = self.on_step and self.on_epoch
+        self.base_name = name + suffix
+        self.step_name = f"{name}_step{suffix}" if is_forked else self.base_name
+        self.epoch_name = f"{name}_epoch{suffix}" if is_forked else self.base_name
+        self.is_ignored = False
+        """True where another rank's value is the one that counts."""
+        self.metric: Metric | None = None
+        self.attribute = ""
+        self.last: Tensor | float | None = None
+        """The latest value; None while there is none."""
+        self.kept: Tensor | float | None = None
+        """The latest value that the logbook has taken over."""
+        self._pending: list[Tensor] = []
+        self._weights: list[float] = []
+        self._total: Tensor | float | None = None
+        self._weight = 0.0
+
+    @property
+    def key(self) -> Key:
+        """Return what the ranks know it by."""
+        return Key(
+            self.hook,
+            self.base_name,
+            self.epoch_name,
+            -1 if self.loader is None else self.loader[0],
+            self.reduce_fx,
+            self.prog_bar,
+            self.logger,
+            self.attribute,
+            self.rank_zero_only,
+        )
+
+    def add(self, value: Tensor | float, weight: float) -> None:
+        """Add a value of an epoch; a tensor is kept on its device, not read."""
+        self._weight += weight
+        if isinstance(value, Tensor):
+            self._pending.append(value)
+            self._weights.append(weight)
+            if len(self._pending) == SUMMED_AT_ONCE:
+                self._sum_up()
+        else:
+            self._combine(value * weight if self.reduce_fx == "mean" else value)
+
+    def total(self) -> tuple[Tensor | float, float]:
+        """Return (reduced value, weight) of this rank: the weighted sum for a mean, else the sum, minimum or maximum."""
+        self._sum_up()
+        return (0.0 if self._total is None else self._total, self._weight)
+
+    def _sum_up(self) -> None:
+        pending, weights = self._pending, self._weights
+        if not pending:
+            return
+        self._pending, self._weights = [], []
+        device = pending[0].device
+        values = torch.stack([value.to(device) for value in pending]).double()
+        if self.reduce_fx == "min":
+            self._combine(values.min())
+        elif self.reduce_fx == "max":
+            self._combine(values.max())
+        elif self.reduce_fx == "sum":
+            self._combine(values.sum())
+        elif len(set(weights)) == 1:  # the usual case, and the one where nothing goes to the device
+            self._combine(values.sum() * weights[0])
+        else:
+            self._combine((values * _on_device(weights, device)).sum())
+
+    def _combine(self, value: Tensor | float) -> None:
+        if self._total is None:
+            self._total = value
+        elif self.reduce_fx in ("min", "max"):
+            self._total = _extreme(self._total, value, self.reduce_fx == "min")
+        elif isinstance(self._total, Tensor) and isinstance(value, Tensor):
+            self._total = self._total + value.to(self._total.device)
+        else:
+            self._total = self._total + value
+
+
+def as_tensor(value: Tensor | float) -> Tensor:
+    """Return a python number as a float64 tensor, a tensor as it is."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def to_numbers(values: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """Return the values as python numbers, the tensors among them in one transfer from the device."""
+    return dict(zip(values, read_all(list(values.values())), strict=True))
+
+
+def read_all(values: list[Tensor | float]) -> list[float]:
+    """Return the values as python numbers, the tensors among them in one transfer. NOTE: waits for the device."""
+    tensors = [value.detach().double() for value in values if isinstance(value, Tensor)]
+    stacked = torch.stack([tensor.to(tensors[0].device) for tensor in tensors]).tolist() if tensors else []
+    numbers = iter(stacked)
+    return [next(numbers) if isinstance(value, Tensor) else float(value) for value in values]
+
+
+def _suffix(loader: Loader | None) -> str:
+    if loader is None:
+        return ""
+    index, name = loader
+    return f"/dataloader_idx_{index}" if name is None else f"/{name}"
+
+
+def _on_device(weights: list[float], device: torch.device) -> Tensor:
+    tensor = torch.tensor(weights, dtype=torch.float64)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)  # NOTE: from pageable memory the copy would wait
+
+
+def _extreme(one: Tensor | float, other: Tensor | float, is_minimum: bool) -> Tensor | float:
+    """Return the smaller or the larger of two values; a NaN among them stays one, and nothing is read."""
+    device = next((each.device for each in (one, other) if isinstance(each, Tensor)), None)
+    if device is not None:
+        pair = [
+            each.to(device, torch.float64)
+            if isinstance(each, Tensor)
+            else torch.full((), each, dtype=torch.float64, device=device)
+            for each in (one, other)
+        ]
+        return torch.minimum(*pair) if is_minimum else torch.maximum(*pair)
+    assert not isinstance(one, Tensor)
+    assert not isinstance(other, Tensor)
+    if one != one or other != other:
+        return float("nan")
+    return min(one, other) if is_minimum else max(one, other)

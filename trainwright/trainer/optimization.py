@@ -1,0 +1,228 @@
+"""Optimization: what a window's losses and gradients go through, and how its optimizer and its schedulers step."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure
+from trainwright.trainer.evaluate import discarded
+
+if TYPE_CHECKING:
+    from trainwright.trainer.fit import TrainingRun
+
+
+def read_loss(outputs: Any, world_size: int) -> Tensor | None:
+    """Return the loss in what training_step returned; None where the batch is to be skipped."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):
+        loss: Tensor = outputs["loss"]
+        return loss
+    if outputs is None and world_size == 1:
+        return None
+    if outputs is None:
+        raise RuntimeError(
+            f"training_step returned None on one of {world_size} ranks, which skips the batch there alone; return a loss on "
+            "every rank (0.0 * the loss, to let it count for nothing)."
+        )
+    raise TypeError(
+        f"training_step returned a {type(outputs).__name__}; accepted are a loss tensor, a dict with the key 'loss', or None "
+        "to skip the batch."
+    )
+
+
+def round_weight(run: TrainingRun, index: int) -> float:
+    """Return this rank's weight in the round of a batch: not 1 in a re-split last round, unless a limit came before it."""
+    return run.loader.last_weight if run.loader.length in (None, index + 1) else 1.0
+
+
+def weigh(run: TrainingRun, loss: Tensor, index: int, place: int, weight: float) -> Tensor:
+    """Return the loss as it goes backward: divided by its window's length, and by its share of a re-split last round."""
+    if loss.numel() != 1:
+        raise RuntimeError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}; accepted is one element. Reduce it, for example with "
+            ".mean()."
+        )
+    if not loss.requires_grad:
+        raise RuntimeError(
+            "training_step returned a loss that no parameter requiring a gradient led to; compute it from the module's "
+            "parameters, outside of torch.no_grad and without .detach() or .item()."
+        )
+    if weight != 1.0:
+        loss = loss * weight
+    if run.accumulate == 1:
+        return loss
+    length = run.accumulate
+    if run.num_batches is not None:
+        length = min(length, run.num_batches - (index - place))
+    return loss / length
+
+
+def step(
+    run: TrainingRun, optimizer: Optimizer | None, window_length: int, arguments: tuple[Any, ...], loss: Tensor | None
+) -> None:
+    """Step the optimizer at a window's end, and the step-wise schedulers unless that step was skipped."""
+    state, clip = run.state, run.clip
+    if optimizer is None:  # training without an optimizer still counts its steps
+        state.step += 1
+        return
+    scale = 1.0
+    if run.num_batches is None and window_length < run.accumulate:
+        # The window ended early, which was not known when its losses were divided: it weighs by its own length.
+        scale = run.accumulate / window_length
+        settings = run.trainer.settings
+        clip = run.engine.clipper(settings.clip_norm, settings.clip_value, scale=scale)
+    if run.before_step:
+        run.engine.strategy.unscale(optimizer)
+        run.hooks.call("on_before_optimizer_step", optimizer)
+    if run.own.keys() & {"optimizer_step", "configure_gradient_clipping", "closure"}:
+        before = state.step, state.skipped_steps
+        step_by_module(run, optimizer, scale, arguments, loss)
+        was_made = state.step > before[0] and state.skipped_steps == before[1]
+    else:
+        result = run.engine.step(optimizer, clip)
+        state.step += 1
+        state.skipped_steps += result.skipped
+        was_made = not result.skipped
+    if was_made and run.schedulers:
+        step_schedulers(run, "step", state.step, plateau=False)
+        step_schedulers(run, "step", state.step, plateau=True)
+
+
+def step_by_module(
+    run: TrainingRun, optimizer: Optimizer, scale: float, arguments: tuple[Any, ...], loss: Tensor | None
+) -> None:
+    """Clip and step as the module says, or with a closure that the optimizer asks for."""
+    settings, strategy = run.trainer.settings, run.engine.strategy
+    prepared = run.trainer.prepared_optimizers[0]
+    strategy.unscale(optimizer)
+    prepared.is_unscaled = True
+    if "configure_gradient_clipping" in run.own:
+        if scale != 1.0:
+            strategy.clip_gradients(optimizer, None, None, scale)
+        algorithm = settings.gradient_clip_algorithm
+        run.own["configure_gradient_clipping"](optimizer, settings.gradient_clip_val, algorithm)
+    elif settings.gradient_clip_val or scale != 1.0:
+        strategy.clip_gradients(optimizer, settings.clip_norm, settings.clip_value, scale)
+    closure = StepClosure(run, optimizer, arguments, loss)
+    if "optimizer_step" in run.own:
+        index = run.state.batch
+        run.own["optimizer_step"](run.state.epoch, index, prepared, closure)
+    elif "closure" in run.own:
+        prepared.step(closure)
+    else:
+        prepared.step()
+    if prepared.is_unscaled:  # the module left the step out, and with it these gradients
+        run.engine.precision.forget(optimizer)
+        prepared.is_unscaled = False
+
+
+class StepClosure:
+    """What an optimizer's step may call to know the loss and its gradients.
+
+    The first call returns the loss that was computed already, with its gradients where they are; each later one, and a first
+    one after the parameters or the gradients have changed, runs training_step and backward anew, with nothing logged and
+    nothing counted. On several ranks it returns their mean.
+    """
+
+    def __init__(self, run: TrainingRun, optimizer: Optimizer, arguments: tuple[Any, ...], loss: Tensor | None) -> None:
+        self._run, self._optimizer, self._arguments = run, optimizer, arguments
+        self._loss = None if loss is None else loss.detach()
+        self._seen = self._fingerprint()
+        self._is_first = True
+
+    def _fingerprint(self) -> list[tuple[int, int, int]]:
+        """Return what changes with the parameters and the gradients: their versions, and which gradients there are."""
+        parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
+        return [
+            (
+                each._version,
+                id(each.grad) if each.grad is not None else 0,
+                0 if each.grad is None else each.grad._version,
+            )
+            for each in parameters
+        ]
+
+    def __call__(self) -> Tensor | None:
+        if self._is_first and self._fingerprint() == self._seen:
+            self._is_first = False
+            return None if self._loss is None else self._mean(self._loss)
+        self._is_first = False
+        return self._computed_anew()
+
+    def _computed_anew(self) -> Tensor:
+        run = self._run
+        if run.accumulate > 1 or not run.engine.precision.takes_closure or not run.engine.strategy.takes_closure:
+            raise RuntimeError(
+                f"{type(self._optimizer).__name__} asked for the loss once more in its step, which cannot be computed anew "
+                "under accumulate_grad_batches > 1, a loss scale (16-mixed) or a strategy that steps by itself; leave that "
+                "setting at its default, or choose an optimizer that looks at the gradients once."
+            )
+        settings = run.trainer.settings
+        self._optimizer.zero_grad()
+        with torch.enable_grad(), discarded(run.module, run.trainer.logbook.collector):
+            loss = read_loss(run.engine.run(run.module, "training_step", *self._arguments), run.engine.world_size)
+            if loss is None:
+                raise RuntimeError("training_step returned None when the optimizer asked for the loss once more.")
+            run.engine.backward(loss, run.own.get("backward"))
+        if settings.gradient_clip_val:
+            run.engine.strategy.clip_gradients(self._optimizer, settings.clip_norm, settings.clip_value, 1.0)
+        return self._mean(loss.detach())
+
+    def _mean(self, loss: Tensor) -> Tensor:
+        """Return the mean over the ranks, by which all of them take the same step. Collective."""
+        return loss if self._run.engine.world_size == 1 else self._run.engine.reduce(loss, "mean")
+
+
+def closure_is_wanted(run_accumulate: int, engine: Any, optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's step gets a closure: it needs one, or is the user's own and may use one.
+
+    Raises:
+        ValueError: it needs one where none can be given.
+    """
+    can_be_given = run_accumulate == 1 and engine.precision.takes_closure and engine.strategy.takes_closure
+    if needs_closure(optimizer) and not can_be_given:
+        raise ValueError(
+            f"configure_optimizers returned {type(optimizer).__name__}, whose step computes the loss several times; that "
+            f"cannot be done with accumulate_grad_batches={run_accumulate}, precision={engine.precision.name!r} and "
+            f"strategy={engine.strategy.name!r}. Use accumulate_grad_batches=1, a precision without a loss scale, and one "
+            "device or ddp, or choose another optimizer."
+        )
+    return can_be_given and (needs_closure(optimizer) or may_use_closure(optimizer))
+
+
+def step_schedulers(run: TrainingRun, interval: str, count: int, *, plateau: bool) -> None:
+    """Step the schedulers of an interval whose frequency divides the count."""
+    if run.is_manual:
+        return
+    for config in run.schedulers:
+        if config.interval != interval or config.is_plateau != plateau or count % config.frequency:
+            continue
+        metric = None
+        if plateau:
+            metric = _monitored(run, config)
+            if metric is None:
+                continue
+        if "lr_scheduler_step" in run.own:
+            run.own["lr_scheduler_step"](config.scheduler, metric)
+        elif metric is None:
+            config.scheduler.step()
+        else:
+            config.scheduler.step(metric)
+
+
+def _monitored(run: TrainingRun, config: SchedulerConfig) -> float | None:
+    """Return the metric that a scheduler follows; None, with a warning, where it was not logged and need not be."""
+    name = config.monitor or ""
+    if not config.strict and name not in run.trainer.callback_metrics:
+        warnings.warn(
+            f"{type(config.scheduler).__name__} follows {name!r}, which was not logged; it is left out here.",
+            stacklevel=2,
+        )
+        return None
+    return run.trainer.monitored(name, type(config.scheduler).__name__)

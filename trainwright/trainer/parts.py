@@ -1,0 +1,137 @@
+"""Parts: the callbacks, loggers and switches that a Trainer's arguments stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trainwright.callbacks.base import Callback
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.callbacks.model_summary import ModelSummary
+from trainwright.callbacks.progress_bar import TQDMProgressBar
+from trainwright.callbacks.timer import Timer
+from trainwright.distributed.environment import prepare_deterministic
+from trainwright.engine.engine import Engine
+from trainwright.loggers.base import Logger
+from trainwright.loggers.csv import CSVLogger
+from trainwright.loggers.silent import SilentLogger
+from trainwright.module import is_overridden
+from trainwright.trainer.settings import Settings
+
+
+def arranged_callbacks(callbacks: Callback | Sequence[Callback] | None, settings: Settings) -> list[Callback]:
+    """Return the user's callbacks and the default ones that are enabled and not among them, checkpoints last.
+
+    Raises:
+        TypeError: what is no Callback.
+        ValueError: two that a checkpoint could not tell apart, or one that a setting forbids.
+    """
+    given = [callbacks] if isinstance(callbacks, (Callback, type)) else list(callbacks or [])
+    for each in given:
+        if not isinstance(each, Callback):
+            raise TypeError(
+                f"callbacks= holds {each!r}, a {type(each).__name__}; accepted are instances of trainwright.Callback."
+            )
+    if settings.enable_checkpointing is False and any(isinstance(each, ModelCheckpoint) for each in given):
+        raise ValueError(
+            "enable_checkpointing=False, but callbacks= holds a ModelCheckpoint; leave out one of the two."
+        )
+    defaults: list[tuple[bool, type[Callback]]] = [
+        (settings.enable_model_summary is not False, ModelSummary),
+        (settings.enable_progress_bar is not False, TQDMProgressBar),
+        (settings.enable_checkpointing is not False and not settings.fast_dev_run, ModelCheckpoint),
+    ]
+    missing = [kind() for wanted, kind in defaults if wanted and not any(isinstance(each, kind) for each in given)]
+    if settings.max_time is not None:
+        missing.append(Timer(settings.max_time))
+    arranged = [*missing, *given]
+    refuse_twins(arranged)
+    return in_order(arranged)
+
+
+def in_order(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks with the checkpoints last, so that what they save is what the others have made of the step."""
+    return sorted(callbacks, key=lambda each: isinstance(each, ModelCheckpoint))
+
+
+def with_the_modules(callbacks: Sequence[Callback], returned: Any) -> list[Callback]:
+    """Return the callbacks with those that configure_callbacks returned, which take the place of others of their class.
+
+    Raises:
+        TypeError: it returned what is no Callback.
+    """
+    own = [returned] if isinstance(returned, Callback) else list(returned or [])
+    for each in own:
+        if not isinstance(each, Callback):
+            raise TypeError(
+                f"configure_callbacks returned {each!r}, a {type(each).__name__}; accepted are instances of "
+                "trainwright.Callback."
+            )
+    kinds = {type(each) for each in own}
+    merged = [*(each for each in callbacks if type(each) not in kinds), *own]
+    refuse_twins(merged)
+    return in_order(merged)
+
+
+def refuse_twins(callbacks: Sequence[Callback]) -> None:
+    """Refuse callbacks whose state a checkpoint could not tell apart (ValueError)."""
+    keys = [each.state_key for each in callbacks if is_overridden("state_dict", each, Callback)]
+    twins = sorted({key for key in keys if keys.count(key) > 1})
+    if twins:
+        raise ValueError(
+            f"callbacks= holds two of one state_key ({', '.join(twins)}), so a checkpoint could keep the state of only one; "
+            "give them settings or a state_key that differ."
+        )
+
+
+def arranged_loggers(logger: Any, root: str, settings: Settings) -> list[Logger]:
+    """Return the loggers that logger= stands for; one that writes nothing in a trial run.
+
+    Raises:
+        TypeError: neither a bool nor loggers.
+    """
+    if settings.barebones:
+        if logger:
+            raise ValueError(
+                f"barebones=True leaves out the loggers, but logger={logger!r} asks for one; leave out one."
+            )
+        return []
+    if isinstance(logger, str) or not (logger is None or isinstance(logger, (bool, Logger, Iterable))):
+        raise TypeError(
+            f"logger={logger!r} is a {type(logger).__name__}; accepted are True, False or Logger instances."
+        )
+    loggers = (
+        [logger] if isinstance(logger, Logger) else [] if isinstance(logger, bool) or logger is None else list(logger)
+    )
+    for each in loggers:
+        if not isinstance(each, Logger):
+            raise TypeError(
+                f"logger= holds {each!r}, a {type(each).__name__}; accepted are True, False or Logger instances."
+            )
+    if settings.fast_dev_run:
+        return [SilentLogger()] if logger is not False else []
+    return [CSVLogger(root)] if logger is None or logger is True else loggers
+
+
+def set_switches(settings: Settings) -> None:
+    """Set what is torch's, for the whole process."""
+    if settings.deterministic is not None:
+        if settings.deterministic:
+            prepare_deterministic()
+        torch.use_deterministic_algorithms(bool(settings.deterministic), warn_only=settings.deterministic == "warn")
+    benchmark = settings.benchmark
+    if benchmark is None and settings.deterministic:
+        benchmark = False
+    if benchmark is not None:
+        torch.backends.cudnn.benchmark = benchmark
+
+
+@contextmanager
+def making_modules(engine: Engine, empty: bool) -> Iterator[None]:
+    """Let modules be made in the run's dtype and on its device; `empty` leaves their parameters without values."""
+    device = torch.device("meta") if empty else engine.device
+    with engine.precision.init_context(), device:
+        yield

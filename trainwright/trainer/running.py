@@ -1,0 +1,138 @@
+"""Running: what surrounds every run of a Trainer, from its parts' setup to their teardown, whatever happens between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from trainwright.checkpoint.exchange import is_plain
+from trainwright.data.datamodule import DataModule
+from trainwright.hyperparameters import logged_hyper_parameters
+from trainwright.module import Module, is_overridden
+from trainwright.profilers.instrumentation import instrument, is_measuring
+from trainwright.trainer.evaluate import Evaluation
+from trainwright.trainer.hooks import HookTable
+from trainwright.trainer.inputs import check_module, choose_checkpoint
+from trainwright.trainer.logbook import Logbook
+from trainwright.trainer.parts import with_the_modules
+from trainwright.trainer.preparation import prepare_module
+from trainwright.trainer.resume import restore_weights
+from trainwright.trainer.sources import BatchTransfer, find_source, read_datamodule
+
+if TYPE_CHECKING:
+    from trainwright.trainer.trainer import Trainer
+
+
+@contextmanager
+def running(trainer: Trainer, module: Module, stage: str, datamodule: DataModule | None) -> Iterator[None]:
+    """Set up what surrounds a run, and take it down whatever happens. Collective: call on every rank."""
+    engine = trainer.engine
+    trainer.module, trainer.datamodule, trainer.stage = module, datamodule, stage
+    trainer.interrupted = trainer.is_evaluating = trainer.is_mid_epoch_validation = False
+    module.trainer = trainer
+    if datamodule is not None:
+        datamodule.trainer = trainer
+    trainer.logbook = Logbook(trainer.loggers, engine, trainer.state)
+    trainer.callbacks = with_the_modules(trainer.callbacks, module.configure_callbacks())
+    profiler = trainer.profiler if is_measuring(trainer.profiler) else None
+    trainer.hooks = HookTable(trainer, module, trainer.callbacks, profiler)
+    for callback in trainer.callbacks:
+        callback.__dict__["_running_module"] = module
+    engine.close()
+    with ExitStack() as stack:
+        stack.callback(_leave, trainer)
+        if profiler is not None:
+            stack.callback(instrument(engine, profiler))
+        stack.callback(trainer.hooks.call, "teardown", stage)
+        if datamodule is not None:
+            stack.callback(datamodule.teardown, stage)
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            stack.callback(logger.close)
+        try:
+            _set_up(trainer, module, stage, datamodule)
+            yield
+        except BaseException as error:
+            trainer.interrupted = isinstance(error, KeyboardInterrupt)
+            for callback in trainer.callbacks:
+                callback.on_exception(trainer, module, error)
+            if datamodule is not None:
+                datamodule.on_exception(error)
+            raise
+
+
+def _set_up(trainer: Trainer, module: Module, stage: str, datamodule: DataModule | None) -> None:
+    """Prepare the data on one process of each node, then set up every part in the order of hooks.py. Collective."""
+    engine = trainer.engine
+    for logger in trainer.loggers:
+        logger.start(engine.agreed, is_writer=trainer.is_global_zero)
+    trainer.profiler.setup(stage, engine.local_rank, trainer.log_dir)
+    for owner, base in ((datamodule, DataModule), (module, Module)):
+        if owner is not None and is_overridden("prepare_data", owner, base):
+            if engine.local_rank == 0 if owner.prepare_data_per_node else engine.rank == 0:
+                owner.prepare_data()
+            engine.agreement.exchange(b"", timeout_seconds=engine.timeout_seconds)  # the others wait for it
+    if datamodule is not None:
+        datamodule.setup(stage)
+    trainer.hooks.call("setup", stage)
+    with engine.precision.init_context():
+        module.configure_model()
+    trainer.profiler.attach(module)
+    if stage == "fit":
+        _log_hyper_parameters(trainer, module, datamodule)
+
+
+def _leave(trainer: Trainer) -> None:
+    if trainer.compiled is not None:
+        trainer.compiled.undo()
+        trainer.compiled = None
+    trainer.profiler.describe()
+    trainer.profiler.teardown(trainer.stage or "")
+    trainer.logbook.collector, trainer.logbook.is_silent = None, False
+    trainer.run, trainer.stage, trainer._stop, trainer.validation_clock = None, None, None, None
+    trainer.is_evaluating = False
+    for callback in trainer.callbacks:
+        callback.__dict__.pop("_running_module", None)
+    if trainer.datamodule is not None:
+        trainer.datamodule.trainer = None
+
+
+def _log_hyper_parameters(trainer: Trainer, module: Module, datamodule: DataModule | None) -> None:
+    """Write the hyper-parameters to the loggers, on rank 0."""
+    if not trainer.settings.enable_autolog_hparams or not trainer.loggers:
+        return
+    plain, _ = logged_hyper_parameters([module, datamodule], is_plain)
+    if plain and trainer.is_global_zero:
+        for logger in trainer.loggers:
+            logger.log_hyperparams(plain)
+
+
+@contextmanager
+def evaluating(
+    trainer: Trainer, call: str, stage: str, model: Any, loaders: Any, ckpt_path: Any, datamodule: Any
+) -> Iterator[Evaluation]:
+    """Surround one evaluation with what it needs, and give it ready to run. Collective: call on every rank."""
+    callback = trainer.checkpoint_callback
+    if model is None and ckpt_path is None and callback is not None and callback.best_model_path:
+        ckpt_path = "best"
+        trainer.print(f"trainer.{call} was given no module: it takes the best checkpoint, {callback.best_model_path}")
+    module: Any = model if model is not None else trainer.module
+    check_module(module, [] if stage == "predict" else [f"{stage}_step"], call)
+    loaders, given_datamodule = read_datamodule(loaders, datamodule, "dataloaders", call)
+    if given_datamodule is None and loaders is None and model is None:
+        given_datamodule = trainer.datamodule  # the one of the run before, as the module
+    source = find_source(stage, loaders, given_datamodule, module, "dataloaders", call)
+    if not source.is_defined:
+        source.load()  # which says what is missing
+    path = choose_checkpoint(ckpt_path, callback, trainer.engine)
+    trainer.ckpt_path = path
+    with running(trainer, module, call, given_datamodule):
+        prepare_module(trainer, module)
+        trainer.engine.prepare_module(module, None)
+        if path is not None:
+            restore_weights(trainer, path)
+        trainer.engine.take_seed()
+        transfer = BatchTransfer(trainer.engine, module, given_datamodule)
+        yield Evaluation(trainer, module, stage, source, transfer if transfer.is_needed else None)
+    if not trainer.engine.optimizers:
+        trainer.optimizers, trainer.prepared_optimizers, trainer.lr_scheduler_configs = [], [], []

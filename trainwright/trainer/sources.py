@@ -1,0 +1,161 @@
+"""Sources: where a stage's loaders come from: the call's argument, a hook of the datamodule, or one of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trainwright.data.datamodule import DataModule
+from trainwright.data.transfer import to_device
+from trainwright.module import Module, is_overridden
+from trainwright.trainer.inputs import check_loader
+
+HOOKS = {
+    "train": "train_dataloader",
+    "validation": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+
+
+@dataclass(frozen=True)
+class LoaderSource:
+    """Gives the loaders of one stage.
+
+    Args:
+        stage: "train", "validation", "test" or "predict".
+        given: the loaders that the call was given; None for none.
+        owner: the module or the datamodule whose hook makes them; None where they were given, or nobody does.
+        argument, call: how an error names them.
+    """
+
+    stage: str
+    given: Any
+    owner: Any
+    argument: str
+    call: str
+
+    @property
+    def is_defined(self) -> bool:
+        """Return whether there are loaders."""
+        return self.given is not None or self.owner is not None
+
+    def load(self) -> Any:
+        """Return the loaders; calls the hook where one makes them.
+
+        Raises:
+            TypeError: nobody gives loaders, or what came is none.
+        """
+        if self.given is not None or self.owner is None:
+            return check_loader(self.given, self.argument, self.call, HOOKS[self.stage])
+        hook = HOOKS[self.stage]
+        loaders = getattr(self.owner, hook)()
+        return check_loader(loaders, f"what {type(self.owner).__name__}.{hook}() returned", self.call, hook)
+
+
+def find_source(
+    stage: str, given: Any, datamodule: DataModule | None, module: Module, argument: str, call: str
+) -> LoaderSource:
+    """Return where the loaders of a stage come from: what the call was given, the datamodule's hook, else the module's."""
+    owner: Any = None
+    if given is None:
+        if datamodule is not None and is_overridden(HOOKS[stage], datamodule, DataModule):
+            owner = datamodule
+        elif is_overridden(HOOKS[stage], module, Module):
+            owner = module
+    return LoaderSource(stage, given, owner, argument, call)
+
+
+def read_datamodule(loaders: Any, datamodule: Any, argument: str, call: str) -> tuple[Any, DataModule | None]:
+    """Return (loaders, datamodule) of a call: a DataModule may stand in the place of the loaders.
+
+    Raises:
+        TypeError: datamodule= is no DataModule.
+        ValueError: both were given.
+    """
+    if isinstance(loaders, DataModule):
+        loaders, datamodule = None, loaders if datamodule is None else datamodule
+    if datamodule is None:
+        return loaders, None
+    if not isinstance(datamodule, DataModule):
+        raise TypeError(
+            f"trainer.{call} was given datamodule={type(datamodule).__name__}; accepted is an instance of "
+            "trainwright.DataModule."
+        )
+    if loaders is not None:
+        raise ValueError(f"trainer.{call} was given both {argument}= and datamodule=; pass one of them.")
+    return None, datamodule
+
+
+class BatchTransfer:
+    """What a batch goes through before a step gets it: the module's or the datamodule's hooks, device and dtype.
+
+    Args:
+        trainer's engine, module and datamodule; a hook that the datamodule overrides is taken from it.
+    """
+
+    def __init__(self, engine: Any, module: Module, datamodule: DataModule | None) -> None:
+        self._device, self._precision = engine.device, engine.precision
+        self._hooks: dict[str, Any] = {}
+        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+            if datamodule is not None and is_overridden(name, datamodule, DataModule):
+                self._hooks[name] = getattr(datamodule, name)
+            elif is_overridden(name, module, Module):
+                self._hooks[name] = getattr(module, name)
+
+    @property
+    def is_needed(self) -> bool:
+        """Return whether a batch changes at all on its way to a step."""
+        return bool(self._hooks) or self._precision.converts_batch or self._device.type != "cpu"
+
+    @property
+    def may_go_ahead(self) -> bool:
+        """Return whether the copy to the device may be made before the batch's turn: no hook of the user's is part of it."""
+        moves = {"on_before_batch_transfer", "transfer_batch_to_device"}
+        return self._device.type == "cuda" and not moves & self._hooks.keys()
+
+    def __call__(self, batch: Any, loader_index: int = 0) -> Any:
+        hooks = self._hooks
+        if "on_before_batch_transfer" in hooks:
+            batch = hooks["on_before_batch_transfer"](batch, loader_index)
+        if "transfer_batch_to_device" in hooks:
+            batch = hooks["transfer_batch_to_device"](batch, self._device, loader_index)
+        elif self._device.type != "cpu":
+            batch = to_device(batch, self._device)
+        if self._precision.converts_batch:
+            batch = self._precision.convert_batch(batch)
+        if "on_after_batch_transfer" in hooks:
+            batch = hooks["on_after_batch_transfer"](batch, loader_index)
+        return batch
+
+
+class PulledBatches(Iterator[tuple[Any, int, int]]):
+    """What a step with a `dataloader_iter` argument takes its batches from: (batch, batch_idx, dataloader_idx) each.
+
+    Args:
+        batches: pairs of a batch and whether it is the last.
+        transfer: brings a batch to the device; None where nothing is to be done.
+        start: the number of the first batch.
+    """
+
+    def __init__(self, batches: Iterator[tuple[Any, bool]], transfer: BatchTransfer | None, start: int) -> None:
+        self._batches, self._transfer = batches, transfer
+        self.count = start
+        """How many batches of the epoch have been taken."""
+        self.latest: Any = None
+        """The batch that was taken last."""
+        self.is_at_end = False
+        self._held: tuple[Any, bool] | None = next(batches, None)
+        if self._held is None:
+            self.is_at_end = True
+
+    def __next__(self) -> tuple[Any, int, int]:
+        if self._held is None:
+            raise StopIteration
+        batch, is_last = self._held
+        self._held = None if is_last else next(self._batches, None)
+        self.is_at_end = self._held is None
+        self.latest = batch if self._transfer is None else self._transfer(batch)
+        self.count += 1
+        return self.latest, self.count - 1, 0

@@ -1,0 +1,88 @@
+"""Training data: this rank's share of the training loaders, loaded when it is first needed, and what its length says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainwright.data.combined import shard
+from trainwright.trainer.evaluate import limited
+
+if TYPE_CHECKING:
+    from trainwright.trainer.fit import TrainingRun
+    from trainwright.trainer.trainer import Trainer
+
+
+def load_training_data(run: TrainingRun) -> None:
+    """Load and share out the training data, unless it is there already. Collective."""
+    if run.loader is None:
+        take_training_data(run, run.source.load())
+
+
+def reload_data(run: TrainingRun) -> None:
+    """Call the loader hooks again at an epoch for which `reload_dataloaders_every_n_epochs` says so. Collective."""
+    every, epoch = run.trainer.settings.reload_dataloaders_every_n_epochs, run.state.epoch
+    if every and epoch and epoch % every == 0:
+        if run.source.owner is not None:
+            take_training_data(run, run.source.load())
+        if run.validation is not None:
+            run.validation.reload()
+
+
+def take_training_data(run: TrainingRun, loaders: Any) -> None:
+    """Share out training loaders, and read the epoch's length and the validations' interval off them. Collective.
+
+    Raises:
+        ValueError: no batch, ranks with loaders of different lengths, or an interval that does not fit.
+    """
+    trainer, engine, settings = run.trainer, run.engine, run.trainer.settings
+    run.loader = loader = shard(
+        loaders,
+        rank=engine.rank,
+        world_size=engine.world_size,
+        mode="train",
+        default_combination="max_size_cycle",
+        **trainer.loader_options,
+        in_order=bool(trainer.given_settings.overfit_batches),
+    )
+    limit = settings.limit_train_batches
+    trainer.train_dataloader = loaders
+    length = limited(loader.length, limit)
+    own = str(loader.length).encode()
+    lengths = [text.decode() for text in engine.agreement.exchange(own, timeout_seconds=engine.timeout_seconds)]
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"the ranks have training loaders of different lengths ({', '.join(lengths)} batches), so some would wait for "
+            "ever; give every rank the same data, which is shared out then."
+        )
+    if length == 0:
+        raise ValueError(
+            "the training loader has no batch (its dataset is empty, drop_last dropped all, or limit_train_batches is too "
+            "small); give it data."
+        )
+    trainer.num_training_batches = float("inf") if length is None else length
+    exact = loader.exact_length
+    run.num_batches = limited(exact, limit) if exact is not None else None
+    run.most_batches = length if limit is not None else None
+    run.validate_every = _validation_interval(trainer, length) if run.validation is not None else None
+
+
+def _validation_interval(trainer: Trainer, length: int | None) -> int | None:
+    """Return the batches between two validations; None where they stand at an epoch's end, or come by time."""
+    settings = trainer.settings
+    interval = settings.val_check_interval
+    if settings.validation_seconds is not None or interval is None or (interval == 1.0 and isinstance(interval, float)):
+        return None
+    assert isinstance(interval, (int, float))
+    if isinstance(interval, int):
+        if length is not None and interval > length and settings.check_val_every_n_epoch is not None:
+            raise ValueError(
+                f"val_check_interval={interval} is more than the {length} training batches of an epoch; pass at most that "
+                "many, a fraction (float), or check_val_every_n_epoch=None to count batches across epochs."
+            )
+        return interval
+    if length is None:
+        raise ValueError(
+            f"val_check_interval={interval} is a fraction of the epoch, but the training loader has no length; pass a number "
+            "of batches (int)."
+        )
+    return max(1, int(length * interval))
