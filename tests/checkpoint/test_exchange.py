@@ -67,6 +67,7 @@ def test_our_own_checkpoint_whoever_wrote_which_part(folder: str, seats: Any) ->
             f"{folder}/a.ckpt",
             sections={"model": [Piece("_orig_mod.layer.w", (4, 3), 6 * rank, half, rank)], "optimizer": []},
             state={
+                "extra": {"0": {"layer._extra_state": {"seen": 3}}},
                 "hyper_parameters": {"lr": 0.1},
                 "hparams_name": "kwargs",
                 "datamodule_hyper_parameters": {"n": (1,)},

@@ -162,6 +162,9 @@ def test_training_flags_are_kept_through_validation() -> None:
     tw.Trainer(max_epochs=2, **QUIET).fit(Frozen(), make_loader(), make_loader())
 
 
+# Torch's compiler meets these itself, and hides them where they are no errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_compiled_children_keep_the_names_of_the_state(tmp_path: Any) -> None:
     class Compiled(Classifier):
         def __init__(self) -> None:

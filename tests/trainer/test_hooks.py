@@ -88,6 +88,9 @@ class Planned(Classifier):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", loss_of(self.net, batch))
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", loss_of(self.net, batch))
+
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.net(batch[0])
 
@@ -154,7 +157,7 @@ def validation(who: str, **kwargs: Any) -> str:
 
 
 ENDING = f"{both('on_train_epoch_end')} M.lr_scheduler_step(plateau) L.on_train_epoch_end"
-SAVED = f"saved C.state_dict D.state_dict {both('on_save_checkpoint')} L.on_train_epoch_end"
+SAVED = f"saved D.state_dict C.state_dict {both('on_save_checkpoint')} L.on_train_epoch_end"
 FIRST_EPOCH = f"""{both("on_train_epoch_start").replace(" M.", " L.on_train_epoch_start M.")}
     {training_batch("D")} {training_batch("D")} M.lr_scheduler_step(epoch) {validation("D", batches=2)} {ENDING}"""
 
@@ -169,7 +172,7 @@ def fit_with_data(is_first: bool) -> str:
 def resumed(is_first: bool) -> str:
     return f"""{opening("fit", data=True, is_first=is_first)} M.configure_optimizers {both("on_fit_start")}
         {both("on_load_checkpoint")} C.load_state_dict D.load_state_dict
-        D.train_dataloader {both("on_train_start")} {FIRST_EPOCH.replace("M.on_validation", "D.val_dataloader M.on_validation")}
+        D.train_dataloader {both("on_train_start")} {FIRST_EPOCH.replace("M.on_validation_model_eval", "D.val_dataloader M.on_validation_model_eval")}
         {both("on_train_end", "on_fit_end")} {closing(data=True)}"""
 
 

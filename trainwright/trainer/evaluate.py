@@ -137,7 +137,7 @@ def run_loader(
     step, transfer, module = f"{stage}_step", evaluation.transfer, evaluation.module
     several = (place,) if len(evaluation.loaders) > 1 else ()
     loader.set_epoch(engine.seed, 0)
-    length, real = loader.exact_length, loader.real_length
+    length = loader.exact_length
     is_limited = most is not None or getattr(evaluation.trainer.settings, LIMITS[stage]) is not None
     count = evaluation.limit_of(loader, most) if is_limited else None  # else to its end, whatever it says of its length
     if evaluation.arguments.pulls:
@@ -153,6 +153,7 @@ def run_loader(
             batch = transfer(batch, place)
         collector.batch = batch
         arguments = evaluation.arguments.of(batch, index, place)
+        real = loader.real_length
         if real is not None and index >= real:
             with discarded(module, collector):  # this rank is out of batches; the others need it in their forward
                 engine.run(module, step, *arguments)

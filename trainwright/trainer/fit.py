@@ -23,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -104,7 +105,9 @@ class TrainingRun:
     def batches(self) -> Iterator[tuple[Any, bool]]:
         """Yield (batch on its device, whether it is the epoch's last), from the state's position on."""
         start, transfer = self.state.batch, self.transfer
-        pairs = with_last(self.loader, start, self.num_batches, self.most_batches)
+        # Only loaders that the ranks did not get from us may end on one rank before another.
+        all_have = self._all_have if self.num_batches is None and not self.loader.ends_alike else None
+        pairs = with_last(self.loader, start, self.num_batches, self.most_batches, all_have=all_have)
         if is_measuring(self.trainer.profiler):
             pairs = self.trainer.profiler.timed_iterator(pairs, "train_dataloader_next")
         if transfer is not None and not self.pulls:
@@ -112,6 +115,12 @@ class TrainingRun:
                 pairs = iter(Prefetcher(pairs, self.engine.device, ahead=self.loader.may_read_ahead))
             pairs = ((transfer(batch), is_last) for batch, is_last in pairs)
         return self._pulled(pairs) if self.pulls else pairs
+
+    def _all_have(self, has_batch: bool) -> bool:
+        """Return whether each rank still has a batch. Collective: call on every rank."""
+        if self.engine.world_size == 1:
+            return has_batch
+        return bool(self.engine.reduce(torch.tensor([int(has_batch)]), "min").item())
 
     def _pulled(self, pairs: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
         batches = PulledBatches(pairs, self.transfer, self.state.batch)
@@ -258,7 +267,6 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
     arguments = (batch, index) if run.takes_index else (batch,)
     if run.is_manual:
         return engine.run(run.module, "training_step", *arguments)
-    run.is_within_window = True
     place = index % run.accumulate
     if place == 0:
         clear_gradients(run, index)
@@ -298,6 +306,7 @@ def clear_gradients(run: TrainingRun, index: int) -> None:
 
 def backward(run: TrainingRun, loss: Tensor) -> None:
     """Send a weighted loss backward."""
+    run.is_within_window = True
     if run.before_backward:
         run.hooks.call("on_before_backward", loss)
     run.engine.backward(loss, run.own.get("backward"))

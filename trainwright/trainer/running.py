@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.checkpoint.exchange import is_plain
 from trainwright.data.datamodule import DataModule
 from trainwright.hyperparameters import logged_hyper_parameters
+from trainwright.loggers import start_loggers
 from trainwright.module import Module, is_overridden
 from trainwright.profilers.instrumentation import instrument, is_measuring
 from trainwright.trainer.evaluate import Evaluation
@@ -47,12 +49,13 @@ def running(trainer: Trainer, module: Module, stage: str, datamodule: DataModule
         stack.callback(trainer.hooks.call, "teardown", stage)
         if datamodule is not None:
             stack.callback(datamodule.teardown, stage)
-        for logger in trainer.loggers if trainer.is_global_zero else ():
-            stack.callback(logger.close)
+        outcome: list[BaseException] = []
+        stack.callback(_close_loggers, trainer, outcome)
         try:
             _set_up(trainer, module, stage, datamodule)
             yield
         except BaseException as error:
+            outcome.append(error)
             trainer.interrupted = isinstance(error, KeyboardInterrupt)
             for callback in trainer.callbacks:
                 callback.on_exception(trainer, module, error)
@@ -64,8 +67,7 @@ def running(trainer: Trainer, module: Module, stage: str, datamodule: DataModule
 def _set_up(trainer: Trainer, module: Module, stage: str, datamodule: DataModule | None) -> None:
     """Prepare the data on one process of each node, then set up every part in the order of hooks.py. Collective."""
     engine = trainer.engine
-    for logger in trainer.loggers:
-        logger.start(engine.agreed, is_writer=trainer.is_global_zero)
+    start_loggers(trainer.loggers, engine.agreed, is_writer=trainer.is_global_zero)
     trainer.profiler.setup(stage, engine.local_rank, trainer.log_dir)
     for owner, base in ((datamodule, DataModule), (module, Module)):
         if owner is not None and is_overridden("prepare_data", owner, base):
@@ -80,6 +82,7 @@ def _set_up(trainer: Trainer, module: Module, stage: str, datamodule: DataModule
     trainer.profiler.attach(module)
     if stage == "fit":
         _log_hyper_parameters(trainer, module, datamodule)
+        _log_graph(trainer, module)
 
 
 def _leave(trainer: Trainer) -> None:
@@ -105,6 +108,24 @@ def _log_hyper_parameters(trainer: Trainer, module: Module, datamodule: DataModu
     if plain and trainer.is_global_zero:
         for logger in trainer.loggers:
             logger.log_hyperparams(plain)
+
+
+def _log_graph(trainer: Trainer, module: Module) -> None:
+    """Let the loggers that want it draw the module, on rank 0."""
+    for logger in trainer.loggers if trainer.is_global_zero else ():
+        logger.log_graph(module)
+
+
+def _close_loggers(trainer: Trainer, outcome: list[BaseException]) -> None:
+    """Let the loggers write what they hold back; after a failure, what fails here does not hide it."""
+    for logger in trainer.loggers if trainer.is_global_zero else ():
+        try:
+            logger.finalize("interrupted" if trainer.interrupted else "failed" if outcome else "success")
+            logger.close()
+        except Exception as error:
+            if not outcome:
+                raise
+            print(f"trainwright: {type(logger).__name__} could not be closed: {error}", file=sys.stderr)
 
 
 @contextmanager

@@ -378,7 +378,8 @@ class Trainer(Status):
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only."""
         if self.is_global_zero:
-            builtins.print(*args, **kwargs)
+            bar = self.progress_bar_callback if self.stage is not None else None
+            (builtins.print if bar is None else bar.print)(*args, **kwargs)  # above a live bar, not through it
 
     def monitored(self, name: str, asker: str) -> float:
         """Return a metric that a part follows; ValueError with what there is where it was not logged."""
