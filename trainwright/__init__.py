@@ -121,7 +121,13 @@ __all__ = [
 ]
 
 
+_PACKAGES = ("callbacks", "loggers", "profilers", "strategies")
+"""Parts that may be named in full, such as `tw.callbacks.EarlyStopping`."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"trainwright.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'trainwright' has no attribute {name!r}")
     home, _, original = _HOMES[name].partition(":")

@@ -97,7 +97,7 @@ class Planned(Classifier):
     def configure_callbacks(self) -> Any:
         return [self.callback, Last(self.calls)]
 
-    train_dataloader = test_dataloader = predict_dataloader = lambda self: make_loader(24)  # noqa: E731
+    train_dataloader = test_dataloader = predict_dataloader = lambda self: make_loader(24)
     val_dataloader = lambda self: make_loader(4)  # noqa: E731
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
@@ -292,7 +292,7 @@ def test_an_exception_is_told_and_the_run_is_taken_down(error: BaseException) ->
     trainer = tw.Trainer(max_epochs=1, limit_val_batches=0, callbacks=[callback], **QUIET)
     with pytest.raises(type(error), match="no such luck"):
         trainer.fit(module, datamodule=data)
-    assert calls == "C.on_exception D.on_exception D.teardown C.teardown M.teardown".split()
+    assert calls == ["C.on_exception", "D.on_exception", "D.teardown", "C.teardown", "M.teardown"]
     assert trainer.interrupted is isinstance(error, KeyboardInterrupt)
     assert not trainer.training
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from trainwright.rank_zero import rank_zero_warn
 
 INTERVALS = ("epoch", "step", "validation")
 ACCEPTED = (
@@ -82,7 +83,7 @@ def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfi
         ValueError: a setting of a scheduler is wrong, or a key is unknown.
     """
     if returned is None:
-        warnings.warn(
+        rank_zero_warn(
             "configure_optimizers returned None: the module runs without training; did you forget the return statement?",
             stacklevel=2,
         )
@@ -190,7 +191,7 @@ def _config(scheduler: Any) -> SchedulerConfig:
             f"{', '.join(SCHEDULER_KEYS[1:])}.{_nearest(unknown, SCHEDULER_KEYS)}"
         )
     if unknown:
-        warnings.warn(
+        rank_zero_warn(
             f"a scheduler's dict has the keys {unknown}, which have no effect; accepted are {', '.join(SCHEDULER_KEYS)}."
             f"{_nearest(unknown, SCHEDULER_KEYS)}",
             stacklevel=3,

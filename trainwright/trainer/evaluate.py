@@ -179,12 +179,11 @@ def run_pulled(
     stage = evaluation.stage
     step = f"{stage}_step"
     several = (place,) if len(evaluation.loaders) > 1 else ()
-    batches = PulledBatches(
-        with_last(loader, 0, loader.exact_length if count is None else count), evaluation.transfer, 0
-    )
+    pairs = with_last(loader, 0, loader.exact_length if count is None else count)
+    batches = PulledBatches(pairs, evaluation.transfer, 0, evaluation.trainer.logbook)
     while not batches.is_at_end:
         taken = batches.count
-        collector.hook, collector.batch = step, batches
+        collector.hook = step
         outputs = evaluation.trainer.engine.run(evaluation.module, step, batches)
         if batches.count == taken:
             raise RuntimeError(f"{step} took no batch from its dataloader_iter; call next(dataloader_iter) in it.")

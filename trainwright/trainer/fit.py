@@ -123,7 +123,7 @@ class TrainingRun:
         return bool(self.engine.reduce(torch.tensor([int(has_batch)]), "min").item())
 
     def _pulled(self, pairs: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
-        batches = PulledBatches(pairs, self.transfer, self.state.batch)
+        batches = PulledBatches(pairs, self.transfer, self.state.batch, self.trainer.logbook)
         while not batches.is_at_end:
             taken = batches.count
             yield batches, False

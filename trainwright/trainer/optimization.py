@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure
+from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.evaluate import discarded
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def _monitored(run: TrainingRun, config: SchedulerConfig) -> float | None:
     """Return the metric that a scheduler follows; None, with a warning, where it was not logged and need not be."""
     name = config.monitor or ""
     if not config.strict and name not in run.trainer.callback_metrics:
-        warnings.warn(
+        rank_zero_warn(
             f"{type(config.scheduler).__name__} follows {name!r}, which was not logged; it is left out here.",
             stacklevel=2,
         )

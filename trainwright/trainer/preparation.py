@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from trainwright.engine.optimizers import read_optimizers
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.module import Module, is_overridden
 from trainwright.precision import StepResult
+from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Optimization
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.fit import TrainingRun
@@ -100,7 +100,7 @@ def prepare_module(trainer: Trainer, module: Module) -> None:
         options = settings.compile if isinstance(settings.compile, dict) else {}
         trainer.compiled = compile_module(module, options)
         if not trainer.compiled.modules:
-            warnings.warn(
+            rank_zero_warn(
                 f"compile= has nothing to compile: {type(module).__name__} has no submodule with a forward; "
                 "put the network into one.",
                 stacklevel=2,
@@ -141,7 +141,7 @@ def _prepare_optimizers(run: TrainingRun) -> None:
         if closure_is_wanted(run.accumulate, engine, _own_kind(optimizers[0], run.optimizer)):
             run.own["closure"] = True
     if run.is_manual and not optimizers:
-        warnings.warn(
+        rank_zero_warn(
             "automatic_optimization is False and configure_optimizers returned no optimizer: nothing is trained.",
             stacklevel=2,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.base import Callback
@@ -12,6 +11,7 @@ from trainwright.data.datamodule import DataModule
 from trainwright.errors import CheckpointError
 from trainwright.hyperparameters import HyperParameters, plain_hyper_parameters
 from trainwright.module import Module, is_overridden
+from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
@@ -43,7 +43,7 @@ def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[st
     plain, left_out = plain_hyper_parameters(owner, is_plain)
     if left_out and not owner.__dict__.get("_has_warned_of_hyper_parameters"):
         owner.__dict__["_has_warned_of_hyper_parameters"] = True
-        warnings.warn(
+        rank_zero_warn(
             f"the hyper-parameters {', '.join(left_out)} of the {kind} are no plain data, so checkpoints and loggers are "
             f"without them. Call save_hyperparameters(ignore={left_out!r}), and pass them to load_from_checkpoint.",
             stacklevel=2,

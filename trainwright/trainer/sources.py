@@ -10,6 +10,7 @@ from trainwright.data.datamodule import DataModule
 from trainwright.data.transfer import to_device
 from trainwright.module import Module, is_overridden
 from trainwright.trainer.inputs import check_loader
+from trainwright.trainer.logbook import Logbook
 
 HOOKS = {
     "train": "train_dataloader",
@@ -137,10 +138,13 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         batches: pairs of a batch and whether it is the last.
         transfer: brings a batch to the device; None where nothing is to be done.
         start: the number of the first batch.
+        logbook: its collector is told which batch is worked on.
     """
 
-    def __init__(self, batches: Iterator[tuple[Any, bool]], transfer: BatchTransfer | None, start: int) -> None:
-        self._batches, self._transfer = batches, transfer
+    def __init__(
+        self, batches: Iterator[tuple[Any, bool]], transfer: BatchTransfer | None, start: int, logbook: Logbook
+    ) -> None:
+        self._batches, self._transfer, self._logbook = batches, transfer, logbook
         self.count = start
         """How many batches of the epoch have been taken."""
         self.latest: Any = None
@@ -158,4 +162,6 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         self.is_at_end = self._held is None
         self.latest = batch if self._transfer is None else self._transfer(batch)
         self.count += 1
+        if self._logbook.collector is not None:
+            self._logbook.collector.batch = self.latest
         return self.latest, self.count - 1, 0

@@ -273,8 +273,8 @@ class Status:
 
     @property
     def training(self) -> bool:
-        """Return whether fit runs, apart from its validations."""
-        return self.stage == "fit" and not self.is_evaluating
+        """Return whether fit runs, apart from its validations and the sanity check."""
+        return self.stage == "fit" and not self.is_evaluating and not self.sanity_checking
 
     @property
     def validating(self) -> bool:

@@ -25,6 +25,7 @@ from trainwright.loggers.base import Logger
 from trainwright.module import Module, is_overridden
 from trainwright.precision import Precision
 from trainwright.profilers import Profiler, resolve_profiler
+from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy
 from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation, evaluate
@@ -408,7 +409,12 @@ class Trainer(Status):
     def _validation(self, model: Module, given: Any, datamodule: DataModule | None) -> Evaluation | None:
         """Return the validation of a fit; None where there is nothing to validate with, or limit_val_batches is 0."""
         source = find_source("validation", given, datamodule, model, "val_dataloaders", "fit")
-        if not source.is_defined or not is_overridden("validation_step", model, Module):
+        if not source.is_defined:
+            return None
+        if not is_overridden("validation_step", model, Module):
+            rank_zero_warn(
+                f"{type(source.owner).__name__} has a val_dataloader, but the module no validation_step: none is made."
+            )
             return None
         if self.settings.limit_val_batches == 0:
             return None  # by the setting, which is alike on every rank: one may have no batch of its own

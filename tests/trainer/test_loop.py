@@ -1,0 +1,619 @@
+"""The loop's settings: when it validates, what limits it, what it runs over, and what hooks see of it on the way."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+import trainwright as tw
+
+LENGTH = 11  # batches of make_loader()
+
+
+class Diary(Classifier):
+    """Writes down what is run: (epoch, batches trained when a validation began), and what each step was given."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.validations: list[tuple[int, int]] = []
+        self.trained: list[Any] = []
+        self.validated: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trained.append((self.current_epoch, batch_idx, batch[0].sum().item()))
+        return loss_of(self.net, batch)
+
+    def on_validation_start(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.validations.append((self.current_epoch, self.trainer.state.total_batches))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(batch[0].sum().item())
+        self.log("val_loss", loss_of(self.net, batch))
+
+
+def fit(module: tw.Module | None = None, loader: Any = None, val: Any = None, **settings: Any) -> Any:
+    """Return (module, trainer)."""
+    module = Diary() if module is None else module
+    trainer = tw.Trainer(**{"max_epochs": 1, "num_sanity_val_steps": 0, **QUIET, **settings})
+    trainer.fit(module, make_loader() if loader is None else loader, val)
+    return module, trainer
+
+
+# -- when it validates ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "validations"),
+    [
+        ({}, [(0, 11), (1, 22)]),
+        ({"val_check_interval": 1.0}, [(0, 11), (1, 22)]),
+        ({"val_check_interval": 0.5}, [(0, 5), (0, 10), (1, 16), (1, 21)]),
+        ({"val_check_interval": 4}, [(0, 4), (0, 8), (1, 15), (1, 19)]),
+        ({"val_check_interval": 11}, [(0, 11), (1, 22)]),
+        ({"val_check_interval": 0.01}, [(index // 11, index + 1) for index in range(22)]),
+        ({"val_check_interval": 4, "check_val_every_n_epoch": 2}, [(1, 15), (1, 19)]),
+        ({"val_check_interval": 4, "check_val_every_n_epoch": None}, [(0, 4), (0, 8), (1, 12), (1, 16), (1, 20)]),
+        ({"val_check_interval": 15, "check_val_every_n_epoch": None}, [(1, 15)]),
+        ({"check_val_every_n_epoch": 3, "max_epochs": 7}, [(2, 33), (5, 66)]),
+        ({"limit_train_batches": 6, "val_check_interval": 0.5}, [(0, 3), (0, 6), (1, 9), (1, 12)]),
+        ({"limit_val_batches": 0}, []),
+    ],
+)
+def test_when_it_validates(settings: dict[str, Any], validations: list[tuple[int, int]]) -> None:
+    module, _ = fit(val=make_loader(4), **{"max_epochs": 2, **settings})
+    assert module.validations == validations
+
+
+def test_validation_each_so_many_seconds() -> None:
+    moments: list[float] = []
+
+    class Slow(Diary):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            time.sleep(0.02)
+            return super().training_step(batch, batch_idx)
+
+        def on_validation_start(self) -> None:
+            super().on_validation_start()
+            moments.append(time.monotonic())
+
+    for every in (1, None):
+        moments.clear()
+        settings = {"check_val_every_n_epoch": every, "val_check_interval": timedelta(seconds=0.1), "max_epochs": 2}
+        module, _ = fit(Slow(), val=make_loader(4), **settings)
+        assert 2 <= len(moments) < 11
+        assert all(later - sooner > 0.06 for sooner, later in zip(moments, moments[1:], strict=False))
+        assert any(total not in (11, 22) for _, total in module.validations)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"val_check_interval": 12}, "val_check_interval=12 is more than the 11 training batches"),
+        ({"val_check_interval": 0.5, "check_val_every_n_epoch": None}, "check_val_every_n_epoch=None counts batches"),
+        ({"val_check_interval": 1.5}, "a float is a fraction of the epoch"),
+    ],
+)
+def test_intervals_that_do_not_fit(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        fit(val=make_loader(4), **settings)
+
+
+@pytest.mark.parametrize(("steps", "batches"), [(0, 0), (1, 1), (-1, 3), (None, 2), (9, 3)])
+def test_the_sanity_check(steps: int | None, batches: int) -> None:
+    """It runs that many batches of each loader, and leaves neither metrics nor generators behind."""
+    seen: list[Any] = []
+
+    class Checked(Diary):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            torch.rand(1)
+            seen.append(self.trainer.sanity_checking)
+            self.log("val_loss", 1.0)
+
+        def on_train_start(self) -> None:
+            seen.append((self.trainer.num_sanity_val_batches, dict(self.trainer.callback_metrics)))
+            assert self.training
+
+    module, _ = fit(Checked(), val=[make_loader(12), make_loader(12)], num_sanity_val_steps=steps, limit_train_batches=1)
+    assert seen.index((([batches] * 2 if batches else []), {})) == 2 * batches
+    assert seen.count(True) == 2 * batches
+    assert seen.count(False) == 6
+    assert module.validations == [(0, 1)]
+
+
+# -- limits --------------------------------------------------------------------------------------------------------------
+
+
+def test_overfitting_repeats_the_same_batches_in_order() -> None:
+    shuffled, val = make_loader(shuffle=True), make_loader(44, 4, shuffle=True)
+    expected = [batch[0].sum().item() for batch in make_loader()]
+    for limit, count in ((3, 3), (0.25, 2)):
+        module, trainer = fit(loader=shuffled, val=val, overfit_batches=limit, max_epochs=2)
+        sums = [each for _, _, each in module.trained]
+        assert sums == expected[:count] * 2
+        assert len(module.validated) == 2 * count
+        assert (trainer.num_training_batches, trainer.num_val_batches) == (count, [count])
+
+
+def test_a_trial_run_goes_through_everything_and_writes_nothing(tmp_path: Path) -> None:
+    class Everything(Diary):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts = {"test": 0, "predict": 0}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.logger.log_metrics({"mine": 1.0}, step=0)
+            assert self.logger.experiment is not None
+            self.logger.experiment.add_scalar("mine", 1.0)
+            return super().training_step(batch, batch_idx)
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.counts["test"] += 1
+
+        def predict_step(self, batch: Any, batch_idx: int) -> None:
+            self.counts["predict"] += 1
+
+    callbacks = [tw.ModelCheckpoint(monitor="val_loss", every_n_train_steps=1), tw.EarlyStopping("never_logged")]
+    settings = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = tw.Trainer(fast_dev_run=2, max_epochs=9, callbacks=callbacks, default_root_dir=tmp_path, **settings)
+    module = Everything()
+    trainer.fit(module, make_loader(), make_loader())
+    trainer.test(module, make_loader(), verbose=False)
+    trainer.predict(module, make_loader())
+    assert (len(module.trained), len(module.validated), module.counts) == (2, 2, {"test": 2, "predict": 2})
+    assert (trainer.current_epoch, trainer.global_step, trainer.max_epochs, trainer.max_steps) == (1, 2, 1, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Stop(tw.Callback):
+    """Asks for the end after each batch from the first on."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "epochs"),
+    [
+        ({"max_steps": 15}, 15, 1),
+        ({"max_steps": 11}, 11, 1),
+        ({"max_steps": 0}, 0, 0),
+        ({"max_epochs": 1, "max_steps": 100}, 11, 1),
+        ({"max_epochs": -1, "max_steps": 25}, 25, 2),
+        ({"max_steps": 4, "accumulate_grad_batches": 4}, 4, 1),
+        ({"callbacks": Stop()}, 1, 0),
+        ({"callbacks": Stop(), "min_steps": 14}, 14, 1),
+        ({"callbacks": Stop(), "min_epochs": 2}, 22, 2),
+        ({"callbacks": Stop(), "min_epochs": 1, "min_steps": 14}, 14, 1),
+        ({"callbacks": Stop(), "min_steps": 14, "accumulate_grad_batches": 3}, 14, 3),
+        ({"max_epochs": 2, "limit_train_batches": 0.5}, 10, 2),
+        ({"max_epochs": 2, "limit_train_batches": 1.0}, 22, 2),
+        ({"max_epochs": 2, "limit_train_batches": 1}, 2, 2),
+        ({"max_epochs": 2, "limit_train_batches": 99}, 22, 2),
+        ({"max_epochs": 2, "accumulate_grad_batches": 4}, 6, 2),
+    ],
+)
+def test_where_training_ends(settings: dict[str, Any], steps: int, epochs: int) -> None:
+    _, trainer = fit(**{"max_epochs": 9, **settings})
+    assert (trainer.global_step, trainer.current_epoch) == (steps, epochs)
+
+
+def test_the_time_ends_it() -> None:
+    class Slow(Diary):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            time.sleep(0.01)
+            return super().training_step(batch, batch_idx)
+
+    begun = time.monotonic()
+    _, trainer = fit(Slow(), max_epochs=None, max_time={"seconds": 0.4})
+    assert 0.4 <= time.monotonic() - begun < 5
+    assert 11 < trainer.global_step < 60  # beyond the first epoch: max_epochs has no default beside a time
+    module, trainer = fit(max_epochs=3, max_time="00:01:00:00")
+    assert trainer.current_epoch == 3
+
+
+def test_minus_one_from_a_hook_of_the_module_ends_the_epoch() -> None:
+    """Batches 0 and 1 make a step; batch 2 opens a window that is dropped."""
+
+    class Short(Diary):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 3 else None
+
+    module, trainer = fit(Short(), val=make_loader(4), max_epochs=2, accumulate_grad_batches=2)
+    assert (trainer.global_step, trainer.current_epoch) == (2, 2)
+    assert module.validations == [(0, 3), (1, 6)]
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+# -- loaders -------------------------------------------------------------------------------------------------------------
+
+
+def flags(length: int, start: int = 0) -> DataLoader[Any]:
+    return DataLoader(list(range(start, start + length)), batch_size=1)
+
+
+class Pairs(Diary):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trained.append((batch_idx, batch))
+        return self.net(torch.ones(1, 8)).sum()
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("min_size", [(0, 10), (1, 11)]),
+        ("max_size", [(0, 10), (1, 11), (2, None), (3, None)]),
+        ("max_size_cycle", [(0, 10), (1, 11), (2, 10), (3, 11)]),
+        ("sequential", [0, 1, 2, 3, 10, 11]),
+        (None, [(0, 10), (1, 11), (2, 10), (3, 11)]),
+    ],
+)
+@pytest.mark.parametrize("kind", ["list", "dict"])
+def test_several_training_loaders(mode: Any, expected: list[Any], kind: str) -> None:
+    loaders: Any = [flags(4), flags(2, 10)] if kind == "list" else {"a": flags(4), "b": flags(2, 10)}
+    module, trainer = fit(Pairs(), loaders if mode is None else tw.CombinedLoader(loaders, mode), max_epochs=2)
+
+    def read(batch: Any) -> Any:
+        if isinstance(batch, Tensor):
+            return batch.item()
+        assert isinstance(batch, dict if kind == "dict" else list)
+        return tuple(None if each is None else each.item() for each in (batch.values() if kind == "dict" else batch))
+
+    assert [(index, read(batch)) for index, batch in module.trained] == [*enumerate(expected)] * 2
+    assert trainer.num_training_batches == len(expected)
+    assert trainer.global_step == 2 * len(expected)
+
+
+class Several(Diary):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.validated.append((dataloader_idx, batch_idx))
+        self.log("count", float(len(batch[0])), reduce_fx="sum")
+        self.log("same", float(dataloader_idx), add_dataloader_idx=False) if dataloader_idx == 1 else None
+
+    test_step = validation_step
+
+
+def test_several_validation_loaders_in_a_list() -> None:
+    module, trainer = fit(Several(), val=[make_loader(12), make_loader(7)])
+    assert module.validated == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    expected = {"count/dataloader_idx_0": 12.0, "count/dataloader_idx_1": 7.0, "same": 1.0}
+    assert {name: value.item() for name, value in trainer.callback_metrics.items()} == expected
+    assert trainer.num_val_batches == [3, 2]
+    result = trainer.test(module, [make_loader(12), make_loader(7)], verbose=False)
+    assert result == [{"count/dataloader_idx_0": 12.0}, {"count/dataloader_idx_1": 7.0, "same": 1.0}]
+
+
+def test_named_validation_loaders() -> None:
+    class Named(Diary):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("acc", float(len(batch[0])), reduce_fx="sum")
+
+        test_step = validation_step
+
+    module, trainer = fit(Named(), val={"clean": make_loader(12), "noisy": make_loader(7)})
+    assert {name: value.item() for name, value in trainer.callback_metrics.items()} == {"acc/clean": 12, "acc/noisy": 7}
+    assert trainer.test(module, {"clean": make_loader(5)}, verbose=False) == [{"acc/clean": 5.0}]
+
+
+def test_a_list_of_loaders_needs_their_index() -> None:
+    with pytest.raises(TypeError, match=r"takes no dataloader_idx, but there are 2 loaders"):
+        fit(val=[make_loader(4), make_loader(4)])
+
+
+class Unmeasured(IterableDataset[Any]):
+    def __init__(self, length: float = 44) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        data, index = make_data(), 0
+        while index < self.length:
+            yield data[index % 44]
+            index += 1
+
+
+def test_data_of_unknown_or_endless_length() -> None:
+    module, trainer = fit(loader=DataLoader(Unmeasured(), batch_size=4), val=make_loader(4), max_epochs=2)
+    assert (trainer.global_step, trainer.num_training_batches) == (22, math.inf)
+    assert module.validations == [(0, 11), (1, 22)]
+    endless = DataLoader(Unmeasured(math.inf), batch_size=4)
+    module, trainer = fit(loader=endless, val=endless, limit_train_batches=5, limit_val_batches=2, max_epochs=2)
+    assert (trainer.global_step, trainer.num_training_batches, trainer.num_val_batches) == (10, 5, [2])
+    module, trainer = fit(
+        loader=endless, val=make_loader(4), max_steps=13, max_epochs=-1, val_check_interval=5,
+        check_val_every_n_epoch=None,
+    )  # fmt: skip
+    assert (trainer.global_step, trainer.current_epoch) == (13, 0)
+    assert module.validations[:2] == [(0, 5), (0, 10)]
+    with pytest.raises(ValueError, match=r"a limit of 0.5 is a fraction of the batches, but this loader has no length"):
+        fit(loader=endless, limit_train_batches=0.5)
+
+
+def test_loaders_are_made_again() -> None:
+    class Own(Diary):
+        made: list[str]
+
+        def train_dataloader(self) -> Any:
+            self.made.append(f"train {self.current_epoch}")
+            return make_loader(8 + 4 * self.current_epoch)
+
+        def val_dataloader(self) -> Any:
+            self.made.append(f"val {self.current_epoch}")
+            return make_loader(4)
+
+    for every, made in ((0, ["train 0", "val 0"]), (2, ["train 0", "val 0", "train 2", "val 2"])):
+        module = Own()
+        module.made = []
+        trainer = tw.Trainer(
+            max_epochs=4, num_sanity_val_steps=0, reload_dataloaders_every_n_epochs=every, **QUIET
+        )
+        trainer.fit(module)
+        assert module.made == made
+        assert trainer.global_step == (8 if every == 0 else 2 + 2 + 4 + 4)
+
+
+# -- steps ---------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_that_take_the_batch_alone() -> None:
+    class Short(Classifier):
+        def training_step(self, batch: Any) -> Tensor:  # type: ignore[override]
+            return loss_of(self.net, batch)
+
+        def validation_step(self, batch: Any) -> None:  # type: ignore[override]
+            self.log("val_loss", loss_of(self.net, batch))
+
+    class Long(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return loss_of(self.net, batch)
+
+    short, trainer = fit(Short(), val=make_loader(4))
+    assert "val_loss" in trainer.callback_metrics
+    assert_equal(weights(short), weights(fit(Long())[0]))
+
+
+def test_steps_that_take_their_batches_themselves() -> None:
+    """Each training step takes two batches; the last of 11 has one."""
+    seen: list[Any] = []
+
+    class Pulling(Classifier):
+        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+            batch, index, loader = next(dataloader_iter)
+            seen.append((index, loader))
+            pair = next(dataloader_iter, None)
+            return loss_of(self.net, batch) if pair is None else loss_of(self.net, batch) + loss_of(self.net, pair[0])
+
+        def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+            batch, *_ = next(dataloader_iter)
+            self.log("count", float(len(batch[0])), reduce_fx="sum", batch_size=len(batch[0]))
+
+    _, trainer = fit(Pulling(), val=make_loader(10), max_epochs=2)
+    assert seen == [(index, 0) for index in range(0, 11, 2)] * 2
+    assert (trainer.global_step, trainer.state.total_batches) == (12, 22)
+    assert trainer.callback_metrics["count"] == 10
+
+
+@pytest.mark.parametrize("unmeasured", [False, True])
+def test_a_shorter_last_window_weighs_by_its_own_length(unmeasured: bool) -> None:
+    """11 batches in windows of 4: the last has 3."""
+    by_hand = Classifier()
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    batches = list(make_loader())
+    for start in (0, 4, 8):
+        window = batches[start : start + 4]
+        optimizer.zero_grad()
+        sum(loss_of(by_hand.net, batch) for batch in window).div(len(window)).backward()
+        optimizer.step()
+
+    class Plain(Diary):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    loader = DataLoader(Unmeasured(), batch_size=4) if unmeasured else make_loader()
+    module, trainer = fit(Plain(), loader, accumulate_grad_batches=4)
+    assert trainer.global_step == 3
+    for name, value in weights(by_hand).items():
+        torch.testing.assert_close(weights(module)[name], value, rtol=1e-6, atol=1e-6)
+
+
+# -- what surrounds it ---------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_is_told_and_comes_out(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    class Interrupted(Diary):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("loss", 1.0)
+            if batch_idx == 3:
+                raise KeyboardInterrupt
+            return super().training_step(batch, batch_idx)
+
+    class Watch(tw.Callback):
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            told.append(f"{type(exception).__name__} {trainer.interrupted} {trainer.global_step}")
+
+        def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+            told.append(stage)
+
+    logger = tw.CSVLogger(tmp_path)
+    settings = {**QUIET, "logger": logger, "log_every_n_steps": 1}
+    trainer = tw.Trainer(max_epochs=1, callbacks=Watch(), **settings)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Interrupted(), make_loader())
+    assert told == ["KeyboardInterrupt True 3", "fit"]
+    assert trainer.interrupted
+    assert len((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()) == 4
+    trainer.fit(Diary(), make_loader())
+    assert not trainer.interrupted
+
+
+def test_barebones() -> None:
+    trainer = tw.Trainer(max_epochs=1, accelerator="cpu", barebones=True)
+    assert (trainer.callbacks, trainer.loggers) == ([], [])
+    module = Diary()
+    trainer.fit(module, make_loader(), make_loader(8))
+    assert (trainer.global_step, len(module.validated)) == (11, 2)
+    for wrong in ({"logger": True}, {"enable_progress_bar": True}, {"fast_dev_run": True}):
+        with pytest.raises(ValueError, match="barebones=True leaves out"):
+            tw.Trainer(barebones=True, **wrong)
+
+
+def test_anomalies_are_detected() -> None:
+    class Broken(Diary):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return torch.sqrt(self.net(batch[0]).sum() * 0.0 - 1.0)
+
+    with pytest.warns(UserWarning, match="Error detected in SqrtBackward0"), pytest.raises(RuntimeError, match="nan"):
+        fit(Broken(), detect_anomaly=True)
+    assert not torch.is_anomaly_enabled()
+
+
+def test_deterministic_algorithms() -> None:
+    try:
+        _, trainer = fit(deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        fit(deterministic="warn")
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        fit(deterministic=False)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_simple_profiler_tells_where_the_time_went(capfd: pytest.CaptureFixture[str]) -> None:
+    fit(profiler="simple", val=make_loader(4), callbacks=Stop())
+    out, err = capfd.readouterr()
+    said = out + err
+    for name in ("training_step", "Stop.on_train_batch_end", "train_dataloader_next"):
+        assert name in said
+
+
+def test_the_steps_to_come_are_known_when_optimizers_are_made() -> None:
+    class Planned(Diary):
+        def configure_optimizers(self) -> Any:
+            self.planned = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    def planned(loader: Any = None, **settings: Any) -> Any:
+        module, trainer = fit(Planned(), loader, **settings)
+        if module.planned != math.inf:
+            assert trainer.global_step == module.planned
+        return module.planned
+
+    assert planned(max_epochs=3) == 33
+    assert planned(max_epochs=3, accumulate_grad_batches=4) == 9
+    assert planned(max_epochs=3, max_steps=20) == 20
+    assert planned(max_epochs=2, limit_train_batches=0.5) == 10
+    assert planned(DataLoader(Unmeasured(), batch_size=4), max_steps=5, max_epochs=-1) == 5
+    assert planned(DataLoader(Unmeasured(), batch_size=4)) == math.inf
+    with pytest.raises(RuntimeError, match=r"known in trainer.fit only"):
+        tw.Trainer(**QUIET).estimated_stepping_batches
+
+
+def test_inference_mode_where_it_is_asked_for() -> None:
+    seen: list[Any] = []
+
+    class Watching(Diary):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append((self.trainer.stage, torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+
+        test_step = validation_step
+
+    for mode in (False, True):
+        module, trainer = fit(Watching(), val=make_loader(4), inference_mode=mode)
+        trainer.test(module, make_loader(4), verbose=False)
+    assert seen == [("fit", False, False), ("test", False, False), ("fit", False, False), ("test", True, False)]
+
+
+def test_what_hooks_see_of_the_trainer() -> None:
+    names = ("training", "validating", "testing", "predicting", "evaluating", "sanity_checking")
+    seen: dict[str, set[tuple[str, ...]]] = {}
+
+    def look(where: str, trainer: Any) -> None:
+        seen.setdefault(where, set()).add(tuple(name for name in names if getattr(trainer, name)))
+
+    class Watch(tw.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            look("train", trainer)
+            assert trainer.num_training_batches == 11
+            assert trainer.enable_validation
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            look("train", trainer)
+            assert (trainer.current_epoch, trainer.is_last_batch) == (trainer.state.epoch, True)
+
+        def on_sanity_check_end(self, trainer: Any, module: Any) -> None:
+            look("sanity", trainer)
+
+        def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+            look("sanity" if trainer.sanity_checking else f"{trainer.stage} val", trainer)
+            assert trainer.num_val_batches == [2]
+
+        def on_test_epoch_end(self, trainer: Any, module: Any) -> None:
+            look("test", trainer)
+            assert trainer.num_test_batches == [3]
+
+        def on_predict_batch_start(self, trainer: Any, *_: Any) -> None:
+            look("predict", trainer)
+            assert trainer.num_predict_batches == [1, 2]
+
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            assert trainer.stage == stage
+
+    class Predicting(Classifier):
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:  # type: ignore[override]
+            return None
+
+    module = Predicting()
+    trainer = tw.Trainer(max_epochs=2, callbacks=Watch(), limit_test_batches=3, **QUIET)
+    trainer.fit(module, make_loader(), make_loader(8))
+    trainer.validate(module, make_loader(8), verbose=False)
+    trainer.test(module, make_loader(), verbose=False)
+    trainer.predict(module, [make_loader(4), make_loader(8)])
+    assert seen == {
+        "train": {("training",)},
+        "sanity": {("sanity_checking",)},
+        "fit val": {("validating", "evaluating")},
+        "validate val": {("validating", "evaluating")},
+        "test": {("testing", "evaluating")},
+        "predict": {("predicting",)},
+    }
+    assert not any(getattr(trainer, name) for name in names)
+    assert (trainer.current_epoch, trainer.global_step, trainer.num_val_batches) == (2, 22, [2])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_run_that_is_resumed_within_an_epoch_goes_on_as_it_would_have(tmp_path: Path, accumulate: int) -> None:
+    """Validated after each third batch, and saved before that, at each step."""
+    common = {
+        "max_epochs": 2, "val_check_interval": 3, "accumulate_grad_batches": accumulate,
+        **QUIET, "enable_checkpointing": True,
+    }  # fmt: skip
+
+    def run(ckpt_path: Path | None = None, callbacks: Any = ()) -> Any:
+        tw.seed_everything(5)
+        module = Diary(dropout=0.3)
+        trainer = tw.Trainer(callbacks=callbacks, **common)
+        trainer.fit(module, make_loader(shuffle=True), make_loader(8), ckpt_path=ckpt_path)
+        return module, trainer
+
+    saving = tw.ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1)
+    whole, _ = run(callbacks=saving)
+    assert whole.validations == [(0, 3), (0, 6), (0, 9), (1, 14), (1, 17), (1, 20)]
+    for step in (2, 3, 4, 6, 11) if accumulate == 1 else (1, 2, 3, 6, 7):
+        (path,) = tmp_path.glob(f"*-step={step}.ckpt")
+        resumed, _ = run(path)
+        trained = whole.trained.index(resumed.trained[0])
+        assert trained == [*range(0, 12, accumulate), 11, *range(11 + accumulate, 23, accumulate)][step]
+        assert resumed.trained == whole.trained[trained:]
+        assert resumed.validations == [each for each in whole.validations if each[1] >= trained]
+        assert_equal(weights(resumed), weights(whole))

@@ -1,0 +1,509 @@
+"""Optimization: what configure_optimizers may return, schedulers, closures, clipping, and steps made otherwise."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small import QUIET, Classifier, assert_close, assert_equal, loss_of, make_loader, weights
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
+
+import trainwright as tw
+
+
+class Plain(Classifier):
+    """SGD without a scheduler; `own` may be any form of configure_optimizers, given the module."""
+
+    def __init__(self, own: Callable[[Any], Any] | None = None, lr: float = 0.1) -> None:
+        super().__init__(lr=lr)
+        self.own = own
+
+    def configure_optimizers(self) -> Any:
+        return self.sgd() if self.own is None else self.own(self)
+
+    def sgd(self) -> torch.optim.SGD:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def fit(module: tw.Module, val: Any = None, **settings: Any) -> tw.Trainer:
+    trainer = tw.Trainer(**{"max_epochs": 1, "num_sanity_val_steps": 0, "fused_optimizers": False, **QUIET, **settings})
+    trainer.fit(module, make_loader(), val)
+    return trainer
+
+
+def by_hand(
+    make: Callable[[Any], torch.optim.Optimizer], before_step: Callable[[Any, int], bool | None] | None = None
+) -> Classifier:
+    """Train one epoch in a loop of its own; `before_step` gets (net, batch's index) and may leave the step out (False)."""
+    module = Classifier()
+    optimizer = make(module.parameters())
+    for index, batch in enumerate(make_loader()):
+        optimizer.zero_grad()
+        loss_of(module.net, batch).backward()
+        if before_step is None or before_step(module.net, index) is not False:
+            optimizer.step()
+    return module
+
+
+def sgd(parameters: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+# -- what configure_optimizers may return --------------------------------------------------------------------------------
+
+
+def halving(optimizer: Any) -> StepLR:
+    return StepLR(optimizer, 1, gamma=0.5)
+
+
+def with_optimizer(form: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    return lambda module: form(optimizer := module.sgd(), halving(optimizer))
+
+
+FORMS: dict[str, tuple[Callable[[Any], Any], float]] = {
+    "optimizer": (lambda module: module.sgd(), 0.1),
+    "list": (lambda module: [module.sgd()], 0.1),
+    "tuple": (lambda module: (module.sgd(),), 0.1),
+    "dict": (lambda module: {"optimizer": module.sgd()}, 0.1),
+    "pair": (with_optimizer(lambda optimizer, scheduler: ([optimizer], [scheduler])), 0.025),
+    "pair of tuples": (with_optimizer(lambda optimizer, scheduler: ((optimizer,), (scheduler,))), 0.025),
+    "pair with a config": (
+        with_optimizer(lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, "frequency": 2}])), 0.05,
+    ),
+    "dict with a scheduler": (
+        with_optimizer(lambda optimizer, scheduler: {"optimizer": optimizer, "lr_scheduler": scheduler}), 0.025,
+    ),
+    "dict with a config": (
+        with_optimizer(
+            lambda optimizer, scheduler: {
+                "optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 11},
+            }
+        ),
+        0.025,
+    ),
+    "tuple of one dict": (
+        with_optimizer(lambda optimizer, scheduler: ({"optimizer": optimizer, "lr_scheduler": scheduler},)), 0.025,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_configure_optimizers_may_return(form: str) -> None:
+    own, rate = FORMS[form]
+    module = Plain(own)
+    trainer = fit(module, max_epochs=2)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(rate)
+    assert trainer.global_step == 22
+    if rate == 0.1:
+        expected = Plain()
+        fit(expected, max_epochs=2)
+        assert_equal(weights(module), weights(expected))
+
+
+def test_no_optimizer_runs_without_training() -> None:
+    module = Plain(lambda module: None)
+    before = weights(module)
+    with pytest.warns(UserWarning, match="configure_optimizers returned None"):
+        trainer = fit(module)
+    assert_equal(weights(module), before)
+    assert (trainer.optimizers, trainer.global_step) == ([], 11)
+
+
+# -- schedulers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [
+        ({"interval": "epoch"}, 2),
+        ({"interval": "epoch", "frequency": 2}, 1),
+        ({"interval": "step"}, 8),  # 11 batches in windows of 3
+        ({"interval": "step", "frequency": 3}, 2),
+        ({"interval": "validation"}, 4),
+        ({"interval": "validation", "frequency": 2}, 2),
+    ],
+)
+def test_the_intervals_of_schedulers(config: dict[str, Any], steps: int) -> None:
+    def own(module: Plain) -> Any:
+        optimizer = module.sgd()
+        return [optimizer], [{"scheduler": LambdaLR(optimizer, lambda count: 0.5**count), **config}]
+
+    settings = {"max_epochs": 2, "accumulate_grad_batches": 3, "val_check_interval": 5}
+    trainer = fit(Plain(own), make_loader(4), **settings)
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == steps
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**steps)
+
+
+def plateau(module: Plain, **config: Any) -> Any:
+    optimizer = module.sgd()
+    scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.1, threshold=1e9)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **config}, "monitor": "val_loss"}
+
+
+def test_a_plateau_follows_its_monitor() -> None:
+    trainer = fit(Plain(plateau), make_loader(4), max_epochs=3)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-4)  # the first one is the best by definition
+    of_steps = fit(Plain(lambda module: plateau(module, monitor="loss", interval="step", frequency=5)))
+    assert of_steps.lr_scheduler_configs[0].scheduler.last_epoch == 2
+    of_validations = fit(
+        Plain(lambda module: plateau(module, interval="validation")), make_loader(4), val_check_interval=5
+    )
+    assert of_validations.lr_scheduler_configs[0].scheduler.last_epoch == 2
+
+
+def test_a_plateau_whose_monitor_was_not_logged() -> None:
+    with pytest.raises(ValueError, match=r"ReduceLROnPlateau follows 'val_loss', which was not logged; there are loss"):
+        fit(Plain(plateau))
+    with pytest.warns(UserWarning, match=r"ReduceLROnPlateau follows 'val_loss', which was not logged; it is left out"):
+        trainer = fit(Plain(lambda module: plateau(module, strict=False)))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1
+    assert trainer.global_step == 11
+
+
+# -- an overridden optimizer_step ----------------------------------------------------------------------------------------
+
+
+class Stepping(Plain):
+    """The form that every script of this kind has."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        assert optimizer is self.optimizers()
+        optimizer.step(closure=optimizer_closure)
+
+
+class Warming(Stepping):
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr * min(1.0, (self.trainer.global_step + 1) / 5)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "16-mixed"}, {"accumulate_grad_batches": 3}])
+def test_an_overridden_optimizer_step_changes_nothing(settings: dict[str, Any]) -> None:
+    module, expected = Stepping(), Plain()
+    trainer = fit(module, gradient_clip_val=0.5, max_epochs=2, **settings)
+    fit(expected, gradient_clip_val=0.5, max_epochs=2, **settings)
+    assert_equal(weights(module), weights(expected))
+    assert trainer.global_step == (8 if "accumulate_grad_batches" in settings else 22)
+
+
+def test_the_rate_warms_up_in_optimizer_step() -> None:
+    warming = Warming()
+    fit(warming)
+    rates = [0.1 * min(1.0, (index + 1) / 5) for index in range(11)]
+    expected = Classifier()
+    optimizer = sgd(expected.parameters())
+    for rate, batch in zip(rates, make_loader(), strict=True):
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        loss_of(expected.net, batch).backward()
+        optimizer.step()
+    assert_equal(weights(warming), weights(expected))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_a_step_that_the_module_leaves_out(precision: str) -> None:
+    """Every second batch counts; the closure is not needed for the gradients, so leaving it out drops them."""
+    seen: list[int] = []
+
+    class Sparing(Plain):
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+        ) -> None:
+            seen.append(batch_idx)
+            if batch_idx % 2:
+                optimizer.step(closure=optimizer_closure)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = self.sgd()
+            return [optimizer], [{"scheduler": LambdaLR(optimizer, lambda count: 1.0), "interval": "step"}]
+
+    module = Sparing()
+    trainer = fit(module, precision=precision)
+    assert seen == list(range(11))
+    assert trainer.global_step == trainer.lr_scheduler_configs[0].scheduler.last_epoch == 5
+    if precision == "32-true":
+        assert_equal(weights(module), weights(by_hand(sgd, lambda net, index: bool(index % 2))))
+
+
+def test_the_loss_of_the_closure() -> None:
+    losses: list[Any] = []
+
+    class Looking(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            losses.append(loss.detach())
+            return loss
+
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+        ) -> None:
+            losses.append(optimizer_closure())
+            losses.append(optimizer.step())
+
+    module = Looking()
+    fit(module, limit_train_batches=3)
+    assert losses[0::3] == losses[1::3]
+    assert losses[2::3] == [None] * 3
+
+
+# -- closures ------------------------------------------------------------------------------------------------------------
+
+
+class Counting(Plain):
+    """Counts what the recomputations must not repeat."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        super().__init__(lambda module: make(module.parameters()))
+        self.logged: list[float] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.logged.append(self.trainer.callback_metrics["loss"].item())
+        assert outputs.item() == self.logged[-1]
+
+
+def lbfgs(parameters: Any) -> torch.optim.LBFGS:
+    return torch.optim.LBFGS(parameters, lr=0.3, max_iter=5, line_search_fn="strong_wolfe")
+
+
+class Sharpness(torch.optim.Optimizer):
+    """A step of sharpness-aware minimisation: it looks at the gradients once more a little way uphill."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1, radius: float = 0.05) -> None:
+        super().__init__(parameters, {"lr": lr, "radius": radius})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        group = self.param_groups[0]
+        norm = torch.cat([each.grad.flatten() for each in group["params"]]).norm()
+        moves = [each.grad * (group["radius"] / norm) for each in group["params"]]
+        for parameter, move in zip(group["params"], moves, strict=True):
+            parameter.add_(move)
+        with torch.enable_grad():
+            loss = closure()
+        for parameter, move in zip(group["params"], moves, strict=True):
+            parameter.sub_(move).sub_(parameter.grad, alpha=group["lr"])
+        return loss
+
+
+def with_closures(make: Callable[[Any], Any]) -> Classifier:
+    module = Classifier()
+    optimizer = make(module.parameters())
+    for batch in make_loader():
+
+        def closure(batch: Any = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(module.net, batch)
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step(closure)
+    return module
+
+
+@pytest.mark.parametrize("make", [lbfgs, Sharpness])
+def test_optimizers_that_ask_again(make: Callable[[Any], Any]) -> None:
+    module = Counting(make)
+    trainer = fit(module)
+    assert_close(weights(module), weights(with_closures(make)))
+    assert (trainer.global_step, trainer.state.total_batches, len(module.logged)) == (11, 11, 11)
+    mean = sum(module.logged) / 11
+    assert trainer.callback_metrics["loss_epoch"].item() == pytest.approx(mean, rel=1e-5)  # each batch counted once
+
+
+def test_an_optimizer_that_asks_again_in_an_overridden_step() -> None:
+    class Own(Counting):
+        optimizer_step = Stepping.optimizer_step
+
+    module = Own(lbfgs)
+    fit(module)
+    assert_close(weights(module), weights(with_closures(lbfgs)))
+
+
+@pytest.mark.parametrize("settings", [{"precision": "16-mixed"}, {"accumulate_grad_batches": 2}])
+def test_where_nothing_can_be_computed_again(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="LBFGS, whose step computes the loss several times"):
+        fit(Plain(lambda module: lbfgs(module.parameters())), **settings)
+
+    class Asking(Plain):
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+        ) -> None:
+            optimizer_closure()
+            optimizer_closure()
+
+    with pytest.raises(RuntimeError, match="asked for the loss once more"):
+        fit(Asking(), **settings)
+
+
+# -- gradients -----------------------------------------------------------------------------------------------------------
+
+
+def clipping(kind: str, limit: float) -> Callable[[Any, int], None]:
+    def clip(net: nn.Module, index: int) -> None:
+        if kind == "norm":
+            nn.utils.clip_grad_norm_(net.parameters(), limit)
+        else:
+            nn.utils.clip_grad_value_(net.parameters(), limit)
+
+    return clip
+
+
+@pytest.mark.parametrize(("kind", "limit"), [(None, 0.1), ("norm", 0.1), ("value", 0.01)])
+def test_clipping(kind: str | None, limit: float) -> None:
+    module = Plain()
+    fit(module, gradient_clip_val=limit, gradient_clip_algorithm=kind)
+    assert_close(weights(module), weights(by_hand(sgd, clipping(kind or "norm", limit))))
+
+
+def test_clipping_in_the_modules_own_way() -> None:
+    class Own(Plain):
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+        ) -> None:
+            assert (gradient_clip_val, gradient_clip_algorithm) == (3.0, "norm")
+            self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+
+    module = Own()
+    fit(module, gradient_clip_val=3.0, gradient_clip_algorithm="norm")
+    assert_close(weights(module), weights(by_hand(sgd, clipping("value", 0.01))))
+
+
+def test_backward_and_zero_grad_in_the_modules_own_way() -> None:
+    class Own(Plain):
+        def backward(self, loss: Tensor) -> None:  # type: ignore[override]
+            (2 * loss).backward()
+
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            optimizer.zero_grad(set_to_none=False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx:
+                assert all(not parameter.grad.any() for parameter in self.parameters())
+            return {"loss": loss_of(self.net, batch) / 2}
+
+    module = Own()
+    fit(module)
+    assert_close(weights(module), weights(by_hand(sgd)))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_training_step_that_returns_none_is_left_out(accumulate: int) -> None:
+    """A window of which nothing is left makes no step; a scheduler neither."""
+
+    class Choosy(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx in (3, 4, 5, 7) else loss_of(self.net, batch)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = self.sgd()
+            return [optimizer], [{"scheduler": LambdaLR(optimizer, lambda count: 1.0), "interval": "step"}]
+
+    module = Choosy()
+    trainer = fit(module, accumulate_grad_batches=accumulate)
+    steps = 7 if accumulate == 1 else 3
+    assert trainer.global_step == trainer.lr_scheduler_configs[0].scheduler.last_epoch == steps
+    if accumulate == 1:
+        assert_equal(weights(module), weights(by_hand(sgd, lambda net, index: index not in (3, 4, 5, 7))))
+
+
+# -- manual optimization -------------------------------------------------------------------------------------------------
+
+
+class TwoHalves(Plain):
+    """Each layer has an optimizer of its own; the second one accumulates four batches and is clipped."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        with self.toggled_optimizer(first):
+            assert [parameter.requires_grad for parameter in self.parameters()] == [True, True, False, False]
+            first.zero_grad()
+            self.manual_backward(loss_of(self.net, batch))
+            first.step()
+        self.toggle_optimizer(second)
+        if batch_idx % 4 == 0:
+            second.zero_grad()
+        self.manual_backward(loss_of(self.net, batch) / 4)
+        if batch_idx % 4 == 3 or self.trainer.is_last_batch:
+            self.clip_gradients(second, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+            second.step()
+            self.lr_schedulers().step()
+        self.untoggle_optimizer(second)
+        assert all(parameter.requires_grad for parameter in self.parameters())
+
+    def configure_optimizers(self) -> Any:
+        first, second = sgd(self.net[0].parameters()), sgd(self.net[3].parameters())
+        return [first, second], [halving(second)]
+
+
+def test_manual_optimization_with_two_optimizers() -> None:
+    module, expected = TwoHalves(), Classifier()
+    trainer = fit(module)
+    first, second = sgd(expected.net[0].parameters()), sgd(expected.net[3].parameters())
+    schedule = halving(second)
+    for index, batch in enumerate(make_loader()):
+        first.zero_grad()
+        loss_of(expected.net, batch).backward(inputs=list(expected.net[0].parameters()))
+        first.step()
+        if index % 4 == 0:
+            second.zero_grad()
+        (loss_of(expected.net, batch) / 4).backward(inputs=list(expected.net[3].parameters()))
+        if index in (3, 7, 10):
+            nn.utils.clip_grad_norm_(expected.net[3].parameters(), 0.2)
+            second.step()
+            schedule.step()
+    assert_close(weights(module), weights(expected))
+    assert trainer.global_step == 11 + 3
+    assert trainer.optimizers[1].param_groups[0]["lr"] == pytest.approx(0.1 / 8)
+
+
+def test_manual_clipping_under_a_loss_scale() -> None:
+    norms: list[float] = []
+
+    class Manual(Plain):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss_of(self.net, batch))
+            self.clip_gradients(optimizer, gradient_clip_val=0.1)
+            norms.append(torch.cat([each.grad.flatten() for each in self.parameters()]).norm().item())
+            optimizer.step()
+
+    class Automatic(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return loss_of(self.net, batch)
+
+    manual, automatic = Manual(), Automatic()
+    trainer = fit(manual, precision="16-mixed")
+    fit(automatic, precision="16-mixed", gradient_clip_val=0.1)
+    assert_close(weights(manual), weights(automatic))
+    assert trainer.global_step == 11
+    assert max(norms) == pytest.approx(0.1, rel=1e-3)
+
+
+def test_manual_optimization_without_an_optimizer_says_so() -> None:
+    class Idle(Plain):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            assert self.optimizers() == []
+            assert self.lr_schedulers() is None
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer = fit(Idle(lambda module: None))
+    assert any("nothing is trained" in str(each.message) for each in said)
+    assert (trainer.global_step, trainer.current_epoch) == (0, 1)
