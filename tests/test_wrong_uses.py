@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 import torchmetrics
-from small import QUIET, Classifier, loss_of, make_data, make_loader
+from small import QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
 from torch import nn
 from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -40,11 +40,10 @@ class Counted(TensorDataset):
 class Scene:
     """What a wrong use is made with: a module and data that are right, and checkpoints of an earlier run."""
 
-    def __init__(self, saved: Path) -> None:
+    def __init__(self) -> None:
         self.module = Classifier()
-        self.parts: list[str] = []
+        self._changed: list[str] = []
         self.trainer: tw.Trainer | None = None
-        self.saved = saved
         self.data = Counted(*make_data(12).tensors)
         self.loader: Any = DataLoader(self.data, batch_size=4)
 
@@ -62,13 +61,18 @@ class Scene:
         self.make(**settings).fit(module, loader, **call)
 
     def change(self, **parts: Any) -> None:
+        """Give the module other parts: functions become its methods."""
         for name, part in parts.items():
-            is_function = isinstance(part, types.FunctionType)
-            setattr(self.module, name, types.MethodType(part, self.module) if is_function else part)
-            self.parts.append(name)
+            if isinstance(part, types.FunctionType):  # by its real name, which errors say
+                code = part.__code__.replace(co_name=name)
+                named = types.FunctionType(code, part.__globals__, name, part.__defaults__, part.__closure__)
+                part = types.MethodType(named, self.module)
+            setattr(self.module, name, part)
+            self._changed.append(name)
 
     def mend(self) -> None:
-        for name in self.parts:
+        """Take back what `change` did."""
+        for name in self._changed:
             self.module.__dict__.pop(name, None)
 
 
@@ -78,8 +82,8 @@ class WrongUse(NamedTuple):
     error: type[Exception]
     message: str
     """A regular expression of what is said."""
-    leaves: str = ""
-    """ "files" where the run had begun, "trainer" where the trainer's own settings are wrong for the right use too."""
+    has_begun: bool = False
+    """Whether the run had begun, so that its files may be there."""
 
 
 SIGNATURE = [name for name in inspect.signature(tw.Trainer).parameters if name != "unknown"]
@@ -160,7 +164,7 @@ class NoLength(IterableDataset[Any]):
         yield from make_data(12)
 
 
-class Tests(tw.DataModule):
+class ForTests(tw.DataModule):
     def test_dataloader(self) -> Any:
         return make_loader(12)
 
@@ -170,95 +174,144 @@ CONSTRUCTION = [
     ("strategy, a class", {"strategy": tw.DDPStrategy}, TypeError, r"strategy=.*Pass an instance, not its class"),
     ("strategy for one, several devices", {"strategy": "single_device", "devices": 2}, ValueError,
      r"strategy='single_device' runs on one process, but 2 .* pass devices=1, or"),
-    ("precision, a typing error", {"precision": "b16-mixed"}, ValueError, r"precision='b16-mixed' is unknown; choose from .*"
-     r"Did you mean 'bf16-mixed'\?"),
+    ("precision, a typing error", {"precision": "b16-mixed"}, ValueError,
+     (r"precision='b16-mixed' is unknown; choose from .*"
+     r"Did you mean 'bf16-mixed'\?")),
     ("precision, of another library", {"precision": "float16"}, ValueError, r"Did you mean '16-mixed'\?"),
-    ("precision, a dtype", {"precision": torch.float16}, TypeError, r"precision=torch.float16 is a dtype; accepted are"),
-    ("accelerator, a typing error", {"accelerator": "gpuu"}, ValueError, r"accelerator='gpuu' is unknown.*mean 'gpu'\?"),
-    ("accelerator, a list", {"accelerator": ["cpu"]}, TypeError, r"accelerator=\['cpu'\] is a list; accepted are auto, cpu"),
-    ("profiler, a typing error", {"profiler": "advancd"}, ValueError, r"profiler='advancd' is unknown.*mean 'advanced'\?"),
+    ("precision, a dtype", {"precision": torch.float16}, TypeError,
+     r"precision=torch.float16 is a dtype; accepted are"),
+    ("accelerator, a typing error", {"accelerator": "gpuu"}, ValueError,
+     r"accelerator='gpuu' is unknown.*mean 'gpu'\?"),
+    ("accelerator, a list", {"accelerator": ["cpu"]}, TypeError,
+     r"accelerator=\['cpu'\] is a list; accepted are auto, cpu"),
+    ("profiler, a typing error", {"profiler": "advancd"}, ValueError,
+     r"profiler='advancd' is unknown.*mean 'advanced'\?"),
     ("profiler, a class", {"profiler": tw.SimpleProfiler}, TypeError, r"profiler=.*Pass an instance, not its class"),
     ("devices, none", {"devices": 0}, ValueError, r"devices=0 is below 1; pass a number of devices, -1 for all"),
     ("devices, a list on the CPU", {"devices": [0, 1]}, ValueError, r"devices=\[0, 1\] names GPUs.* such as devices=2"),
     ("devices, a list of names", {"devices": ["cuda:0"]}, TypeError, r"devices=\['cuda:0'\] is no list of GPUs; pass"),
-    ("num_nodes without torchrun", {"num_nodes": 2}, ValueError, r"num_nodes=2 .*started alone; start .* torchrun --nnodes 2"),
+    ("num_nodes without torchrun", {"num_nodes": 2}, ValueError,
+     r"num_nodes=2 .*started alone; start .* torchrun --nnodes 2"),
     ("max_epochs, a float", {"max_epochs": 2.0}, ValueError, r"max_epochs=2.0: accepted is a whole number from -1"),
     ("max_epochs, too small", {"max_epochs": -2}, ValueError, r"max_epochs=-2: accepted is a whole number from -1"),
     ("max_epochs, a bool", {"max_epochs": True}, ValueError, r"max_epochs=True: accepted is a whole number"),
-    ("num_sanity_val_steps", {"num_sanity_val_steps": -2}, ValueError, r"num_sanity_val_steps=-2: .* from -1 \(-1 is all"),
+    ("num_sanity_val_steps", {"num_sanity_val_steps": -2}, ValueError,
+     r"num_sanity_val_steps=-2: .* from -1 \(-1 is all"),
     ("max_time without days", {"max_time": "01:00:00"}, ValueError, r"max_time='01:00:00' is malformed; 'DD:HH:MM:SS'"),
-    ("max_time, seconds", {"max_time": 60}, ValueError, r"max_time=60 is a int; 'DD:HH:MM:SS' .* is accepted. Give for"),
-    ("limit, a fraction above 1", {"limit_val_batches": 1.5}, ValueError, r"limit_val_batches=1.5: accepted is a number of "),
-    ("limit, a percentage", {"limit_train_batches": "10%"}, ValueError, r"limit_train_batches='10%': accepted is a number"),
-    ("interval, a fraction above 1", {"val_check_interval": 2.0}, ValueError, r"val_check_interval=2.0: .* pass an int"),
-    ("interval, no batch", {"val_check_interval": 0}, ValueError, r"val_check_interval=0: accepted are a number of batches"),
-    ("accumulate, a schedule", {"accumulate_grad_batches": {0: 2}}, ValueError, r"accumulate_grad_batches=\{0: 2\}: .*"
-     r"GradientAccumulationScheduler"),
+    ("max_time, seconds", {"max_time": 60}, ValueError,
+     r"max_time=60 is a int; 'DD:HH:MM:SS' .* is accepted. Give for"),
+    ("limit, a fraction above 1", {"limit_val_batches": 1.5}, ValueError,
+     r"limit_val_batches=1.5: accepted is a number of "),
+    ("limit, a percentage", {"limit_train_batches": "10%"}, ValueError,
+     r"limit_train_batches='10%': accepted is a number"),
+    ("interval, a fraction above 1", {"val_check_interval": 2.0}, ValueError,
+     r"val_check_interval=2.0: .* pass an int"),
+    ("interval, no batch", {"val_check_interval": 0}, ValueError,
+     r"val_check_interval=0: accepted are a number of batches"),
+    ("accumulate, a schedule", {"accumulate_grad_batches": {0: 2}}, ValueError, (r"accumulate_grad_batches=\{0: 2\}: .*"
+     r"GradientAccumulationScheduler")),
     ("clip by another way", {"gradient_clip_algorithm": "agc"}, ValueError, r"gradient_clip_algorithm='agc': .*'norm'"),
-    ("clip by less than nothing", {"gradient_clip_val": -1.0}, ValueError, r"gradient_clip_val=-1.0: accepted is a number"),
-    ("compile, a mode", {"compile": "max-autotune"}, ValueError, r"compile='max-autotune': .* a dict of torch.compile's"),
-    ("deterministic", {"deterministic": "warning"}, ValueError, r"deterministic='warning': accepted are True, False, 'warn'"),
+    ("clip by less than nothing", {"gradient_clip_val": -1.0}, ValueError,
+     r"gradient_clip_val=-1.0: accepted is a number"),
+    ("compile, a mode", {"compile": "max-autotune"}, ValueError,
+     r"compile='max-autotune': .* a dict of torch.compile's"),
+    ("deterministic", {"deterministic": "warning"}, ValueError,
+     r"deterministic='warning': accepted are True, False, 'warn'"),
     ("several at once", {"max_epochs": "3", "min_steps": -1}, ValueError, r"max_epochs='3': .*; min_steps=-1: "),
-    ("default_root_dir, a number", {"default_root_dir": 3}, TypeError, r"default_root_dir=3 is a int; accepted are a path"),
+    ("default_root_dir, a number", {"default_root_dir": 3}, TypeError,
+     r"default_root_dir=3 is a int; accepted are a path"),
     ("min above max", {"min_epochs": 3, "max_epochs": 2}, ValueError, r"min_epochs=3 is above max_epochs=2"),
     ("min steps above max", {"min_steps": 3, "max_steps": 2}, ValueError, r"min_steps=3 is above max_steps=2"),
-    ("overfit and limit", {"overfit_batches": 2, "limit_train_batches": 3}, ValueError, r"overfit_batches sets limit_train_"),
-    ("across epochs, a fraction", {"check_val_every_n_epoch": None}, ValueError, r"check_val_every_n_epoch=None .* number of "),
-    ("barebones with a bar", {"barebones": True, "enable_progress_bar": True}, ValueError, r"barebones=True .* leave out one"),
-    ("barebones with a logger", {"barebones": True, "logger": True}, ValueError, r"barebones=True .* logger=True asks for"),
+    ("overfit and limit", {"overfit_batches": 2, "limit_train_batches": 3}, ValueError,
+     r"overfit_batches sets limit_train_"),
+    ("across epochs, a fraction", {"check_val_every_n_epoch": None}, ValueError,
+     r"check_val_every_n_epoch=None .* number of "),
+    ("barebones with a bar", {"barebones": True, "enable_progress_bar": True}, ValueError,
+     r"barebones=True .* leave out one"),
+    ("barebones with a logger", {"barebones": True, "logger": True}, ValueError,
+     r"barebones=True .* logger=True asks for"),
     ("checkpoints off, and on", {"enable_checkpointing": False, "callbacks": tw.ModelCheckpoint()}, ValueError,
      r"enable_checkpointing=False, but callbacks= holds a ModelCheckpoint; leave out one"),
-    ("two precisions", {"precision": 16, "plugins": tw.Precision()}, ValueError, r"precision=16 and plugins=.* pass one"),
-    ("callbacks, a class", {"callbacks": tw.ModelCheckpoint}, TypeError, r"callbacks= holds .*ModelCheckpoint.* instances of"),
-    ("callbacks, none of them", {"callbacks": [print]}, TypeError, r"callbacks= holds <built-in .* accepted are instances of"),
-    ("callbacks, a number", {"callbacks": 3}, TypeError, r"callbacks=3 is a int; accepted are a Callback or a list of them"),
-    ("callbacks, a name", {"callbacks": "early_stopping"}, TypeError, r"callbacks='early_stopping' is a str; accepted are"),
-    ("two of one state", {"callbacks": [tw.ModelCheckpoint(), tw.ModelCheckpoint()]}, ValueError, r"callbacks= holds two of "
-     r"one state_key .*; give them settings or a state_key that differ"),
-    ("logger, a name", {"logger": "tensorboard"}, TypeError, r"logger='tensorboard' is a str; accepted are True, False or .*"
-     r"TensorBoardLogger\("),
-    ("logger, a class", {"logger": tw.CSVLogger}, TypeError, r"logger=.*CSVLogger.* accepted are True, False or Logger inst"),
-    ("plugins, a strategy", {"plugins": "ddp_sharded"}, ValueError, r"plugins='ddp_sharded' .*; pass strategy='ddp_sharded'"),
+    ("two precisions", {"precision": 16, "plugins": tw.Precision()}, ValueError,
+     r"precision=16 and plugins=.* pass one"),
+    ("callbacks, a class", {"callbacks": tw.ModelCheckpoint}, TypeError,
+     r"callbacks= holds .*ModelCheckpoint.* instances of"),
+    ("callbacks, none of them", {"callbacks": [print]}, TypeError,
+     r"callbacks= holds <built-in .* accepted are instances of"),
+    ("callbacks, a number", {"callbacks": 3}, TypeError,
+     r"callbacks=3 is a int; accepted are a Callback or a list of them"),
+    ("callbacks, a name", {"callbacks": "early_stopping"}, TypeError,
+     r"callbacks='early_stopping' is a str; accepted are"),
+    ("two of one state", {"callbacks": [tw.ModelCheckpoint(), tw.ModelCheckpoint()]}, ValueError,
+     (r"callbacks= holds two of "
+     r"one state_key .*; give them settings or a state_key that differ")),
+    ("logger, a name", {"logger": "tensorboard"}, TypeError,
+     (r"logger='tensorboard' is a str; accepted are True, False or .*"
+     r"TensorBoardLogger\(")),
+    ("logger, a class", {"logger": tw.CSVLogger}, TypeError,
+     r"logger=.*CSVLogger.* accepted are True, False or Logger inst"),
+    ("plugins, a strategy", {"plugins": "ddp_sharded"}, ValueError,
+     r"plugins='ddp_sharded' .*; pass strategy='ddp_sharded'"),
     ("plugins, something", {"plugins": [OBJECT]}, TypeError, r"plugins= holds a object; accepted is a Precision"),
     ("gpus=", {"gpus": 2}, TypeError, r"no gpus= \(it was given gpus=2\): pass devices=, with accelerator='gpu'"),
     ("tpu_cores=", {"tpu_cores": 8}, TypeError, r"no tpu_cores= .*TPUs are not supported; pass devices="),
-    ("resume_from_checkpoint=", {"resume_from_checkpoint": "a"}, TypeError, r"resume_from_checkpoint=.*ckpt_path= to trainer"),
-    ("auto_lr_find=", {"auto_lr_find": True}, TypeError, r"Trainer has no auto_lr_find= .*: set the learning rate yourself"),
+    ("resume_from_checkpoint=", {"resume_from_checkpoint": "a"}, TypeError,
+     r"resume_from_checkpoint=.*ckpt_path= to trainer"),
+    ("auto_lr_find=", {"auto_lr_find": True}, TypeError,
+     r"Trainer has no auto_lr_find= .*: set the learning rate yourself"),
     ("progress_bar_refresh_rate=", {"progress_bar_refresh_rate": 5}, TypeError, r"TQDMProgressBar\(refresh_rate="),
-    ("an unknown argument", {"max_epoch": 3}, TypeError, r"no argument max_epoch= \(it was given max_epoch=3\). Did you mean "
-     r"max_epochs=\?"),
+    ("an unknown argument", {"max_epoch": 3}, TypeError,
+     (r"no argument max_epoch= \(it was given max_epoch=3\). Did you mean "
+     r"max_epochs=\?")),
     ("an argument unlike any", {"zzz": 3}, TypeError, r"no argument zzz= .* Its arguments are accelerator, strategy, "),
 ]  # fmt: skip
 """Settings of the Trainer, refused by its constructor."""
 
 FIT = [
-    ("no module", {"model": None}, TypeError, r"trainer.fit was given no module.* pass an instance of trainwright.Module"),
-    ("a torch module", {"model": nn.Linear(2, 2)}, TypeError, r"given a Linear; accepted is .*Subclass trainwright.Module"),
+    ("no module", {"model": None}, TypeError,
+     r"trainer.fit was given no module.* pass an instance of trainwright.Module"),
+    ("a torch module", {"model": nn.Linear(2, 2)}, TypeError,
+     r"given a Linear; accepted is .*Subclass trainwright.Module"),
     ("a class", {"model": Classifier}, TypeError, r"trainer.fit was given the class Classifier; pass an instance"),
-    ("no training_step", {"model": OnlyOptimizers()}, TypeError, r"trainer.fit needs training_step, which OnlyOptimizers"),
-    ("no configure_optimizers", {"model": OnlyStep()}, TypeError, r"fit needs configure_optimizers, which OnlyStep does not"),
-    ("no super().__init__()", {"model": NoSuper.__new__(NoSuper)}, TypeError, r"NoSuper.__init__ did not call super\(\)"),
-    ("no loader", {"train_dataloaders": None}, TypeError, r"fit was given no train_dataloaders; pass a torch DataLoader.*or "
-     r"define train_dataloader on"),
-    ("a name as loader", {"train_dataloaders": "mnist"}, TypeError, r"train_dataloaders is a str; accepted are a torch Data"),
-    ("a dataset's class", {"train_dataloaders": TensorDataset}, TypeError, r"train_dataloaders is a type; accepted are a tor"),
-    ("an iterator", {"train_dataloaders": iter([1])}, TypeError, r"train_dataloaders is a list_iterator, .*only once; pass a"),
+    ("no training_step", {"model": OnlyOptimizers()}, TypeError,
+     r"trainer.fit needs training_step, which OnlyOptimizers"),
+    ("no configure_optimizers", {"model": OnlyStep()}, TypeError,
+     r"fit needs configure_optimizers, which OnlyStep does not"),
+    ("no super().__init__()", {"model": NoSuper.__new__(NoSuper)}, TypeError,
+     r"NoSuper.__init__ did not call super\(\)"),
+    ("no loader", {"train_dataloaders": None}, TypeError,
+     (r"fit was given no train_dataloaders; pass a torch DataLoader.*or "
+     r"define train_dataloader on")),
+    ("a name as loader", {"train_dataloaders": "mnist"}, TypeError,
+     r"train_dataloaders is a str; accepted are a torch Data"),
+    ("a dataset's class", {"train_dataloaders": TensorDataset}, TypeError,
+     r"train_dataloaders is a type; accepted are a tor"),
+    ("an iterator", {"train_dataloaders": iter([1])}, TypeError,
+     r"train_dataloaders is a list_iterator, .*only once; pass a"),
     ("a number", {"train_dataloaders": 3}, TypeError, r"train_dataloaders is a int; accepted are a torch DataLoader"),
     ("an empty list", {"train_dataloaders": []}, ValueError, r"training loader has no batch .*; give it data"),
-    ("an empty dict", {"train_dataloaders": {}}, ValueError, r"holds no loader|no batch"),
-    ("a name among loaders", {"train_dataloaders": {"a": make_loader(8), "b": "c"}}, TypeError, r"'b' is a str; accepted"),
-    ("an iterator among loaders", {"train_dataloaders": {"a": make_loader(8), "b": iter([1])}}, TypeError, r"once; pass a"),
-    ("empty by drop_last", {"train_dataloaders": make_loader(3, 4, drop_last=True)}, ValueError, r"no batch .*drop_last"),
-    ("empty by the limit", {"limit_train_batches": 0.01}, ValueError, r"no batch .*limit_train_batches"),
-    ("validation loader, a name", {"val_dataloaders": "val"}, TypeError, r"val_dataloaders is a str; accepted are a torch"),
-    ("validation, an iterator", {"val_dataloaders": iter([1])}, TypeError, r"val_dataloaders is a list_iterator, .*once; pas"),
+    ("an empty dict", {"train_dataloaders": {}}, ValueError,
+     r"an empty dict was given; a collection of loaders needs one"),
+    ("a name among loaders", {"train_dataloaders": {"a": make_loader(8), "b": "c"}}, TypeError,
+     r"'b' is a str; accepted"),
+    ("an iterator among loaders", {"train_dataloaders": {"a": make_loader(8), "b": iter([1])}}, TypeError,
+     r"once; pass a"),
+    ("empty by drop_last", {"train_dataloaders": make_loader(3, 4, drop_last=True)}, ValueError,
+     r"no batch .*drop_last"),
+    ("empty by the limit", {"limit_train_batches": 0}, ValueError, r"no batch .*limit_train_batches"),
+    ("validation loader, a name", {"val_dataloaders": "val"}, TypeError,
+     r"val_dataloaders is a str; accepted are a torch"),
+    ("validation, an iterator", {"val_dataloaders": iter([1])}, TypeError,
+     r"val_dataloaders is a list_iterator, .*once; pas"),
     ("validation without its step", {"val_dataloaders": make_loader(8), "model": NoValidation()}, TypeError,
      r"fit with val_dataloaders needs validation_step, which NoValidation does not define"),
-    ("loaders and datamodule", {"train_dataloaders": make_loader(8), "datamodule": Tests()}, ValueError,
+    ("loaders and datamodule", {"train_dataloaders": make_loader(8), "datamodule": ForTests()}, ValueError,
      r"fit was given both train_dataloaders= and datamodule=; pass one"),
-    ("a datamodule's class", {"datamodule": Tests}, TypeError, r"the class Tests; pass an instance of it"),
-    ("a datamodule without the hook", {"datamodule": Tests()}, TypeError, r"Tests defines no train_dataloader|no train_data"),
-    ("a datamodule in another place", {"datamodule": make_loader(8)}, TypeError, r"datamodule=.*DataLoader; accepted is an in"),
+    ("a datamodule's class", {"datamodule": ForTests}, TypeError, r"the class ForTests; pass an instance of it"),
+    ("a datamodule without the hook", {"datamodule": ForTests()}, TypeError,
+     r"given no train_dataloaders; .* on the module or on a DataModule"),
+    ("a datamodule in another place", {"datamodule": make_loader(8)}, TypeError,
+     r"datamodule=DataLoader\(...\); accepted is an in"),
     ("train_dataloader returns None", {"train_dataloaders": None, "train_dataloader": returns(None)}, TypeError,
      r"Classifier.train_dataloader\(\) returned None; return a torch DataLoader"),
     ("train_dataloader returns a number", {"train_dataloaders": None, "train_dataloader": returns(3)}, TypeError,
@@ -266,78 +319,110 @@ FIT = [
     ("interval beyond the epoch", {"val_check_interval": 100, "val_dataloaders": make_loader(8)}, ValueError,
      r"val_check_interval=100 is more than the 3 training batches .*; pass at most"),
     ("a fraction of no length", {"val_check_interval": 0.5, "val_dataloaders": make_loader(8),
-     "train_dataloaders": DataLoader(NoLength(), batch_size=4)}, ValueError, r"val_check_interval=0.5 .* no length; pass a nu"),
-    ("configure_optimizers: a number", optimizers(lambda m: 3), TypeError, r"configure_optimizers returned a int; accepted a"),
-    ("configure_optimizers: a name", optimizers(lambda m: "adam"), TypeError, r"returned a str; accepted are an Optimizer"),
-    ("configure_optimizers: a class", optimizers(lambda m: [CLASS]), TypeError, r"item 0 .* a type.*accepted.*Make one of Adam"),
-    ("configure_optimizers: the class", optimizers(lambda m: CLASS), TypeError, r"returned .*Adam.*; accepted are an Optimiz"),
-    ("configure_optimizers: a list", optimizers(lambda m: [adam(m), "a"]), TypeError, r"item 1 .* is a str, no Optimizer"),
-    ("configure_optimizers: an empty list", optimizers(lambda m: []), TypeError, r"a list of \[\]; accepted are an Optimizer"),
-    ("configure_optimizers: keys", optimizers(lambda m: {"optimizr": adam(m)}), ValueError, r"'optimizr'.*mean 'optimizer'\?"),
+     "train_dataloaders": DataLoader(NoLength(), batch_size=4)}, ValueError,
+     r"val_check_interval=0.5 .* no length; pass a nu"),
+    ("configure_optimizers: a number", optimizers(lambda m: 3), TypeError,
+     r"configure_optimizers returned a int; accepted a"),
+    ("configure_optimizers: a name", optimizers(lambda m: "adam"), TypeError,
+     r"returned a str; accepted are an Optimizer"),
+    ("configure_optimizers: a class", optimizers(lambda m: [CLASS]), TypeError,
+     r"item 0 .* a type.*accepted.*Make one of Adam"),
+    ("configure_optimizers: the class", optimizers(lambda m: CLASS), TypeError,
+     r"returned the class Adam, .* an instance; accepted"),
+    ("configure_optimizers: a list", optimizers(lambda m: [adam(m), "a"]), TypeError,
+     r"item 1 .* is a str, no Optimizer"),
+    ("configure_optimizers: an empty list", optimizers(lambda m: []), TypeError,
+     r"a list of \[\]; accepted are an Optimizer"),
+    ("configure_optimizers: keys", optimizers(lambda m: {"optimizr": adam(m)}), ValueError,
+     r"'optimizr'.*mean 'optimizer'\?"),
     ("configure_optimizers: key", optimizers(lambda m: {"optimizer": adam(m), "scheduler": 1}), ValueError,
      r"keys \['optimizer', 'scheduler'\]; accepted are 'optimizer', 'lr_scheduler'"),
     ("a scheduler beside the optimizer", optimizers(lambda m: [adam(m), StepLR(adam(m), 1)]), TypeError,
      r"item 1 .* StepLR, no Optimizer.*Return \(\[optimizers\], \[schedulers\]\)"),
-    ("the pair the wrong way round", optimizers(lambda m: ([StepLR(adam(m), 1)], [adam(m)])), TypeError, r"StepLR, no Optimi"),
+    ("the pair the wrong way round", optimizers(lambda m: ([StepLR(adam(m), 1)], [adam(m)])), TypeError,
+     r"StepLR, no Optimi"),
     ("a scheduler of another optimizer", optimizers(lambda m: ([adam(m)], [StepLR(other_adam(), 1)])), ValueError,
      r"StepLR that configure_optimizers returned schedules an optimizer that it did not return; make it"),
-    ("an optimizer of other parameters", optimizers(lambda m: other_adam()), ValueError,
-     r"Adam .*none of .*Classifier's parameters.*self.parameters\(\)"),
     ("a scheduler that is none", optimizers(lambda m: {"optimizer": adam(m), "lr_scheduler": 3}), TypeError,
      r"a scheduler was expected, got a int; pass a torch LRScheduler"),
-    ("plateau without monitor", optimizers(plateau), ValueError, r"ReduceLROnPlateau needs the metric .*'monitor': 'val_loss'"),
-    ("unknown interval", optimizers(lambda m: step_lr(m, interval="batch")), ValueError, r"interval='batch' .*epoch, step, va"),
-    ("frequency 0", optimizers(lambda m: step_lr(m, frequency=0)), ValueError, r"frequency=0 of a scheduler is below 1"),
+    ("plateau without monitor", optimizers(plateau), ValueError,
+     r"ReduceLROnPlateau needs the metric .*'monitor': 'val_loss'"),
+    ("unknown interval", optimizers(lambda m: step_lr(m, interval="batch")), ValueError,
+     r"interval='batch' .*epoch, step, va"),
+    ("frequency 0", optimizers(lambda m: step_lr(m, frequency=0)), ValueError,
+     r"frequency=0 of a scheduler is below 1"),
     ("unknown key of a scheduler", optimizers(lambda m: step_lr(m, intervall="step")), UserWarning,
      r"keys \['intervall'\], which have no effect.*Did you mean 'interval'\?"),
-    ("configure_optimizers: None", optimizers(lambda m: None), UserWarning, r"returned None: .*forget the return statement\?"),
-    ("two under automatic", optimizers(lambda m: [adam(m), adam(m)]), ValueError, r"returned 2 optimizers, but .*; set automa"),
+    ("configure_optimizers: None", optimizers(lambda m: None), UserWarning,
+     r"returned None: .*forget the return statement\?"),
+    ("two under automatic", optimizers(lambda m: [adam(m), adam(m)]), ValueError,
+     r"returned 2 optimizers, but .*; set automa"),
     ("accumulation under manual", {"automatic_optimization": False, "accumulate_grad_batches": 2}, ValueError,
      r"accumulate_grad_batches and gradient_clip_val are automatic optimization's.*accumulate and clip in training_step"),
-    ("clipping under manual", {"automatic_optimization": False, "gradient_clip_val": 1.0}, ValueError, r"clip in training_st"),
+    ("clipping under manual", {"automatic_optimization": False, "gradient_clip_val": 1.0}, ValueError,
+     r"clip in training_st"),
     ("LBFGS with accumulation", {**optimizers(lambda m: LBFGS(m.parameters())), "accumulate_grad_batches": 2}, ValueError,
      r"returned LBFGS, .*accumulate_grad_batches=2.* Use accumulate_grad_batches=1"),
     ("LBFGS with a loss scale", {**optimizers(lambda m: LBFGS(m.parameters())), "precision": 16}, ValueError,
      r"returned LBFGS, .*precision='16-mixed'.* Use .*a precision without a loss scale"),
-    ("training_step without a batch", {"training_step": lambda self: None}, TypeError, r"training_step\(\) cannot be called: "),
-    ("training_step of four", {"training_step": lambda self, a, b, c, d: None}, TypeError, r"\(a, b, c, d\) cannot be called"),
+    ("training_step without a batch", {"training_step": lambda self: None}, TypeError,
+     r"training_step\(\) cannot be called: "),
+    ("training_step of four", {"training_step": lambda self, a, b, c, d: None}, TypeError,
+     r"\(a, b, c, d\) cannot be called"),
     ("training_step with a dataloader_idx", {"training_step": lambda self, a, b, dataloader_idx: None}, TypeError,
-     r"training_step\(a, b, dataloader_idx\) .*the batch and batch_idx"),
+     r"training_step\(a, b, dataloader_idx\) cannot be called: it is given the batch, and batch_idx if"),
     ("validation_step without a batch", {"validation_step": lambda self: None, "val_dataloaders": make_loader(8)}, TypeError,
-     r"validation_step\(\) cannot be called: a step is given the batch"),
+     r"validation_step\(\) cannot be called: it is given the batch, and batch_idx and dataloader_idx"),
     ("several loaders, no index", {"val_dataloaders": [make_loader(8), make_loader(8)]}, TypeError,
      r"takes no dataloader_idx, but there are 2 loaders; add .* or pass the loaders in a dict"),
-    ("ckpt_path: no such path", {"ckpt_path": "nowhere/a.ckpt"}, tw.CheckpointError, r"nowhere/a.ckpt.*(no directory|not exi)"),
+    ("ckpt_path: no such path", {"ckpt_path": "nowhere/a.ckpt"}, tw.CheckpointError,
+     r"nowhere/a.ckpt is not a checkpoint: it does not exist. Give the"),
     ("ckpt_path: a text file", {"ckpt_path": "SAVED/text.ckpt"}, tw.CheckpointError, r"text.ckpt is not a checkpoint"),
-    ("ckpt_path: an empty folder", {"ckpt_path": "SAVED/empty"}, tw.CheckpointError, r"empty is not a checkpoint: it has no "),
+    ("ckpt_path: an empty folder", {"ckpt_path": "SAVED/empty"}, tw.CheckpointError,
+     r"empty is not a checkpoint: it has no "),
     ("ckpt_path: a Lightning file", {"ckpt_path": "SAVED/lightning.ckpt"}, tw.CheckpointError,
-     r"lightning.ckpt is .*file.*load_from_checkpoint"),
-    ("ckpt_path: another type", {"ckpt_path": 3}, TypeError, r"ckpt_path=3 is a int; accepted are a path, 'best' and 'last'"),
-    ("ckpt_path: True", {"ckpt_path": True}, TypeError, r"ckpt_path=True is a bool; accepted are a path, 'best' and 'last'"),
-    ("ckpt_path: best of none", {"ckpt_path": "best"}, tw.CheckpointError, r"'best': no checkpoint was saved .*Run fit first"),
-    ("ckpt_path: last of none", {"ckpt_path": "last"}, tw.CheckpointError, r"'last': no checkpoint was saved .*or pass a path"),
+     r"lightning.ckpt is not a checkpoint: it is a file.*load_from_checkpoint"),
+    ("ckpt_path: another type", {"ckpt_path": 3}, TypeError,
+     r"ckpt_path=3 is a int; accepted are a path, 'best' and 'last'"),
+    ("ckpt_path: True", {"ckpt_path": True}, TypeError,
+     r"ckpt_path=True is a bool; accepted are a path, 'best' and 'last'"),
+    ("ckpt_path: best of none", {"ckpt_path": "best"}, tw.CheckpointError,
+     r"'best': no checkpoint was saved .*Run fit first"),
+    ("ckpt_path: last of none", {"ckpt_path": "last"}, tw.CheckpointError,
+     r"'last': no checkpoint was saved .*or pass a path"),
     ("ckpt_path: best without a callback", {"ckpt_path": "best", "enable_checkpointing": False}, ValueError,
      r"ckpt_path='best' .*this trainer has none; pass a path, or leave enable_checkpointing"),
-    ("ckpt_path: of another model", {"ckpt_path": "SAVED/width"}, tw.CheckpointError, r"width: it is of another model \(not in"),
+    ("ckpt_path: of another model", {"ckpt_path": "SAVED/width"}, tw.CheckpointError,
+     r"width: it is of another model \(only in it: layer.bias"),
     ("ckpt_path: of another optimizer", {"ckpt_path": "SAVED/full", **optimizers(lambda m: SGD(m.parameters(), lr=0.1))},
      tw.CheckpointError, r"optimizer 0 was saved by AdamW, but this run's is a SGD. Build the same"),
     ("ckpt_path: of other schedulers", {"ckpt_path": "SAVED/full", **optimizers(step_lr)}, tw.CheckpointError,
      r"saved with 0 schedulers, but this run has 1. Build the same"),
-    ("ckpt_path: weights alone", {"ckpt_path": "SAVED/weights"}, tw.CheckpointError, r"holds weights only, so a run cannot go"),
-    ("configure_callbacks: a class", {"configure_callbacks": returns([tw.Timer])}, TypeError, r"configure_callbacks returned "),
-    ("log in configure_optimizers", {"configure_optimizers": in_hook()}, RuntimeError, r"'a', .*in configure_optimizers, wh"),
-    ("log in setup", {"setup": in_hook()}, RuntimeError, r"self.log\('a', .* in setup, where nothing is collected; log in a"),
-    ("log in on_fit_start", {"on_fit_start": in_hook()}, RuntimeError, r"self.log\('a', .*in on_fit_start, where nothing is"),
+    ("ckpt_path: weights alone", {"ckpt_path": "SAVED/weights"}, tw.CheckpointError,
+     r"holds weights only, so a run cannot go"),
+    ("configure_callbacks: a class", {"configure_callbacks": returns([tw.Timer])}, TypeError,
+     r"configure_callbacks returned "),
+    ("log in configure_optimizers", {"configure_optimizers": in_hook()}, RuntimeError,
+     r"'a', .*in configure_optimizers, wh"),
+    ("log in setup", {"setup": in_hook()}, RuntimeError,
+     r"self.log\('a', .* in setup, where nothing is collected; log in a"),
+    ("log in on_fit_start", {"on_fit_start": in_hook()}, RuntimeError,
+     r"self.log\('a', .*in on_fit_start, where nothing is"),
 ]  # fmt: skip
 """Arguments of fit, parts of the module and settings that do not fit them, refused before the first batch."""
 
 RUNNING = [
-    ("loss without a gradient", {"training_step": returns(torch.zeros(()))}, RuntimeError, r"a loss that no parameter .*; com"),
-    ("loss of several elements", {"training_step": returns(torch.zeros(2))}, RuntimeError, r"shape \(2,\); accepted is one"),
-    ("loss, a name", {"training_step": returns("loss")}, TypeError, r"training_step returned a str; accepted are a loss tens"),
+    ("loss without a gradient", {"training_step": returns(torch.zeros(()))}, RuntimeError,
+     r"a loss that no parameter .*; com"),
+    ("loss of several elements", {"training_step": returns(torch.zeros(2))}, RuntimeError,
+     r"shape \(2,\); accepted is one"),
+    ("loss, a name", {"training_step": returns("loss")}, TypeError,
+     r"training_step returned a str; accepted are a loss tens"),
     ("loss, a number", {"training_step": returns(1.5)}, TypeError, r"training_step returned a float; .* loss tensor"),
-    ("a dict without loss", {"training_step": returns({"los": 1})}, TypeError, r"returned a dict .*'los'.* the key 'loss'"),
-    ("a dict with a float as loss", {"training_step": returns({"loss": 1.0})}, TypeError, r"dict whose 'loss' is a float"),
+    ("a dict without loss", {"training_step": returns({"los": 1})}, TypeError,
+     r"returned a dict with the keys 'los'; .* under 'loss'"),
+    ("a dict with a float as loss", {"training_step": returns({"loss": 1.0})}, TypeError,
+     r"dict whose 'loss' is a float"),
     ("checkpoint follows nobody", {"callbacks": tw.ModelCheckpoint(monitor="acc")}, ValueError,
      r"ModelCheckpoint.* 'acc', which was not logged; there are loss, loss_epoch, loss_step. Log it with self.log"),
     ("stopping follows nobody", {"callbacks": tw.EarlyStopping("acc")}, ValueError,
@@ -346,7 +431,8 @@ RUNNING = [
      r"ReduceLROnPlateau follows 'acc', which was not logged; there are loss, "),
     ("a template asks for nobody", {"callbacks": tw.ModelCheckpoint(filename="{acc}")}, ValueError,
      r"filename='\{acc\}' asks for 'acc', which was not logged; there are"),
-    ("log in on_train_end", {"on_train_end": in_hook()}, RuntimeError, r"'a'.* in on_train_end, where nothing is collected"),
+    ("log in on_train_end", {"on_train_end": in_hook()}, RuntimeError,
+     r"'a'.* in on_train_end, where nothing is collected"),
     ("log in on_fit_end", {"on_fit_end": in_hook()}, RuntimeError, r"'a'.* in on_fit_end, where nothing is collected"),
     ("log in on_validation_end", {"on_validation_end": in_hook(), "val_dataloaders": make_loader(8)}, RuntimeError,
      r"'a'.* in on_validation_end, where nothing is collected"),
@@ -356,28 +442,36 @@ RUNNING = [
      r"on_step=True.* in on_train_epoch_end, where there is no batch .*; leave on_step at False"),
     ("unknown reduction", {"training_step": logs("a", 1.0, reduce_fx="median")}, ValueError,
      r"reduce_fx='median' is unknown; choose from mean, sum, min, max"),
-    ("a vector", {"training_step": logs("a", torch.zeros(3))}, ValueError, r"'a', .*shape \(3,\); accepted is one element. R"),
+    ("a vector", {"training_step": logs("a", torch.zeros(3))}, ValueError,
+     r"'a', .*shape \(3,\); accepted is one element. R"),
     ("a text", {"training_step": logs("a", "high")}, TypeError, r"'a', .*got a str; accepted are a number, a tensor"),
     ("a list", {"training_step": logs("a", [1.0])}, TypeError, r"'a', .*got a list; accepted are a number, a tensor"),
     ("None", {"training_step": logs("a", None)}, TypeError, r"'a', .*got a NoneType; accepted are a number, a tensor"),
-    ("a name that is none", {"training_step": logs(3, 1.0)}, TypeError, r"a metric's name is a str; self.log got 3, a int"),
-    ("a dict in a dict", {"training_step": logs("a", {"b": {"c": 1.0}})}, ValueError, r"dict under 'b'; accepted is a flat on"),
-    ("a group of ranks", {"training_step": logs("a", 1.0, sync_dist_group=1)}, ValueError, r"sync_dist_group=1; only None"),
-    ("a batch size that is none", {"training_step": logs("a", 1.0, on_epoch=True, batch_size=0)}, ValueError, r"batch_size=0"),
+    ("a name that is none", {"training_step": logs(3, 1.0)}, TypeError,
+     r"a metric's name is a str; self.log got 3, a int"),
+    ("a dict in a dict", {"training_step": logs("a", {"b": {"c": 1.0}})}, ValueError,
+     r"dict under 'b'; accepted is a flat on"),
+    ("a group of ranks", {"training_step": logs("a", 1.0, sync_dist_group=1)}, ValueError,
+     r"sync_dist_group=1; only None"),
+    ("a batch size that is none", {"training_step": logs("a", 1.0, on_epoch=True, batch_size=0)}, ValueError,
+     r"batch_size=0"),
     ("a metric of nobody", {"training_step": logs("a", torchmetrics.MeanMetric())}, ValueError,
      r"a Metric that is no attribute of the module; assign it in __init__"),
     ("a metric of another path", {"training_step": logs("a", torchmetrics.MeanMetric(), metric_attribute="b")}, ValueError,
      r"metric_attribute='b'\) got a Metric that Classifier does not hold there"),
     ("one name, two settings", {"training_step": lambda self, batch, index: self.log("a", 1.0, prog_bar=bool(index))
-     or loss_of(self.net, batch)}, ValueError, r"'a', .*training_step with prog_bar=False and then prog_bar=True; use one"),
+     or loss_of(self.net, batch)}, ValueError, r"'a', .*training_step with prog_bar=False and then True; use one"),
     ("manual_backward of a number", {"automatic_optimization": False, "training_step":
-     lambda self, batch, index: self.manual_backward(1.5)}, TypeError, r"manual_backward was given a float; accepted is a l"),
+     lambda self, batch, index: self.manual_backward(1.5)}, TypeError,
+     r"manual_backward was given a float; accepted is a l"),
     ("manual_backward under automatic", {"training_step": lambda self, batch, index:
-     self.manual_backward(loss_of(self.net, batch))}, RuntimeError, r"manual_backward .* automatic_optimization = False"),
+     self.manual_backward(loss_of(self.net, batch))}, RuntimeError,
+     r"manual_backward was called, but .* set automatic_optimization = False"),
     ("an optimizer of nobody is toggled", {"automatic_optimization": False, "training_step": lambda self, batch, index:
      self.toggle_optimizer(3)}, TypeError, r"toggle_optimizer was given a int; accepted is .*self.optimizers\(\)"),
     ("clipping by another way", {"automatic_optimization": False, "training_step": lambda self, batch, index:
-     self.clip_gradients(self.optimizers(), 1.0, "agc")}, ValueError, r"gradient_clip_algorithm='agc' .*choose from norm"),
+     self.clip_gradients(self.optimizers(), 1.0, "agc")}, ValueError,
+     r"gradient_clip_algorithm='agc' .*choose from norm"),
     ("a save over a file", {"on_train_end": lambda self: self.trainer.save_checkpoint(__file__)}, tw.CheckpointError,
      r"test_wrong_uses.py.*(exists|is there)"),
     ("dataloader_iter that nobody reads", {"training_step": lambda self, dataloader_iter: None}, RuntimeError,
@@ -392,38 +486,51 @@ OTHERS = [
              r"trainer.test needs test_step, which OnlyStep does not define"),
     WrongUse("test without a loader", lambda s: s.make().test(s.module), TypeError,
              r"trainer.test was given no dataloaders; pass a torch DataLoader.*or define test_dataloader on"),
-    WrongUse("test with a name", lambda s: s.make().test(s.module, "mnist"), TypeError, r"dataloaders is a str; accepted are"),
+    WrongUse("test with a name", lambda s: s.make().test(s.module, "mnist"), TypeError,
+             r"dataloaders is a str; accepted are"),
     WrongUse("test with no batch", lambda s: s.make().test(s.module, make_loader(3, 4, drop_last=True)), ValueError,
              r"test loader has no batch .*; give it data"),
-    WrongUse("validate with no batch", lambda s: s.make().validate(s.module, []), ValueError, r"validation loader has no batch"),
-    WrongUse("validation of fit with no batch", lambda s: s.fit(val_dataloaders=[]), ValueError, r"validation loader has no b"),
-    WrongUse("one of two loaders with no batch", lambda s: s.make().test(s.module, {"a": s.loader, "b": make_loader(0)}),
+    WrongUse("validate with no batch", lambda s: s.make().validate(s.module, []), ValueError,
+             r"validation loader has no batch"),
+    WrongUse("validation of fit with no batch", lambda s: s.fit(val_dataloaders=[]), ValueError,
+             r"validation loader has no b"),
+    WrongUse("one of two loaders with no batch",
+             lambda s: s.make().test(s.module, {"a": s.loader, "b": make_loader(0)}),
              ValueError, r"test loader 'b' has no batch"),
-    WrongUse("predict with loaders and datamodule", lambda s: s.make().predict(s.module, s.loader, datamodule=Tests()),
+    WrongUse("predict with loaders and datamodule",
+             lambda s: s.make().predict(s.module, s.loader, datamodule=ForTests()),
              ValueError, r"trainer.predict was given both dataloaders= and datamodule=; pass one"),
-    WrongUse("validate with a datamodule for tests", lambda s: s.make().validate(s.module, datamodule=Tests()), TypeError,
+    WrongUse("validate with a datamodule for tests",
+             lambda s: s.make().validate(s.module, datamodule=ForTests()), TypeError,
              r"trainer.validate was given no dataloaders.* define val_dataloader"),
     WrongUse("a Lightning file to test", lambda s: s.make().test(s.module, s.loader, ckpt_path="SAVED/lightning.ckpt"),
-             tw.CheckpointError, r"lightning.ckpt is .*file.*load_from_checkpoint"),
-    WrongUse("a checkpoint of another model to test", lambda s: s.make().test(s.module, s.loader, ckpt_path="SAVED/width"),
+             tw.CheckpointError, r"lightning.ckpt is not a checkpoint: it is a file.*load_from_checkpoint"),
+    WrongUse("a checkpoint of another model to test",
+             lambda s: s.make().test(s.module, s.loader, ckpt_path="SAVED/width"),
              tw.CheckpointError, r"width: it is of another model .*only in it: layer"),
     WrongUse("log in predict_step", lambda s: (s.change(predict_step=in_hook()), s.make().predict(s.module, s.loader)),
-             RuntimeError, r"'a', .* in predict_step, where nothing is collected"),
+             RuntimeError, r"'a', .* in predict_step, where nothing is collected", has_begun=True),
     WrongUse("save before fit", lambda s: s.make().save_checkpoint("a.ckpt"), RuntimeError,
              r"nothing to save: save_checkpoint works from fit's beginning on"),
-    WrongUse("save after a test", lambda s: (s.make(logger=False).test(s.module, s.loader), s.trainer.save_checkpoint("a")),
-             RuntimeError, r"latest run was an evaluation.*pass weights_only=True, or save after fit"),
-    WrongUse("storage_options", lambda s: s.make().save_checkpoint("a", storage_options={}), ValueError, r"storage_options is n"),
-    WrongUse("stop_soon outside of fit", lambda s: s.make().stop_soon(), RuntimeError, r"stop_soon works in trainer.fit only"),
+    WrongUse("save after a test",
+             lambda s: (s.make(logger=False).test(s.module, s.loader), s.trainer.save_checkpoint("a")),
+             RuntimeError, r"latest run was an evaluation.*pass weights_only=True, or save after fit",
+             has_begun=True),
+    WrongUse("storage_options", lambda s: s.make().save_checkpoint("a", storage_options={}), ValueError,
+             r"storage_options is n"),
+    WrongUse("stop_soon outside of fit", lambda s: s.make().stop_soon(), RuntimeError,
+             r"stop_soon works in trainer.fit only"),
     WrongUse("estimated_stepping_batches outside of fit", lambda s: s.make().estimated_stepping_batches, RuntimeError,
              r"estimated_stepping_batches is known in trainer.fit only"),
     WrongUse("optimizers() outside of a run", lambda s: s.module.optimizers(), RuntimeError,
              r"Classifier is attached to no trainer; self.trainer and what needs it work inside trainer.fit"),
-    WrongUse("manual_backward outside of a run", lambda s: s.module.manual_backward(torch.zeros(())), RuntimeError,
+    WrongUse("manual_backward outside of a run", lambda s: (s.change(automatic_optimization=False),
+             s.module.manual_backward(torch.zeros(()))), RuntimeError,
              r"Classifier is attached to no trainer"),
     WrongUse("toggle outside of a run", lambda s: s.module.toggle_optimizer(adam(s.module)), RuntimeError,
              r"Classifier is attached to no trainer"),
-    WrongUse("log outside of a run", lambda s: s.module.log("a", 1.0), UserWarning, r"self.log does nothing here: Classifier"),
+    WrongUse("log outside of a run", lambda s: s.module.log("a", 1.0), UserWarning,
+             r"self.log does nothing here: Classifier"),
     WrongUse("a callback's log outside of a run", lambda s: tw.Callback().log("a", 1.0), RuntimeError,
              r"Callback.log works in the hooks of a run only"),
     WrongUse("a step that is not there", lambda s: OnlyOptimizers().training_step(None, 0), RuntimeError,
@@ -432,8 +539,8 @@ OTHERS = [
              r"its argument width is not among the hyper-parameters .*Width.load_from_checkpoint\(path, width=\.\.\.\)"),
     WrongUse("load with an unknown one", lambda s: Width.load_from_checkpoint("SAVED/width", widht=3), TypeError,
              r"Width takes no argument widht; it takes width"),
-    WrongUse("load another model", lambda s: Classifier.load_from_checkpoint("SAVED/width"), tw.CheckpointError,
-             r"width.*another model.*layer"),
+    WrongUse("load another model", lambda s: Classifier.load_from_checkpoint("SAVED/width"), RuntimeError,
+             r"state_dict for Classifier.*Unexpected key.*layer.weight"),
     WrongUse("load nothing", lambda s: Classifier.load_from_checkpoint("nowhere"), tw.CheckpointError,
              r"nowhere does not exist; accepted is"),
     WrongUse("load a text", lambda s: Classifier.load_from_checkpoint("SAVED/text.ckpt"), tw.CheckpointError,
@@ -442,26 +549,39 @@ OTHERS = [
              r"empty is a directory without a manifest.json; accepted is"),
     WrongUse("load objects", lambda s: Classifier.load_from_checkpoint("SAVED/objects.ckpt"), tw.CheckpointError,
              r"objects.ckpt holds .*only tensors and plain data are read from a pickle"),
-    WrongUse("hyper-parameters of no argument", lambda s: s.module.save_hyperparameters({1: 2}), TypeError, r"named by str; 1"),
+    WrongUse("hyper-parameters of no argument", lambda s: s.module.save_hyperparameters({1: 2}), TypeError,
+             r"named by str; 1"),
     WrongUse("hyper-parameters too late", lambda s: s.module.save_hyperparameters(), RuntimeError,
              r"save_hyperparameters\(\) was called outside of Classifier.__init__; call it there, or"),
-    WrongUse("to_onnx without an input", lambda s: s.module.to_onnx("a.onnx"), ValueError, r"to_onnx has no input: pass input_"),
-    WrongUse("all_gather of a group", lambda s: s.module.all_gather(1, group=2), ValueError, r"all_gather was given a group; acc"),
+    WrongUse("to_onnx without an input", lambda s: s.module.to_onnx("a.onnx"), ValueError,
+             r"to_onnx has no input: pass input_"),
+    WrongUse("all_gather of a group", lambda s: s.module.all_gather(1, group=2), ValueError,
+             r"all_gather was given a group; acc"),
     WrongUse("from_datasets of a loader", lambda s: tw.DataModule.from_datasets(s.loader), TypeError,
              r"train_dataset has a DataLoader; accepted are datasets"),
-    WrongUse("EarlyStopping without monitor", lambda s: tw.EarlyStopping(None), TypeError, r"monitor=None is a NoneType; pass"),
-    WrongUse("EarlyStopping of a mode", lambda s: tw.EarlyStopping("a", mode="auto"), ValueError, r"mode='auto' is unknown; cho"),
-    WrongUse("EarlyStopping's patience", lambda s: tw.EarlyStopping("a", patience=-1), ValueError, r"patience=-1 is not accepted"),
+    WrongUse("EarlyStopping without monitor", lambda s: tw.EarlyStopping(None), TypeError,
+             r"monitor=None is a NoneType; pass"),
+    WrongUse("EarlyStopping of a mode", lambda s: tw.EarlyStopping("a", mode="auto"), ValueError,
+             r"mode='auto' is unknown; cho"),
+    WrongUse("EarlyStopping's patience", lambda s: tw.EarlyStopping("a", patience=-1), ValueError,
+             r"patience=-1 is not accepted"),
     WrongUse("the best of nothing", lambda s: tw.ModelCheckpoint(save_top_k=3), ValueError, r"save_top_k=3.*monitor"),
-    WrongUse("two intervals", lambda s: tw.ModelCheckpoint(every_n_epochs=1, every_n_train_steps=1), ValueError, r"every_n_.*one"),
-    WrongUse("a template with a brace", lambda s: tw.ModelCheckpoint(filename="{epoch"), ValueError, r"a brace without its pair"),
-    WrongUse("rates by batch", lambda s: tw.LearningRateMonitor("batch"), ValueError, r"logging_interval='batch'.*step"),
+    WrongUse("two intervals", lambda s: tw.ModelCheckpoint(every_n_epochs=1, every_n_train_steps=1), ValueError,
+             r"every_n_.*one"),
+    WrongUse("a template with a brace", lambda s: tw.ModelCheckpoint(filename="{epoch"), ValueError,
+             r"a brace without its pair"),
+    WrongUse("rates by batch", lambda s: tw.LearningRateMonitor("batch"), ValueError,
+             r"logging_interval='batch'.*step"),
     WrongUse("a hook that is none", lambda s: tw.LambdaCallback(on_fit_strat=print), (TypeError, ValueError),
              r"on_fit_strat.*on_fit_start"),
-    WrongUse("a hook that is no function", lambda s: tw.LambdaCallback(on_fit_start=3), TypeError, r"on_fit_start=3 .*callable"),
-    WrongUse("a schedule of accumulation", lambda s: tw.GradientAccumulationScheduler({0: 0}), ValueError, r"0: 0.*from 1|0"),
-    WrongUse("a Timer of nothing", lambda s: tw.Timer("soon"), ValueError, r"duration='soon' is malformed; 'DD:HH:MM:SS'"),
-    WrongUse("loaders combined otherwise", lambda s: tw.CombinedLoader([s.loader], "max"), ValueError, r"mode='max' is unknown"),
+    WrongUse("a hook that is no function", lambda s: tw.LambdaCallback(on_fit_start=3), TypeError,
+             r"on_fit_start=3 is a int; accepted are a function"),
+    WrongUse("a schedule of accumulation", lambda s: tw.GradientAccumulationScheduler({0: 0}), ValueError,
+             r"0: 0.*from 1|0"),
+    WrongUse("a Timer of nothing", lambda s: tw.Timer("soon"), ValueError,
+             r"duration='soon' is malformed; 'DD:HH:MM:SS'"),
+    WrongUse("loaders combined otherwise", lambda s: tw.CombinedLoader([s.loader], "max"), ValueError,
+             r"mode='max' is unknown"),
     WrongUse("a seed that is none", lambda s: tw.seed_everything("a"), (TypeError, ValueError), r"seed='a'"),
     WrongUse("Accelerator, a precision", lambda s: tw.Accelerator(mixed_precision="fp61"), ValueError,
              r"mixed_precision='fp61' is unknown; choose from no, fp16, bf16"),
@@ -479,3 +599,153 @@ OTHERS = [
              r"backward was given a float; accepted is a loss tensor"),
 ]  # fmt: skip
 """The other calls."""
+
+ALL = [
+    *(WrongUse(name, lambda s, given=given: s.make(**given), *told) for name, given, *told in CONSTRUCTION),
+    *(WrongUse(name, lambda s, given=given: s.fit(**given), *told) for name, given, *told in FIT),
+    *(WrongUse(name, lambda s, given=given: s.fit(**given), *told, has_begun=True) for name, given, *told in RUNNING),
+    *OTHERS,
+]
+WRONG_FOR_EVERY_RUN = ("callbacks", "limit_train_batches", "accumulate_grad_batches", "gradient_clip_val", "precision")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of an earlier run, and what looks like some."""
+    folder = tmp_path_factory.mktemp("saved")
+    for name, module, options in (
+        ("full", Classifier(), {}),
+        ("weights", Classifier(), {"weights_only": True}),
+        ("width", Width(3), {}),
+    ):
+        trainer = tw.Trainer(**QUIET, max_epochs=1)
+        trainer.fit(module, make_loader(8))
+        trainer.save_checkpoint(folder / name, **options)
+    (folder / "text.ckpt").write_text("some text, and more\n")
+    (folder / "empty").mkdir()
+    state_dict = Classifier().state_dict()
+    torch.save({"state_dict": state_dict, "epoch": 0, "global_step": 2, "loops": {}}, folder / "lightning.ckpt")
+    torch.save({"state_dict": state_dict, "net": nn.Linear(1, 1)}, folder / "objects.ckpt")
+    return folder
+
+
+def global_state() -> dict[str, Any]:
+    """Return what a wrong use must not change in the process."""
+    return {
+        "torch": torch.get_rng_state().tolist(),
+        "numpy": numpy.random.get_state()[1].tolist(),  # type: ignore[index]
+        "python": random.getstate(),
+        "dtype": torch.get_default_dtype(),
+        "grad": torch.is_grad_enabled(),
+        "anomaly": torch.is_anomaly_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "children": len(multiprocessing.active_children()),
+    }
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if "SAVED" not in str(each))
+
+
+def test_the_table_is_long_and_its_names_differ() -> None:
+    assert len(ALL) >= 180
+    assert len({use.name for use in ALL}) == len(ALL)
+
+
+@pytest.mark.parametrize("use", ALL, ids=lambda use: use.name)
+def test_wrong_use(use: WrongUse, saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "SAVED").symlink_to(saved)
+    scene = Scene()
+    modes = {name: child.training for name, child in scene.module.named_modules()}
+    before = global_state()
+
+    with pytest.raises(use.error) as caught:
+        use.use(scene)
+
+    assert re.search(use.message, str(caught.value).replace("\n", " ")), str(caught.value)
+    after = global_state()
+    if use.has_begun or scene.trainer is not None:  # a module's step may draw numbers
+        before = {name: value for name, value in before.items() if name not in ("torch", "numpy", "python")}
+    assert {name: after[name] for name in before} == before
+    if not use.has_begun:
+        assert files(tmp_path) == []
+        assert scene.data.reads == 0
+    assert {name: child.training for name, child in scene.module.named_modules()} == modes
+
+
+REPEATED = [each for each in FIT if not any(name in each[1] for name in WRONG_FOR_EVERY_RUN)]
+
+
+@pytest.mark.parametrize("use", REPEATED, ids=lambda use: use[0])
+def test_a_right_use_follows_a_wrong_one(use: tuple[Any, ...], saved: Path, tmp_path: Path) -> None:
+    """The trainer and the module of a refused run train bitwise as new ones do."""
+    (tmp_path / "SAVED").symlink_to(saved)
+    scene = Scene()
+    with pytest.raises(use[2]):
+        scene.fit(**use[1])
+    scene.mend()
+    assert scene.trainer is not None
+    start = {name: value.clone() for name, value in scene.module.state_dict().items()}
+
+    scene.trainer.fit(scene.module, scene.loader)
+
+    fresh = Classifier()
+    fresh.load_state_dict(start)
+    tw.Trainer(**QUIET, max_epochs=1).fit(fresh, make_loader(12))
+    assert_equal(weights(scene.module), weights(fresh))
+    assert_equal(start, weights(Classifier()))  # the wrong use changed nothing
+    assert (scene.trainer.global_step, scene.trainer.current_epoch) == (3, 1)
+    assert {each.split("/")[1] for each in files(tmp_path) if each.count("/") > 0} == {"version_0"}
+
+
+@pytest.mark.parametrize("name", SIGNATURE)
+@pytest.mark.parametrize("value", [OBJECT, [OBJECT], float("nan"), Adam], ids=["object", "list", "nan", "class"])
+def test_every_argument_refuses_what_it_is_not(name: str, value: Any, tmp_path: Path) -> None:
+    before = global_state()
+    with pytest.raises((TypeError, ValueError), match=rf"\b{name}="):
+        tw.Trainer(**{"accelerator": "cpu", name: value})
+    assert global_state() == before
+    assert files(tmp_path) == []
+
+
+def test_a_refused_trainer_sets_no_switch() -> None:
+    with pytest.raises(ValueError, match="strategy='dpp'"):
+        tw.Trainer(accelerator="cpu", deterministic=True, benchmark=True, strategy="dpp")
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.benchmark
+
+
+def test_the_same_trainer_goes_on_after_its_run_failed_in_a_step(tmp_path: Path) -> None:
+    scene = Scene()
+    with pytest.raises(RuntimeError, match="a loss of shape"):
+        scene.fit(training_step=returns(torch.zeros(2)))
+    scene.mend()
+    assert scene.trainer is not None
+    scene.trainer.fit(scene.module, scene.loader)
+    assert scene.trainer.global_step == 3
+
+
+def test_a_refused_run_takes_back_its_own_empty_folder_alone(tmp_path: Path) -> None:
+    earlier = tw.Trainer(**SETTINGS, enable_checkpointing=False, default_root_dir=tmp_path)
+    earlier.fit(Classifier(), make_loader(12))
+    before = files(tmp_path)
+    for logger in (True, tw.CSVLogger(tmp_path, version="mine")):
+        trainer = tw.Trainer(**SETTINGS, enable_checkpointing=False, default_root_dir=tmp_path, logger=logger)
+        with pytest.raises(TypeError, match="returned a int"):
+            trainer.fit(Recorded(3), make_loader(12))
+    assert [each for each in files(tmp_path) if "mine" not in each] == before
+    assert (tmp_path / "trainwright_logs" / "mine" / "hparams.json").exists()  # a folder that the user named stays
+
+    with pytest.raises(TypeError, match="returned a int"):
+        earlier.fit(Recorded(3), make_loader(12))
+    assert set(before) <= set(files(tmp_path))  # the folder of an earlier run stays
+
+
+class Recorded(Classifier):
+    def __init__(self, returned: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def configure_optimizers(self) -> Any:
+        return self.hparams.returned

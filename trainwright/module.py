@@ -170,8 +170,8 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         collector = trainer.logbook.collector
         if collector is None:
             raise RuntimeError(
-                f"self.log({name!r}, ...) was called where nothing is collected; log in a step, or in a hook from the start "
-                "of an epoch to its end."
+                f"self.log({name!r}, ...) was called {_calling_hook()}where nothing is collected; log in a step, or in a hook "
+                "from the start of an epoch to its end."
             )
         collector.log(
             name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
@@ -203,6 +203,11 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
         The other arguments are those of `Tensor.backward`, such as retain_graph=True.
         """
+        if self.automatic_optimization:
+            raise RuntimeError(
+                f"manual_backward was called, but {type(self).__name__}.automatic_optimization is True, under which the loss "
+                "that training_step returns goes backward; return it, or set automatic_optimization = False."
+            )
         if not isinstance(loss, Tensor):
             raise TypeError(f"manual_backward was given a {type(loss).__name__}; accepted is a loss tensor.")
         names = ("gradient", "retain_graph", "create_graph", "inputs")
@@ -221,6 +226,10 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
         """Let only the parameters of one optimizer require gradients, until `untoggle_optimizer`."""
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"toggle_optimizer was given a {type(optimizer).__name__}; accepted is one of self.optimizers()."
+            )
         self.untoggle_optimizer(optimizer)
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for each in self.trainer.optimizers:
@@ -412,6 +421,17 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _log_uncompiled(module: Module, *arguments: Any) -> None:
     module.log(*arguments)
+
+
+def _calling_hook() -> str:
+    """Return "in <hook>, " for the module's hook that the caller runs in; nothing where it is none."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        name = frame.f_code.co_name
+        if name in ("setup", "teardown", "prepare_data") or name.startswith(("on_", "configure_")):
+            return f"in {name}, "
+    return ""
 
 
 def is_metric(value: object) -> TypeGuard[Metric]:

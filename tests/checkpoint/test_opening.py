@@ -210,7 +210,7 @@ def test_hostile_plain_data_is_refused(text: bytes, tmp_path: Path, save: Any) -
 
 
 def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="absent is not a checkpoint: it is no directory"):
+    with pytest.raises(CheckpointError, match="absent is not a checkpoint: it does not exist"):
         open_checkpoint(str(tmp_path / "absent"))
     with pytest.raises(CheckpointError, match=r"is not a checkpoint: it has no manifest\.json"):
         open_checkpoint(str(tmp_path))

@@ -76,7 +76,7 @@ def test_forms(returned: Any, optimizers: list[Any], schedulers: list[Any]) -> N
         (([SGD], [SGD]), TypeError, "a scheduler was expected, got the optimizer SGD"),
         ([{"optimizer": SGD}, SGD], TypeError, "item 1 of .* is a SGD, but the first is a dict"),
         ([{"optimizer": SGD}, {"optimizer": None}], TypeError, "'optimizer' of item 1 of .* is a NoneType"),
-        (torch.optim.SGD, TypeError, "a type; accepted are"),
+        (torch.optim.SGD, TypeError, "the class SGD, .*; accepted are"),
         ([torch.optim.SGD], TypeError, "item 0 .* Make one of SGD"),
         ({"lr_scheduler": STEP}, ValueError, "accepted are 'optimizer'"),
         ({"optimizer": SGD, "scheduler": STEP}, ValueError, "Did you mean 'lr_scheduler'"),

@@ -81,6 +81,14 @@ def test_raw_loop(tmp_path: Path, options: str) -> None:
     assert (tmp_path / said(output, "checkpoint") / "manifest.json").is_file()
 
 
+@pytest.mark.parametrize("options", ["--epochs 4", pytest.param("--devices 2", marks=pytest.mark.slow)])
+def test_gan(tmp_path: Path, options: str) -> None:
+    output = run(str(ROOT / "examples/gan.py"), *options.split(), folder=tmp_path)
+    assert float(said(output, "distance")) < 0.25 < 1.0 < float(said(output, "distance before"))
+    assert float(said(output, "coverage")) > 0.8
+    assert int(said(output, "steps")) == 2 * 128 * (4 if "epochs" in options else 12)  # each optimizer's count
+
+
 @pytest.mark.parametrize("devices", ["devices=1", pytest.param("devices=2", marks=pytest.mark.slow)])
 def test_the_readmes_program(tmp_path: Path, devices: str) -> None:
     """It runs as it is printed there; and with two devices after the one change that the README promises."""

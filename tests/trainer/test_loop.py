@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_validation_each_so_many_seconds() -> None:
         settings = {"check_val_every_n_epoch": every, "val_check_interval": timedelta(seconds=0.1), "max_epochs": 2}
         module, _ = fit(Slow(), val=make_loader(4), **settings)
         assert 2 <= len(moments) < 11
-        assert all(later - sooner > 0.06 for sooner, later in zip(moments, moments[1:], strict=False))
+        assert all(later - sooner > 0.06 for sooner, later in pairwise(moments))
         assert any(total not in (11, 22) for _, total in module.validations)
 
 
@@ -122,9 +123,17 @@ def test_the_sanity_check(steps: int | None, batches: int) -> None:
 
         def on_train_start(self) -> None:
             seen.append((self.trainer.num_sanity_val_batches, dict(self.trainer.callback_metrics)))
+            assert torch.equal(torch.get_rng_state(), generator)
             assert self.training
 
-    module, _ = fit(Checked(), val=[make_loader(12), make_loader(12)], num_sanity_val_steps=steps, limit_train_batches=1)
+        def on_fit_start(self) -> None:
+            nonlocal generator
+            generator = torch.get_rng_state()
+
+    generator = torch.get_rng_state()
+    module, _ = fit(
+        Checked(), val=[make_loader(12), make_loader(12)], num_sanity_val_steps=steps, limit_train_batches=1
+    )
     assert seen.index((([batches] * 2 if batches else []), {})) == 2 * batches
     assert seen.count(True) == 2 * batches
     assert seen.count(False) == 6
@@ -218,7 +227,7 @@ def test_the_time_ends_it() -> None:
     _, trainer = fit(Slow(), max_epochs=None, max_time={"seconds": 0.4})
     assert 0.4 <= time.monotonic() - begun < 5
     assert 11 < trainer.global_step < 60  # beyond the first epoch: max_epochs has no default beside a time
-    module, trainer = fit(max_epochs=3, max_time="00:01:00:00")
+    _, trainer = fit(max_epochs=3, max_time="00:01:00:00")
     assert trainer.current_epoch == 3
 
 
@@ -353,9 +362,7 @@ def test_loaders_are_made_again() -> None:
     for every, made in ((0, ["train 0", "val 0"]), (2, ["train 0", "val 0", "train 2", "val 2"])):
         module = Own()
         module.made = []
-        trainer = tw.Trainer(
-            max_epochs=4, num_sanity_val_steps=0, reload_dataloaders_every_n_epochs=every, **QUIET
-        )
+        trainer = tw.Trainer(max_epochs=4, num_sanity_val_steps=0, reload_dataloaders_every_n_epochs=every, **QUIET)
         trainer.fit(module)
         assert module.made == made
         assert trainer.global_step == (8 if every == 0 else 2 + 2 + 4 + 4)
@@ -480,7 +487,7 @@ def test_anomalies_are_detected() -> None:
 
 def test_deterministic_algorithms() -> None:
     try:
-        _, trainer = fit(deterministic=True)
+        fit(deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()
         fit(deterministic="warn")
         assert torch.is_deterministic_algorithms_warn_only_enabled()

@@ -170,17 +170,13 @@ def test_a_plateau_whose_monitor_was_not_logged() -> None:
 class Stepping(Plain):
     """The form that every script of this kind has."""
 
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         assert optimizer is self.optimizers()
         optimizer.step(closure=optimizer_closure)
 
 
 class Warming(Stepping):
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         for group in optimizer.param_groups:
             group["lr"] = self.lr * min(1.0, (self.trainer.global_step + 1) / 5)
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
@@ -215,9 +211,7 @@ def test_a_step_that_the_module_leaves_out(precision: str) -> None:
     seen: list[int] = []
 
     class Sparing(Plain):
-        def optimizer_step(
-            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-        ) -> None:
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
             seen.append(batch_idx)
             if batch_idx % 2:
                 optimizer.step(closure=optimizer_closure)
@@ -243,9 +237,7 @@ def test_the_loss_of_the_closure() -> None:
             losses.append(loss.detach())
             return loss
 
-        def optimizer_step(
-            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-        ) -> None:
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
             losses.append(optimizer_closure())
             losses.append(optimizer.step())
 
@@ -335,9 +327,7 @@ def test_where_nothing_can_be_computed_again(settings: dict[str, Any]) -> None:
         fit(Plain(lambda module: lbfgs(module.parameters())), **settings)
 
     class Asking(Plain):
-        def optimizer_step(
-            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-        ) -> None:
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
             optimizer_closure()
             optimizer_closure()
 

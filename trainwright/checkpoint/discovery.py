@@ -38,6 +38,15 @@ def read_manifest(files: Files, path: str) -> Manifest:
     """
     try:
         listed = files.listing(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is not a checkpoint: it does not exist. Give the directory of a checkpoint."
+        ) from error
+    except NotADirectoryError as error:
+        raise CheckpointError(
+            f"{path} is not a checkpoint: it is a file, and a checkpoint is a directory. The weights in a Lightning .ckpt or "
+            "another file of torch.save are taken by load_from_checkpoint of the Module."
+        ) from error
     except OSError as error:
         raise CheckpointError(f"{path} is not a checkpoint: it is no directory that can be read ({error}).") from error
     size = listed.get(MANIFEST_NAME)

@@ -153,6 +153,8 @@ class Accelerator:
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Send a loss backward, divided by the length of its window; the keyword arguments are those of Tensor.backward."""
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"backward was given a {type(loss).__name__}; accepted is a loss tensor.")
         window = self._window
         if window.length > 1:
             loss = loss / window.length

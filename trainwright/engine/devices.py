@@ -17,12 +17,17 @@ def resolve_device_type(accelerator: str) -> str:
 
     Raises:
         ValueError: the name is unknown.
+        TypeError: it is no name.
         RuntimeError: a GPU is asked for and none is there.
     """
+    if not isinstance(accelerator, str):
+        raise TypeError(
+            f"accelerator={accelerator!r} is a {type(accelerator).__name__}; accepted are auto, {', '.join(ACCELERATORS)}."
+        )
     if accelerator == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if accelerator not in ACCELERATORS:
-        close = difflib.get_close_matches(str(accelerator), ACCELERATORS, n=1)
+        close = difflib.get_close_matches(accelerator, ACCELERATORS, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"accelerator={accelerator!r} is unknown; choose from auto, {', '.join(ACCELERATORS)}.{hint}")
     if ACCELERATORS[accelerator] == "cuda" and not torch.cuda.is_available():

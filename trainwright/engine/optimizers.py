@@ -205,6 +205,8 @@ def _nearest(unknown: Iterable[Any], accepted: Sequence[str]) -> str:
 
 
 def _shape(returned: Any) -> str:
+    if isinstance(returned, type):
+        return f"the class {returned.__name__}, of which it should make an instance"
     if isinstance(returned, (list, tuple)):
         return f"a {type(returned).__name__} of {[type(part).__name__ for part in returned]}"
     return f"a {type(returned).__name__}"

@@ -66,6 +66,7 @@ class FolderLogger(Logger):
         self._hparams_text = ""
         self._writes_hparams = True
         self._is_writer = True
+        self._is_new = False
         self._step = 0
         self._written_at = 0.0
         self._writer = BackgroundWriter()
@@ -86,6 +87,7 @@ class FolderLogger(Logger):
 
     def _start(self, agreed: Callable[[str], str], is_writer: bool, shared: str | None) -> None:
         self._is_writer = is_writer
+        self._is_new = self._folder is None and self.version is None
         if self._folder is not None:
             return  # the next run of a trainer goes on in its folder
         self._writes_hparams = shared is None  # else the one whose folder it is does
@@ -186,6 +188,26 @@ def start_loggers(loggers: Sequence[Logger], agreed: Callable[[str], str], *, is
         started.append(logger)
 
 
+def withdraw_loggers(loggers: Sequence[Logger]) -> None:
+    """Give back the folders that were claimed for a run which was refused before it began, where nothing else is in them.
+
+    Only on the one process of a job: several would have to agree, and after a failure nothing is agreed on any more.
+    """
+    own = [logger for logger in loggers if isinstance(logger, FolderLogger) and logger._is_new]
+    for folder in {logger._folder for logger in own if logger._folder is not None and is_local(logger._folder)}:
+        inside = fsspec.core.url_to_fs(folder)[1]
+        if set(os.listdir(inside)) <= {HPARAMS_NAME}:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{inside}/{HPARAMS_NAME}")
+            os.rmdir(inside)
+            for logger in (each for each in own if each._folder == folder):
+                logger._folder = logger.version = None
+                logger._hparams_text = ""
+                if logger.name:
+                    with contextlib.suppress(OSError):  # there are other runs in it
+                        os.rmdir(os.path.dirname(inside))
+
+
 def claim_folder(root: str, version: int | str | None) -> str:
     """Make the folder of a run and return its path; without a version the next number that nobody else has."""
     filesystem, inside = fsspec.core.url_to_fs(root)
@@ -203,6 +225,9 @@ def claim_folder(root: str, version: int | str | None) -> str:
             filesystem.mkdir(path, create_parents=False)  # of two processes that try, one succeeds
         except FileExistsError:
             number += 1
+            continue
+        except FileNotFoundError:  # a run that was refused has given the root back
+            filesystem.makedirs(inside, exist_ok=True)
             continue
         if not filesystem.exists(path):  # an object store has no empty folders: a first file makes it one
             filesystem.pipe_file(f"{path}/{HPARAMS_NAME}", b"{}\n")

@@ -13,6 +13,7 @@ from torch import nn
 
 from trainwright.data.combined import ShardedCombination, evaluation_loaders
 from trainwright.data.loaders import ShardedLoader, refuse_length, with_last
+from trainwright.data.seeding import isolate_rng
 from trainwright.module import Module, is_metric, is_overridden
 from trainwright.profilers.instrumentation import is_measuring
 from trainwright.trainer.metrics import MetricCollector
@@ -59,12 +60,26 @@ class Evaluation:
             mode="ghost" if engine.strategy.forward_is_collective else "evaluate",
             **self.trainer.loader_options,
         )
+        if self.source.owner is None:
+            self._refuse_empty()
         self.is_loaded = True
         are_named = all(name is not None for name, _ in self.loaders)
         self.arguments = read_step(self.module, f"{self.stage}_step", len(self.loaders), are_named)
         setattr(self.trainer, LOADERS[self.stage], loaders)
         counts = [self.limit_of(loader) for _, loader in self.loaders]
         setattr(self.trainer, COUNTS[self.stage], [float("inf") if count is None else count for count in counts])
+
+    def _refuse_empty(self) -> None:
+        """Refuse a loader that was given and has no batch on any rank (ValueError); a hook may return one."""
+        for place, (name, loader) in enumerate(self.loaders):
+            if not isinstance(loader, ShardedLoader) or (loader.world_size > 1 and not loader.is_shared):
+                continue
+            if loader.share.source_length == 0:
+                which = f" {place if name is None else name!r}" if len(self.loaders) > 1 else ""
+                raise ValueError(
+                    f"the {self.stage} loader{which} has no batch (its dataset is empty, or drop_last dropped all); give it "
+                    "data, or leave it out."
+                )
 
     def reload(self) -> None:
         """Call the hook that makes the loaders again, where there is one. Collective."""
@@ -200,15 +215,16 @@ def sanity_check(evaluation: Evaluation) -> None:
     if steps == 0:
         return
     trainer.logbook.is_silent = True
-    trainer.hooks.call("on_sanity_check_start")
-    evaluation.load()
-    most = None if steps == -1 else steps
-    trainer.num_sanity_val_batches = [
-        float("inf") if (count := evaluation.limit_of(loader, most)) is None else count
-        for _, loader in evaluation.loaders
-    ]
-    evaluate(evaluation, most=most)
-    trainer.hooks.call("on_sanity_check_end")
+    with isolate_rng():  # so that training draws the same numbers with the check and without it
+        trainer.hooks.call("on_sanity_check_start")
+        evaluation.load()
+        most = None if steps == -1 else steps
+        trainer.num_sanity_val_batches = [
+            float("inf") if (count := evaluation.limit_of(loader, most)) is None else count
+            for _, loader in evaluation.loaders
+        ]
+        evaluate(evaluation, most=most)
+        trainer.hooks.call("on_sanity_check_end")
     trainer.logbook.is_silent = False
 
 

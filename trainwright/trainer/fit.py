@@ -76,6 +76,8 @@ class TrainingRun:
     """Whether training_step takes its batches from an iterator itself."""
     own: dict[str, Any]
     """The parts of a step that the module makes in its own way (optimizer_step and its like), by name."""
+    has_own_step: bool = False
+    """Whether the optimizer's step is made in the module's own way, or with a closure."""
     loader: Any = None
     """This rank's share of the training data; None until it is loaded."""
     num_batches: int | None = None

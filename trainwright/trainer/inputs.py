@@ -128,6 +128,18 @@ def choose_precision(precision: Any, plugins: Any) -> Any:
     return precision
 
 
+def choose_root(default_root_dir: Any) -> str:
+    """Return the folder of a Trainer's files; TypeError for what is no path."""
+    if default_root_dir is None:
+        return "."
+    if not isinstance(default_root_dir, (str, os.PathLike)):
+        raise TypeError(
+            f"default_root_dir={default_root_dir!r} is a {type(default_root_dir).__name__}; accepted are a path, an fsspec URL "
+            "and None for the working directory."
+        )
+    return os.fspath(default_root_dir)
+
+
 def check_nodes(num_nodes: int) -> None:
     """Refuse a number of nodes that this job does not have (ValueError)."""
     environment = Environment.detect()

@@ -21,6 +21,8 @@ class Logbook:
     def __init__(self, loggers: Sequence[Logger], engine: Engine, state: TrainerState) -> None:
         self.collector: MetricCollector | None = None
         """Where self.log puts its values now."""
+        self.has_begun = False
+        """Whether an epoch or an evaluation has begun, the sanity check aside."""
         self._loggers = loggers if engine.rank == 0 else ()
         self._engine = engine
         self._state = state
@@ -51,6 +53,7 @@ class Logbook:
         The stage is "train", "validation" or "test".
         """
         self._keep_steps()
+        self.has_begun = self.has_begun or not self._is_silent
         stage = stage or ("train" if training else "validation")
         self.collector = MetricCollector(module, training, stage, self._engine.rank)
         self.collector.warned = self._warned

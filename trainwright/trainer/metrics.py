@@ -33,7 +33,6 @@ from trainwright.trainer.metric_objects import (
     reset_metrics,
     step_value,
 )
-from trainwright.trainer.sources import PulledBatches
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -228,21 +227,20 @@ class MetricCollector:
             return 1.0
         if self._batch_size_of is self.batch:
             return self._batch_size
-        batch = self.batch.latest if isinstance(self.batch, PulledBatches) else self.batch
-        if self._batch_size_of is not batch:
-            sizes = sorted(set(_leading_sizes(batch)))
-            if not sizes:
-                self._warn_once(
-                    f"no tensor was found in this batch, a {type(batch).__name__}; the mean of {name!r} over the epoch weighs "
-                    "each batch alike. Pass batch_size= to self.log to say which is the batch size.",
-                )
-            if len(sizes) > 1:
-                self._warn_once(
-                    f"the tensors of this batch have leading sizes {sizes}; the mean of {name!r} over the epoch is "
-                    f"weighted by {sizes[-1]}. Pass batch_size= to self.log to say which is the batch size.",
-                )
-            self._batch_size = float(sizes[-1]) if sizes else 1.0
-            self._batch_size_of = batch
+        batch = self.batch
+        sizes = sorted(set(_leading_sizes(batch)))
+        if not sizes:
+            self._warn_once(
+                f"no tensor was found in this batch, a {type(batch).__name__}; the mean of {name!r} over the epoch weighs "
+                "each batch alike. Pass batch_size= to self.log to say which is the batch size.",
+            )
+        if len(sizes) > 1:
+            self._warn_once(
+                f"the tensors of this batch have leading sizes {sizes}; the mean of {name!r} over the epoch is "
+                f"weighted by {sizes[-1]}. Pass batch_size= to self.log to say which is the batch size.",
+            )
+        self._batch_size = float(sizes[-1]) if sizes else 1.0
+        self._batch_size_of = batch
         return self._batch_size
 
     def _warn_once(self, text: str) -> None:

@@ -30,9 +30,14 @@ def read_loss(outputs: Any, world_size: int) -> Tensor | None:
             f"training_step returned None on one of {world_size} ranks, which skips the batch there alone; return a loss on "
             "every rank (0.0 * the loss, to let it count for nothing)."
         )
+    told = f"a {type(outputs).__name__}"
+    if isinstance(outputs, dict):
+        told = f"a dict with the keys {', '.join(map(repr, outputs)) or 'none'}"
+        if "loss" in outputs:
+            told = f"a dict whose 'loss' is a {type(outputs['loss']).__name__}"
     raise TypeError(
-        f"training_step returned a {type(outputs).__name__}; accepted are a loss tensor, a dict with the key 'loss', or None "
-        "to skip the batch."
+        f"training_step returned {told}; accepted are a loss tensor, a dict with one under 'loss', or None to "
+        "skip the batch."
     )
 
 
@@ -80,7 +85,7 @@ def step(
     if run.before_step:
         run.engine.strategy.unscale(optimizer)
         run.hooks.call("on_before_optimizer_step", optimizer)
-    if run.own.keys() & {"optimizer_step", "configure_gradient_clipping", "closure"}:
+    if run.has_own_step:
         before = state.step, state.skipped_steps
         step_by_module(run, optimizer, scale, arguments, loss)
         was_made = state.step > before[0] and state.skipped_steps == before[1]

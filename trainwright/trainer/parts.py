@@ -29,6 +29,10 @@ def arranged_callbacks(callbacks: Callback | Sequence[Callback] | None, settings
         TypeError: what is no Callback.
         ValueError: two that a checkpoint could not tell apart, or one that a setting forbids.
     """
+    if isinstance(callbacks, str) or not (callbacks is None or isinstance(callbacks, (Callback, type, Iterable))):
+        raise TypeError(
+            f"callbacks={callbacks!r} is a {type(callbacks).__name__}; accepted are a Callback or a list of them."
+        )
     given = [callbacks] if isinstance(callbacks, (Callback, type)) else list(callbacks or [])
     for each in given:
         if not isinstance(each, Callback):
@@ -101,7 +105,8 @@ def arranged_loggers(logger: Any, root: str, settings: Settings) -> list[Logger]
         return []
     if isinstance(logger, str) or not (logger is None or isinstance(logger, (bool, Logger, Iterable))):
         raise TypeError(
-            f"logger={logger!r} is a {type(logger).__name__}; accepted are True, False or Logger instances."
+            f"logger={logger!r} is a {type(logger).__name__}; accepted are True, False or Logger instances, such as "
+            "CSVLogger(...) and TensorBoardLogger(...)."
         )
     loggers = (
         [logger] if isinstance(logger, Logger) else [] if isinstance(logger, bool) or logger is None else list(logger)

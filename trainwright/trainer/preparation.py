@@ -140,6 +140,7 @@ def _prepare_optimizers(run: TrainingRun) -> None:
         run.optimizer = trainer.optimizers[0]
         if closure_is_wanted(run.accumulate, engine, _own_kind(optimizers[0], run.optimizer)):
             run.own["closure"] = True
+    run.has_own_step = bool(run.own.keys() & {"optimizer_step", "configure_gradient_clipping", "closure"})
     if run.is_manual and not optimizers:
         rank_zero_warn(
             "automatic_optimization is False and configure_optimizers returned no optimizer: nothing is trained.",

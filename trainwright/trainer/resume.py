@@ -82,7 +82,8 @@ def restore(trainer: Trainer, path: str) -> dict[str, Any] | None:
     restored = trainer.engine.load(path, strict=strict is not False, check=check, edit=edit)
     state = restored.state
     trainer.state.load_state_dict(state["position"])
-    for config, saved in zip(trainer.lr_scheduler_configs, state.get("lr_schedulers", []), strict=True):
+    schedulers = state.get("lr_schedulers", [])  # as many as in this run, unless a hook has taken them out
+    for config, saved in zip(trainer.lr_scheduler_configs, schedulers, strict=False):
         config.scheduler.load_state_dict(saved)
     callbacks = state.get("callbacks", {})  # a loop of one's own saves none
     for callback in trainer.callbacks:

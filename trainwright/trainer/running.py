@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.checkpoint.exchange import is_plain
 from trainwright.data.datamodule import DataModule
 from trainwright.hyperparameters import logged_hyper_parameters
-from trainwright.loggers import start_loggers
+from trainwright.loggers import start_loggers, withdraw_loggers
 from trainwright.module import Module, is_overridden
 from trainwright.profilers.instrumentation import instrument, is_measuring
 from trainwright.trainer.evaluate import Evaluation
@@ -126,6 +126,8 @@ def _close_loggers(trainer: Trainer, outcome: list[BaseException]) -> None:
             if not outcome:
                 raise
             print(f"trainwright: {type(logger).__name__} could not be closed: {error}", file=sys.stderr)
+    if outcome and not trainer.logbook.has_begun and trainer.world_size == 1:
+        withdraw_loggers(trainer.loggers)  # a run that was refused leaves nothing behind
 
 
 @contextmanager

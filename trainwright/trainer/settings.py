@@ -116,7 +116,7 @@ class Settings:
         if self.gradient_clip_val is not None and not (
             _is_number(self.gradient_clip_val) and self.gradient_clip_val >= 0
         ):
-            yield f"gradient_clip_val={self.gradient_clip_val!r}: accepted is a number above 0, or None for no limit"
+            yield f"gradient_clip_val={self.gradient_clip_val!r}: accepted is a number above 0, or 0 or None for no limit"
         if not isinstance(self.fast_dev_run, bool):
             yield from _whole_number(self, "fast_dev_run", least=0)
 
@@ -262,8 +262,11 @@ def _whole_number(settings: Settings, name: str, *, least: int, optional: bool =
     value = getattr(settings, name)
     if (value is None and optional) or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
         return []
-    without_end = " (-1 is without end)" if least == -1 else ""
-    return [f"{name}={value!r}: accepted is a whole number from {least}{without_end}{', or None' if optional else ''}"]
+    meaning = f" (-1 is {'all' if name == 'num_sanity_val_steps' else 'without end'})" if least == -1 else ""
+    told = f"{name}={value!r}: accepted is a whole number from {least}{meaning}{', or None' if optional else ''}"
+    if name == "accumulate_grad_batches" and isinstance(value, dict):
+        told += f"; for a number that changes pass GradientAccumulationScheduler({value!r}) in callbacks="
+    return [told]
 
 
 def _limit(settings: Settings, name: str) -> list[str]:

@@ -79,9 +79,11 @@ def read_datamodule(loaders: Any, datamodule: Any, argument: str, call: str) -> 
         loaders, datamodule = None, loaders if datamodule is None else datamodule
     if datamodule is None:
         return loaders, None
+    if isinstance(datamodule, type) and issubclass(datamodule, DataModule):
+        raise TypeError(f"trainer.{call} was given the class {datamodule.__name__}; pass an instance of it.")
     if not isinstance(datamodule, DataModule):
         raise TypeError(
-            f"trainer.{call} was given datamodule={type(datamodule).__name__}; accepted is an instance of "
+            f"trainer.{call} was given datamodule={type(datamodule).__name__}(...); accepted is an instance of "
             "trainwright.DataModule."
         )
     if loaders is not None:

@@ -45,10 +45,11 @@ def read_step(module: Module, name: str, num_loaders: int = 1, are_named: bool =
     needed = [each for each in places if each.default is each.empty]
     keyword_only = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
     who = f"{type(module).__name__}.{name}"
-    if (not places and not takes_any) or len(needed) > 3 or keyword_only:
+    in_fit = name == "training_step"
+    if (not places and not takes_any) or len(needed) > (2 if in_fit else 3) or keyword_only:
+        given = "batch_idx" if in_fit else "batch_idx and dataloader_idx"
         raise TypeError(
-            f"{who}({', '.join(names)}) cannot be called: a step is given the batch, and if it takes them batch_idx and "
-            "dataloader_idx, by their places."
+            f"{who}({', '.join(names)}) cannot be called: it is given the batch, and {given} if it takes more, by their places."
         )
     if num_loaders > 1 and len(places) < 3 and not takes_any and not are_named:
         raise TypeError(

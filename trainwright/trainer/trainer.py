@@ -31,7 +31,7 @@ from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation, evaluate
 from trainwright.trainer.fit import TrainingRun, fit
 from trainwright.trainer.hooks import HookTable
-from trainwright.trainer.inputs import check_module, check_nodes, choose_checkpoint, choose_precision
+from trainwright.trainer.inputs import check_module, check_nodes, choose_checkpoint, choose_precision, choose_root
 from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.parts import arranged_callbacks, arranged_loggers, making_modules, set_switches
 from trainwright.trainer.predict import predict
@@ -150,14 +150,14 @@ class Trainer(Status):
         refuse_unknown(unknown, [name for name in given if name not in ("self", "unknown")])
         self.given_settings = Settings(**{each.name: given[each.name] for each in fields(Settings)})
         self.settings = self.given_settings.effective
-        self.default_root_dir = "." if default_root_dir is None else str(default_root_dir)
+        self.default_root_dir = choose_root(default_root_dir)
         self.profiler = resolve_profiler(profiler)
         self.callbacks = arranged_callbacks(callbacks, self.settings)
         self.loggers = arranged_loggers(logger, self.default_root_dir, self.settings)
         precision = choose_precision(precision, plugins)
         check_nodes(num_nodes)
-        set_switches(self.settings)
         self.engine = Engine(devices=devices, strategy=strategy, precision=precision, accelerator=accelerator)
+        set_switches(self.settings)  # once nothing is left that could be refused
         self.state = TrainerState()
         self.logbook = Logbook(self.loggers, self.engine, self.state)
         self.module: Module | None = None

@@ -1,0 +1,166 @@
+"""Several runs in one script: of one Trainer, of several, of one module, and what a module is after them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import run_job
+from small import QUIET, Classifier, assert_equal, make_loader, weights
+
+import trainwright as tw
+
+
+def trained(epochs: int = 1, **loader: Any) -> Classifier:
+    module = Classifier()
+    tw.Trainer(max_epochs=epochs, **QUIET).fit(module, make_loader(**loader))
+    return module
+
+
+def test_a_second_fit_begins_anew_with_the_weights_as_they_are() -> None:
+    trainer, module = tw.Trainer(max_epochs=2, **QUIET), Classifier()
+    trainer.fit(module, make_loader())
+    first = trainer.optimizers[0]
+    trainer.fit(module, make_loader(20))
+    assert (trainer.current_epoch, trainer.global_step, trainer.num_training_batches) == (2, 10, 5)
+    assert trainer.optimizers[0] is not first
+    expected = trained(2)
+    tw.Trainer(max_epochs=2, **QUIET).fit(expected, make_loader(20))
+    assert_equal(weights(module), weights(expected))
+    other = Classifier()
+    trainer.fit(other, make_loader())  # another module in the same trainer
+    assert_equal(weights(other), weights(trained(2)))
+    assert trainer.model is other
+
+
+def test_two_trainers_do_not_know_of_each_other() -> None:
+    first, second = tw.Trainer(max_epochs=1, **QUIET), tw.Trainer(max_epochs=2, precision="16-mixed", **QUIET)
+    module, other = Classifier(), Classifier()
+    first.fit(module, make_loader())
+    second.fit(other, make_loader())
+    assert (first.global_step, second.global_step) == (11, 22)
+    assert module.trainer is first
+    assert_equal(weights(module), weights(trained()))
+    result = second.test(module, make_loader(8), verbose=False)
+    assert module.trainer is second
+    assert result[0]["count"] == 8
+    first.fit(module, make_loader())
+    assert first.callback_metrics.keys() == {"loss", "loss_step", "loss_epoch"}
+
+
+def test_evaluations_around_a_fit(tmp_path: Path) -> None:
+    """They change neither weights nor counters, nor what a training after them comes to."""
+    checkpoint = tw.ModelCheckpoint(tmp_path, monitor="val_loss")
+    trainer = tw.Trainer(max_epochs=2, callbacks=checkpoint, **{**QUIET, "enable_checkpointing": True})
+    module = Classifier(dropout=0.3)
+    tw.seed_everything(1)
+    (before,) = trainer.validate(module, make_loader(8), verbose=False)
+    trainer.test(module, make_loader(8), verbose=False)
+    tw.seed_everything(1)
+    trainer.fit(module, make_loader(), make_loader(8))
+    expected = Classifier(dropout=0.3)
+    tw.seed_everything(1)
+    tw.Trainer(max_epochs=2, **QUIET).fit(expected, make_loader(), make_loader(8))
+    assert_equal(weights(module), weights(expected))
+    (after,) = trainer.validate(module, make_loader(8), verbose=False)
+    assert after["val_loss"] < before["val_loss"]
+    (tested,) = trainer.test(module, make_loader(8), verbose=False)
+    assert tested == after
+    assert (trainer.global_step, trainer.current_epoch, module.training) == (22, 2, True)
+    (best,) = trainer.test(dataloaders=make_loader(8), ckpt_path="best", verbose=False)
+    assert best["val_loss"] == pytest.approx(float(checkpoint.best_model_score), rel=1e-6)
+
+
+def test_without_a_module_the_latest_one_is_taken_at_its_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Worse(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", float(self.current_epoch))
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("sum", self.net[0].weight.sum())
+
+        def test_dataloader(self) -> Any:
+            return make_loader(8)
+
+    sums: list[float] = []
+
+    class Watch(tw.Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            sums.append(module.net[0].weight.sum().item())
+
+    checkpoint = tw.ModelCheckpoint(tmp_path, monitor="val_loss")
+    trainer = tw.Trainer(max_epochs=3, callbacks=[checkpoint, Watch()], **{**QUIET, "enable_checkpointing": True})
+    trainer.fit(Worse(), make_loader(), make_loader(4))
+    (found,) = trainer.test()
+    assert found["sum"] == pytest.approx(sums[0])
+    printed = capsys.readouterr().out
+    assert "it takes the best checkpoint" in printed
+    assert "sum" in printed
+    assert trainer.test(trainer.model, verbose=False)[0]["sum"] == found["sum"]  # it has the best weights by now
+
+
+def test_a_fit_that_failed_leaves_a_trainer_that_works() -> None:
+    class Failing(Classifier):
+        fails = True
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if self.fails and batch_idx == 5:
+                raise ArithmeticError("once")
+            return super().training_step(batch, batch_idx)
+
+    trainer, module = tw.Trainer(max_epochs=1, accumulate_grad_batches=2, **QUIET), Failing()
+    with pytest.raises(ArithmeticError, match="once"):
+        trainer.fit(module, make_loader())
+    assert not trainer.training
+    module.fails = False
+    module.load_state_dict(Classifier().state_dict())
+    trainer.fit(module, make_loader())
+    expected = Classifier()
+    tw.Trainer(max_epochs=1, accumulate_grad_batches=2, **QUIET).fit(expected, make_loader())
+    assert_equal(weights(module), weights(expected))
+
+
+def as_a_plain_module(folder: Path) -> dict[str, Any]:
+    """What a module that was trained on several ranks is afterwards; and further runs of it."""
+    settings = {**QUIET, "devices": "auto"}
+    trainer, module = tw.Trainer(max_epochs=1, **settings), Classifier()
+    trainer.fit(module, make_loader(48))
+    batch = torch.ones(2, 8)
+    copied, pickled = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+    for each in (module, copied):  # a step in a loop of one's own, on this rank
+        each.zero_grad()
+        each.net(batch).sum().backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    facts = {
+        "keys": list(module.state_dict()),
+        "plain": all(
+            torch.equal(left, right) for left, right in zip(module.parameters(), copied.parameters(), strict=True)
+        ),
+        "free": (copied._trainer, pickled._trainer) == (None, None),
+        "type": type(module).__name__,
+        "pickled": weights(pickled),
+    }
+    trainer.fit(pickled, make_loader(48), make_loader(8))  # another module in the same trainer
+    (facts["tested"],) = trainer.test(pickled, make_loader(9), verbose=False)
+    again = tw.Trainer(max_epochs=2, **settings)  # another trainer in the same job
+    again.fit(pickled, make_loader(16))
+    facts["counts"] = (trainer.global_step, again.global_step)
+    facts["twice"] = weights(pickled)
+    return facts
+
+
+def test_a_module_that_was_trained_on_two_ranks_is_a_plain_one(tmp_path: Path) -> None:
+    found = run_job(as_a_plain_module, 2, tmp_path)
+    for facts in found:
+        assert facts["keys"] == list(Classifier().state_dict())
+        assert (facts["plain"], facts["free"], facts["type"]) == (True, True, "Classifier")
+        assert facts["tested"]["count"] == 9
+        assert facts["counts"] == (6, 4)
+    for name in ("pickled", "twice"):
+        assert_equal(found[0][name], found[1][name])
