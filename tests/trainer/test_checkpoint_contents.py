@@ -300,3 +300,38 @@ def test_a_resumed_run_ends_where_the_other_one_does(tmp_path: Path, stop: int) 
     assert_equal(resumed, tensors)
     whole["folder"] -= {Path(resumed_from[-1]).name}
     assert facts == whole
+
+
+MOMENTS = (
+    "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_train_batch_end", "on_validation_start",
+    "on_validation_end", "on_train_epoch_end", "on_train_end",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("interval", [None, 5])
+def test_a_checkpoint_of_any_moment_is_gone_on_from(tmp_path: Path, interval: int | None) -> None:
+    """Whatever hook asks for it: within an epoch, in the validation at its end, in on_train_epoch_end."""
+    asked: dict[str, int] = {}
+
+    def saving(name: str) -> Any:
+        def save(self: Any, trainer: Any, *_: Any) -> None:
+            asked[name] = asked.get(name, 0) + 1
+            if asked[name] == 3 or name in ("on_train_start", "on_train_end"):
+                trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+
+        return save
+
+    def run(callbacks: Any = (), ckpt_path: Path | None = None) -> Any:
+        tw.seed_everything(3)
+        module = Falling(dropout=0.2)
+        settings = {"val_check_interval": interval, "num_sanity_val_steps": 0, "callbacks": callbacks, **QUIET}
+        trainer = tw.Trainer(max_epochs=4, **settings)
+        trainer.fit(module, make_loader(shuffle=True), make_loader(4), ckpt_path=ckpt_path)
+        schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+        return weights(module), (trainer.global_step, trainer.state.validations, json.dumps(schedulers, default=str))
+
+    tensors, facts = run(type("Saving", (tw.Callback,), {name: saving(name) for name in MOMENTS})())
+    for name in MOMENTS:
+        resumed, found = run(ckpt_path=tmp_path / f"{name}.ckpt")
+        assert found == facts, name
+        assert_equal(resumed, tensors)

@@ -95,7 +95,7 @@ class Planned(Classifier):
         return self.net(batch[0])
 
     def configure_callbacks(self) -> Any:
-        return [self.callback, Last(self.calls)]
+        return [Last(self.calls), self.callback]
 
     train_dataloader = test_dataloader = predict_dataloader = lambda self: make_loader(24)
     val_dataloader = lambda self: make_loader(4)  # noqa: E731

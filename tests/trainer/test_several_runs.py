@@ -37,6 +37,18 @@ def test_a_second_fit_begins_anew_with_the_weights_as_they_are() -> None:
     assert trainer.model is other
 
 
+def test_a_fit_that_was_stopped_does_not_stop_the_next() -> None:
+    class Stop(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            trainer.should_stop = trainer.should_stop or (batch_idx == 2 and module.lr == 0.05)
+
+    trainer = tw.Trainer(max_epochs=1, callbacks=Stop(), **QUIET)
+    trainer.fit(Classifier(), make_loader())
+    assert (trainer.global_step, trainer.should_stop) == (3, True)
+    trainer.fit(Classifier(lr=0.01), make_loader())
+    assert (trainer.global_step, trainer.should_stop) == (11, False)
+
+
 def test_two_trainers_do_not_know_of_each_other() -> None:
     first, second = tw.Trainer(max_epochs=1, **QUIET), tw.Trainer(max_epochs=2, precision="16-mixed", **QUIET)
     module, other = Classifier(), Classifier()

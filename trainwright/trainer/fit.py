@@ -90,8 +90,10 @@ class TrainingRun:
     is_within_window: bool = False
     """True while gradients wait for further batches of their window."""
     is_last_batch: bool = False
+    is_ending_epoch: bool = False
+    """True from an epoch's last batch until every scheduler of that epoch has stepped: nobody could go on from within."""
     waiting_saves: list[tuple[str, bool]] = field(default_factory=list)
-    """Checkpoints that were asked for within a window, and are written when it ends."""
+    """Checkpoints that were asked for within a window or an epoch's ending, and are written when that is over."""
 
     def __post_init__(self) -> None:
         hooks = self.hooks
@@ -212,6 +214,7 @@ def fit_epoch(run: TrainingRun) -> None:
 def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     """Step the epoch-wise schedulers, validate where due, reduce the metrics, and let callbacks judge them. Collective."""
     trainer, state, hooks = run.trainer, run.state, run.hooks
+    run.is_ending_epoch = is_complete
     if is_complete:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=False)
     if validation_is_due(run, at_end=True, is_complete=is_complete):
@@ -222,7 +225,8 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     trainer.logbook.finish(run.module)
     if is_complete:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=True)
-    state.epoch_ended = is_complete
+    state.epoch_ended, run.is_ending_epoch = is_complete, False
+    trainer.save_waiting()
     hooks.call(JUDGED)
     trainer.logbook.flush()
 

@@ -304,7 +304,8 @@ class Trainer(Status):
     ) -> bool:
         """Write a checkpoint and return whether it is there. Collective: call on every rank.
 
-        Within an accumulation window it is written when the window ends, since gradients are not part of it; False then.
+        Within an accumulation window it is written when the window ends, since gradients are not part of it, and between an
+        epoch's last batch and its end (the validation, on_train_epoch_end) when all schedulers have stepped; False then.
 
         Raises:
             CheckpointError: on every rank alike.
@@ -318,8 +319,9 @@ class Trainer(Status):
             raise RuntimeError(
                 "the latest run was an evaluation, which has no optimizer to save; pass weights_only=True, or save after fit."
             )
-        if self.run is not None and self.run.is_within_window:
-            self.run.waiting_saves.append((str(filepath), weights_only))
+        run = self.run
+        if run is not None and (run.is_within_window or (run.is_ending_epoch and not weights_only)):
+            run.waiting_saves.append((str(filepath), weights_only))
             return False
         self.engine.save(
             str(filepath),
