@@ -298,7 +298,6 @@ FIT = [
      r"once; pass a"),
     ("empty by drop_last", {"train_dataloaders": make_loader(3, 4, drop_last=True)}, ValueError,
      r"no batch .*drop_last"),
-    ("empty by the limit", {"limit_train_batches": 0}, ValueError, r"no batch .*limit_train_batches"),
     ("validation loader, a name", {"val_dataloaders": "val"}, TypeError,
      r"val_dataloaders is a str; accepted are a torch"),
     ("validation, an iterator", {"val_dataloaders": iter([1])}, TypeError,

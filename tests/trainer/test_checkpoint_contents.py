@@ -145,6 +145,39 @@ def test_a_hook_may_take_schedulers_and_callbacks_out(tmp_path: Path) -> None:
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 1
 
 
+def test_layers_may_be_built_from_a_checkpoint(tmp_path: Path) -> None:
+    """on_load_checkpoint comes before the module is placed and its optimizers are made, in every kind of load."""
+
+    class Growing(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleDict()
+
+        def grow(self, names: list[str]) -> Growing:
+            self.heads.update({name: nn.Linear(3, 3) for name in names})
+            return self
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["heads"] = list(self.heads)
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.grow(checkpoint["heads"])
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            outputs = self.net(batch[0])
+            return nn.functional.cross_entropy(sum(head(outputs) for head in self.heads.values()), batch[1])
+
+    module = Growing().grow(["a", "b"])
+    path = saved(fit(module), tmp_path / "run.ckpt")
+    assert_equal(weights(Growing.load_from_checkpoint(path)), weights(module))
+    tested = Growing()
+    tw.Trainer(**QUIET).validate(tested, make_loader(), ckpt_path=path)
+    assert_equal(weights(tested), weights(module))
+    resumed = Growing()
+    assert fit(resumed, path, 2).current_epoch == 2
+    assert weights(resumed).keys() == weights(module).keys()
+
+
 def test_hyper_parameters_that_are_not_plain_are_left_out_with_one_warning(tmp_path: Path) -> None:
     class Hyper(Classifier):
         def __init__(self, net: nn.Module, make: Any, width: int = 3, lr: float = 0.05) -> None:

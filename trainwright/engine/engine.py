@@ -44,6 +44,14 @@ class Restored(NamedTuple):
     rng: dict[str, Any] | None
 
 
+class Opened(NamedTuple):
+    """A checkpoint that has been verified: its state, and the model's tensors where hooks have changed them (see `open`)."""
+
+    checkpoint: Checkpoint
+    state: dict[str, Any]
+    tensors: dict[str, Tensor] | None
+
+
 class Engine:
     """Joins, or starts, the job's processes and holds its parts. Collective: every rank makes it.
 
@@ -231,23 +239,11 @@ class Engine:
             timeout_seconds=self.timeout_seconds,
         )
 
-    def load(
-        self,
-        path: str,
-        *,
-        weights_only: bool = False,
-        strict: bool = True,
-        check: Callable[[dict[str, Any]], None] | None = None,
-        edit: Edit | None = None,
-    ) -> Restored:
-        """Verify a checkpoint, then take the state of the modules and the optimizers from it.
-
-        It may come from any strategy and any number of ranks. Nothing is changed unless all of it has been verified and
-        fits; `check` may refuse the caller's own state in it, `edit` may change its contents (see checkpoint/editing.py).
-        With strict False, tensors of the model that only one side has are left out. Collective: call on every rank.
+    def open(self, path: str, *, edit: Edit | None = None) -> Opened:
+        """Verify a checkpoint, and let `edit` change its contents before they are taken. Collective: call on every rank.
 
         Raises:
-            CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
+            CheckpointError: no checkpoint, or a damaged one.
         """
         checkpoint = open_checkpoint(
             path,
@@ -257,17 +253,38 @@ class Engine:
             timeout_seconds=self.timeout_seconds,
         )
         state = checkpoint.state()
+        if edit is None:
+            return Opened(checkpoint, state, None)
+        header = {"epoch": int(checkpoint.header["epoch"]), "global_step": int(checkpoint.header["step"])}
+        return Opened(checkpoint, *edit_for_load(checkpoint, state, header, edit))
+
+    def load(
+        self,
+        source: str | Opened,
+        *,
+        weights_only: bool = False,
+        strict: bool = True,
+        check: Callable[[dict[str, Any]], None] | None = None,
+    ) -> Restored:
+        """Take the state of the modules and the optimizers from a checkpoint, which is verified first.
+
+        It may come from any strategy and any number of ranks. Nothing is changed unless all of it has been verified and
+        fits; `check` may refuse the caller's own state in it. With strict False, tensors of the model that only one side has
+        are left out. Collective: call on every rank.
+
+        Args:
+            source: a path, or what `open` returned.
+
+        Raises:
+            CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
+        """
+        checkpoint, state, tensors = source if isinstance(source, Opened) else self.open(source)
         if check is not None:
             check(state)
-        pieces = self._model_pieces()
-        tensors = None
-        if edit is not None:
-            header = {"epoch": int(checkpoint.header["epoch"]), "global_step": int(checkpoint.header["step"])}
-            state, tensors = edit_for_load(checkpoint, state, header, edit)
-        shapes = {name: entry.shape for name, entry in checkpoint.tensors("model").items()}
+        shapes = {name: tuple(entry.shape) for name, entry in checkpoint.tensors("model").items()}
         if tensors is not None:
             shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-        pieces = check_model(checkpoint.path, shapes, pieces, strict)
+        pieces = check_model(checkpoint.path, shapes, self._model_pieces(), strict)
         if not weights_only:
             self._load_optimizers(checkpoint, state)
         if tensors is not None:

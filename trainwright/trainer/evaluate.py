@@ -114,6 +114,8 @@ def evaluate(
     trainer, module, stage = evaluation.trainer, evaluation.module, evaluation.stage
     engine, hooks, logbook = trainer.engine, trainer.hooks, trainer.logbook
     evaluation.load()
+    if getattr(trainer.settings, LIMITS[stage]) == 0:
+        return []
     engine.strategy.before_evaluation(engine.modules)
     outer, trainer.is_evaluating = logbook.collector, True
     with evaluation_mode(module, stage), gradients_off(trainer.uses_inference_mode):

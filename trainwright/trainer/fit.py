@@ -89,6 +89,8 @@ class TrainingRun:
     window_has_gradients: bool = False
     is_within_window: bool = False
     """True while gradients wait for further batches of their window."""
+    num_taken: int = 1
+    """Batches that the latest training_step used."""
     is_last_batch: bool = False
     is_ending_epoch: bool = False
     """True from an epoch's last batch until every scheduler of that epoch has stepped: nobody could go on from within."""
@@ -146,6 +148,8 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
     if run.validation is not None and trainer.resume_source is None:
         sanity_check(run.validation)
     load_training_data(run)
+    if trainer.settings.limit_train_batches == 0:
+        return
     if generators is not None:
         set_rng_state(generators)
     trainer.logbook.start(run.module, training=True, stage="train")
@@ -175,7 +179,8 @@ def fit_epoch(run: TrainingRun) -> None:
     is_last = run.num_batches is not None and state.batch >= run.num_batches
     if validates_within and state.batch and not is_last and validation_is_due(run):
         validate(run, within=True)  # the checkpoint was saved before it
-    for batch, is_last in run.batches():
+    is_stopped = trainer.should_stop and trainer.wants_to_stop  # by one of the hooks above
+    for batch, is_last in () if is_stopped else run.batches():
         collector.batch, collector.hook = batch, "training_step"
         index, run.is_last_batch = state.batch, is_last
         if batch_start:
@@ -189,8 +194,8 @@ def fit_epoch(run: TrainingRun) -> None:
         outputs = train_batch(run, batch, index, is_last)
         if run.pulls:
             batch, is_last, index = batch.latest, batch.is_at_end, batch.count - 1
-        state.total_batches += index + 1 - state.batch
-        state.batch = index + 1
+        run.num_taken = index + 1 - state.batch
+        state.batch, state.total_batches = index + 1, state.total_batches + run.num_taken
         stepped = state.step != steps_before
         state.batches_that_stepped += stepped
         if batch_end:
@@ -206,7 +211,7 @@ def fit_epoch(run: TrainingRun) -> None:
         if (stepped or run.is_manual) and trainer.wants_to_stop:
             break
     else:
-        refuse_short_epoch(run, is_last)
+        refuse_short_epoch(run, is_last or is_stopped)
     collector.batch = None
     finish_epoch(run, is_complete=is_last)
 
@@ -246,7 +251,8 @@ def validation_is_due(run: TrainingRun, at_end: bool = False, is_complete: bool 
     if run.validate_every is None:
         return at_end
     count = state.total_batches if every is None else state.batch
-    return count % run.validate_every == 0 or (at_end and run.num_batches is None and every is not None)
+    has_passed = count // run.validate_every > (count - run.num_taken) // run.validate_every
+    return has_passed or (at_end and run.num_batches is None and every is not None)
 
 
 def validate(run: TrainingRun, within: bool) -> None:
@@ -331,7 +337,7 @@ def leave_window(run: TrainingRun) -> None:
 
 def refuse_short_epoch(run: TrainingRun, is_last: bool) -> None:
     """Raise where the loader gave no batch, or fewer than its length (RuntimeError)."""
-    if run.num_batches is None and run.state.batch == 0:
+    if run.num_batches is None and run.state.batch == 0 and not is_last:
         raise RuntimeError("the training loader gave no batch; give it data.")
     if run.num_batches is not None and not is_last:
         raise RuntimeError(

@@ -1,7 +1,8 @@
 """Hooks: the timeline of a run, and who is called at each point of it, resolved once.
 
     each     configure_callbacks > prepare_data > setup (the datamodule's first) > configure_model
-    fit      configure_optimizers > on_fit_start > (a checkpoint is taken: on_load_checkpoint)
+             > (a checkpoint is opened: on_load_checkpoint)
+    fit      configure_optimizers > on_fit_start > (the checkpoint is taken: load_state_dict)
                sanity check: on_sanity_check_start > val_dataloader > validation as below > on_sanity_check_end
                train_dataloader > on_train_start
                each epoch: on_train_epoch_start

@@ -103,17 +103,10 @@ def step_by_module(
     run: TrainingRun, optimizer: Optimizer, scale: float, arguments: tuple[Any, ...], loss: Tensor | None
 ) -> None:
     """Clip and step as the module says, or with a closure that the optimizer asks for."""
-    settings, strategy = run.trainer.settings, run.engine.strategy
     prepared = run.trainer.prepared_optimizers[0]
-    strategy.unscale(optimizer)
+    run.engine.strategy.unscale(optimizer)
     prepared.is_unscaled = True
-    if "configure_gradient_clipping" in run.own:
-        if scale != 1.0:
-            strategy.clip_gradients(optimizer, None, None, scale)
-        algorithm = settings.gradient_clip_algorithm
-        run.own["configure_gradient_clipping"](optimizer, settings.gradient_clip_val, algorithm)
-    elif settings.gradient_clip_val or scale != 1.0:
-        strategy.clip_gradients(optimizer, settings.clip_norm, settings.clip_value, scale)
+    clip_gradients(run, optimizer, scale)
     closure = StepClosure(run, optimizer, arguments, loss)
     if "optimizer_step" in run.own:
         index = run.state.batch
@@ -125,6 +118,18 @@ def step_by_module(
     if prepared.is_unscaled:  # the module left the step out, and with it these gradients
         run.engine.precision.forget(optimizer)
         prepared.is_unscaled = False
+
+
+def clip_gradients(run: TrainingRun, optimizer: Optimizer, scale: float = 1.0) -> None:
+    """Multiply the gradients by scale, and clip them as the module or the settings say."""
+    settings, strategy = run.trainer.settings, run.engine.strategy
+    if "configure_gradient_clipping" in run.own:
+        if scale != 1.0:
+            strategy.clip_gradients(optimizer, None, None, scale)
+        algorithm = settings.gradient_clip_algorithm
+        run.own["configure_gradient_clipping"](optimizer, settings.gradient_clip_val, algorithm)
+    elif settings.gradient_clip_val or scale != 1.0:
+        strategy.clip_gradients(optimizer, settings.clip_norm, settings.clip_value, scale)
 
 
 class StepClosure:
@@ -168,15 +173,13 @@ class StepClosure:
                 "under accumulate_grad_batches > 1, a loss scale (16-mixed) or a strategy that steps by itself; leave that "
                 "setting at its default, or choose an optimizer that looks at the gradients once."
             )
-        settings = run.trainer.settings
         self._optimizer.zero_grad()
         with torch.enable_grad(), discarded(run.module, run.trainer.logbook.collector):
             loss = read_loss(run.engine.run(run.module, "training_step", *self._arguments), run.engine.world_size)
             if loss is None:
                 raise RuntimeError("training_step returned None when the optimizer asked for the loss once more.")
             run.engine.backward(loss, run.own.get("backward"))
-        if settings.gradient_clip_val:
-            run.engine.strategy.clip_gradients(self._optimizer, settings.clip_norm, settings.clip_value, 1.0)
+            clip_gradients(run, self._optimizer)
         return self._mean(loss.detach())
 
     def _mean(self, loss: Tensor) -> Tensor:

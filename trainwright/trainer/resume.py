@@ -8,6 +8,7 @@ from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.editing import Edit
 from trainwright.checkpoint.exchange import is_plain
 from trainwright.data.datamodule import DataModule
+from trainwright.engine.engine import Opened
 from trainwright.errors import CheckpointError
 from trainwright.hyperparameters import HyperParameters, plain_hyper_parameters
 from trainwright.module import Module, is_overridden
@@ -62,7 +63,16 @@ def edit_with_hooks(trainer: Trainer, name: str) -> Edit | None:
     return lambda contents: trainer.hooks.call(name, contents)
 
 
-def restore(trainer: Trainer, path: str) -> dict[str, Any] | None:
+def open_with_hooks(trainer: Trainer, path: str) -> Opened:
+    """Verify a checkpoint and show its contents to on_load_checkpoint, which may still build layers then. Collective.
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged one.
+    """
+    return trainer.engine.open(path, edit=edit_with_hooks(trainer, "on_load_checkpoint"))
+
+
+def restore(trainer: Trainer, opened: Opened) -> dict[str, Any] | None:
     """Take the run's state from a checkpoint; return this rank's generators, to be set when training begins. Collective.
 
     Raises:
@@ -71,15 +81,14 @@ def restore(trainer: Trainer, path: str) -> dict[str, Any] | None:
 
     def check(state: dict[str, Any]) -> None:
         saved, present = len(state.get("lr_schedulers", [])), len(trainer.lr_scheduler_configs)
-        if saved != present and "position" in state:
+        if saved != present and "lr_schedulers" in state:  # a hook may have taken them out
             raise CheckpointError(
-                f"{path}: it was saved with {saved} schedulers, but this run has {present}. "
+                f"{opened.checkpoint.path}: it was saved with {saved} schedulers, but this run has {present}. "
                 "Build the same schedulers to resume."
             )
 
     assert trainer.module is not None
-    strict, edit = trainer.module.strict_loading, edit_with_hooks(trainer, "on_load_checkpoint")
-    restored = trainer.engine.load(path, strict=strict is not False, check=check, edit=edit)
+    restored = trainer.engine.load(opened, strict=trainer.module.strict_loading is not False, check=check)
     state = restored.state
     trainer.state.load_state_dict(state["position"])
     schedulers = state.get("lr_schedulers", [])  # as many as in this run, unless a hook has taken them out
@@ -90,23 +99,19 @@ def restore(trainer: Trainer, path: str) -> dict[str, Any] | None:
         if callback.state_key in callbacks:
             callback.load_state_dict(callbacks[callback.state_key])
     _restore_datamodule(trainer, state)
-    trainer.resume_source = path
+    trainer.resume_source = opened.checkpoint.path
     return restored.rng
 
 
-def restore_weights(trainer: Trainer, path: str) -> None:
+def restore_weights(trainer: Trainer, opened: Opened) -> None:
     """Take a module's weights, and the datamodule's state, from a checkpoint. Collective.
 
     Raises:
         CheckpointError: no checkpoint, a damaged one, or one of another model.
     """
     assert trainer.module is not None
-    restored = trainer.engine.load(
-        path,
-        weights_only=True,
-        strict=trainer.module.strict_loading is not False,
-        edit=edit_with_hooks(trainer, "on_load_checkpoint"),
-    )
+    strict = trainer.module.strict_loading is not False
+    restored = trainer.engine.load(opened, weights_only=True, strict=strict)
     _restore_datamodule(trainer, restored.state)
 
 

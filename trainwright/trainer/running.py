@@ -19,7 +19,7 @@ from trainwright.trainer.inputs import check_module, choose_checkpoint
 from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.parts import with_the_modules
 from trainwright.trainer.preparation import prepare_module
-from trainwright.trainer.resume import restore_weights
+from trainwright.trainer.resume import open_with_hooks, restore_weights
 from trainwright.trainer.sources import BatchTransfer, find_source, read_datamodule
 
 if TYPE_CHECKING:
@@ -150,10 +150,11 @@ def evaluating(
     path = choose_checkpoint(ckpt_path, callback, trainer.engine)
     trainer.ckpt_path = path
     with running(trainer, module, call, given_datamodule):
+        opened = open_with_hooks(trainer, path) if path is not None else None
         prepare_module(trainer, module)
         trainer.engine.prepare_module(module, None)
-        if path is not None:
-            restore_weights(trainer, path)
+        if opened is not None:
+            restore_weights(trainer, opened)
         trainer.engine.take_seed()
         transfer = BatchTransfer(trainer.engine, module, given_datamodule)
         yield Evaluation(trainer, module, stage, source, transfer if transfer.is_needed else None)

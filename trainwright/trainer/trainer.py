@@ -36,7 +36,7 @@ from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.parts import arranged_callbacks, arranged_loggers, making_modules, set_switches
 from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
-from trainwright.trainer.resume import edit_with_hooks, restore, run_state
+from trainwright.trainer.resume import edit_with_hooks, open_with_hooks, restore, run_state
 from trainwright.trainer.running import evaluating, running
 from trainwright.trainer.settings import Settings, refuse_unknown
 from trainwright.trainer.sources import BatchTransfer, find_source, read_datamodule
@@ -235,9 +235,10 @@ class Trainer(Status):
             self._stop = self.appointment("stop")
             seconds = self.settings.validation_seconds
             self.validation_clock = None if seconds is None else IntervalClock(seconds, self.appointment("validation"))
+            opened = open_with_hooks(self, path) if path is not None else None
             self.run = prepare_fit(self, model, source, self._validation(model, val_dataloaders, datamodule))
             self.hooks.call("on_fit_start")
-            generators = restore(self, path) if path is not None else None
+            generators = restore(self, opened) if opened is not None else None
             fit(self.run, generators)
             self.hooks.call("on_fit_end")
 

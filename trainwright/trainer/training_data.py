@@ -54,7 +54,7 @@ def take_training_data(run: TrainingRun, loaders: Any) -> None:
             f"the ranks have training loaders of different lengths ({', '.join(lengths)} batches), so some would wait for "
             "ever; give every rank the same data, which is shared out then."
         )
-    if length == 0:
+    if length == 0 and limit != 0:
         raise ValueError(
             "the training loader has no batch (its dataset is empty, drop_last dropped all, or limit_train_batches is too "
             "small); give it data."
