@@ -238,7 +238,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
                     self._toggled[parameter] = parameter.requires_grad
                     parameter.requires_grad = False
 
-    def untoggle_optimizer(self, optimizer: Optimizer) -> None:
+    def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:
         """Give back what `toggle_optimizer` has taken."""
         for parameter, required in self._toggled.items():
             parameter.requires_grad = required
@@ -314,6 +314,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         weights = read_weights(str(checkpoint_path))
         stored = weights.hyper_parameters if hparams_file is None else read_hyper_parameters(hparams_file)
         module = build(cls, stored, kwargs, weights.hparams_name)
+        module.configure_model()
         contents = {**weights.contents, "state_dict": weights.state_dict}
         module.on_load_checkpoint(contents)
         module.load_state_dict(contents["state_dict"], strict=module.strict_loading if strict is None else strict)

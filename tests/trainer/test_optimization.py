@@ -259,7 +259,7 @@ class Counting(Plain):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.logged.append(self.trainer.callback_metrics["loss"].item())
-        assert outputs.item() == self.logged[-1]
+        assert outputs["loss"].item() == self.logged[-1]
 
 
 def lbfgs(parameters: Any) -> torch.optim.LBFGS:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainwright.callbacks.base import Callback
+from trainwright.callbacks.decision import decided
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -117,6 +118,8 @@ class EarlyStopping(Callback):
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         if not self._is_fitting or trainer.sanity_checking or self.check_on_train_epoch_end:
             return
+        if trainer.is_stop_validation:
+            return  # a run that had gone on would not have made it
         if self.check_on_train_epoch_end is None and not trainer.is_mid_epoch_validation:
             self._is_due = True  # the epoch's training metrics are still to come
         else:
@@ -134,15 +137,9 @@ class EarlyStopping(Callback):
         """Decide, alike on every rank. Collective."""
         if trainer.fast_dev_run:
             return
-        if not self.strict and self.monitor not in trainer.callback_metrics:
-            if not self._has_warned and trainer.is_global_zero:
-                self._has_warned = True
-                warnings.warn(
-                    f"EarlyStopping follows {self.monitor!r}, which was not logged; the check is left out.",
-                    stacklevel=2,
-                )
+        score = decided(trainer.engine, lambda: self._score(trainer))
+        if score is None:
             return
-        score = float(trainer.engine.agreed(str(trainer.monitored(self.monitor, "EarlyStopping"))))
         reason, message = self._judge(score)
         if reason is not EarlyStoppingReason.NOT_STOPPED:
             trainer.should_stop = True
@@ -150,6 +147,17 @@ class EarlyStopping(Callback):
             self.stopping_reason, self.stopping_reason_message = reason, message
         if self.verbose and message and (trainer.is_global_zero or not self.log_rank_zero_only):
             print(f"rank {trainer.global_rank}: {message}" if trainer.world_size > 1 else message, file=sys.stderr)
+
+    def _score(self, trainer: Trainer) -> float | None:
+        """Return the metric's value; None where it was not logged and need not be. Rank 0's: a step's value is its own."""
+        if self.strict or self.monitor in trainer.callback_metrics:
+            return float(trainer.monitored(self.monitor, "EarlyStopping"))
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"EarlyStopping follows {self.monitor!r}, which was not logged; the check is left out.", stacklevel=2
+            )
+        return None
 
     def _judge(self, score: float) -> tuple[EarlyStoppingReason, str]:
         """Return what a score means for the run, and how to say it; count it."""

@@ -60,8 +60,8 @@ class LearningRateMonitor(Callback):
             self._write(trainer, self._values(trainer, "epoch"))
 
     def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
-        step = trainer.state.batches_that_stepped + 1
-        if self.logging_interval != "epoch" and step % trainer.log_every_n_steps == 0:
+        step, every = trainer.state.batches_that_stepped + 1, trainer.log_every_n_steps
+        if self.logging_interval != "epoch" and every and step % every == 0:
             # The scheduler steps before on_train_batch_end.
             self._pending, self._pending_at = self._values(trainer, "step"), step
 

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.checkpoint_name import SUFFIX, check_template, fill_template
+from trainwright.callbacks.decision import decided
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.store import is_checkpoint, remove_checkpoint, same_place, sweep_temporaries
+from trainwright.data.seeding import isolate_rng, rng_state, set_rng_state
 from trainwright.duration import to_seconds
 
 if TYPE_CHECKING:
@@ -36,9 +38,11 @@ class ModelCheckpoint(Callback):
         verbose: print the path of each save.
         save_last: True or "link": keep the newest too, under its own name, whatever its metric.
         save_top_k: how many to keep: -1 for all, 0 for none; without monitor -1, 0 or 1.
-        save_on_exception: save `exception-epoch=..-step=..` when the run fails, where that can be resumed exactly: on one
-            process (a save is made by all ranks together, and the others may live), while an epoch's batches are trained,
-            and not in the middle of a step or an accumulation window. Elsewhere it says why it does not.
+        save_on_exception: save `exception-epoch=..-step=..` when an exception or Ctrl-C ends the run, where that can be
+            resumed exactly: on one process (a save is made by all ranks together, and the others may live), and between two
+            batches: while the next one is loaded, in a validation within an epoch until its metrics are known, or in the
+            hooks of an epoch's start. Within a batch (its hooks too) generators and buffers have moved, in an accumulation
+            window gradients wait, and at an epoch's end schedulers have stepped: it says then why it does not save.
         save_weights_only: leave out optimizers and counters; a run cannot be resumed from such a checkpoint.
         mode: "min" or "max": which value of the metric is better.
         auto_insert_metric_name: write {epoch} as "epoch=3" rather than "3".
@@ -53,7 +57,8 @@ class ModelCheckpoint(Callback):
 
     A checkpoint whose metric is not finite never counts among the best. The newest checkpoint, and the one that the run was
     resumed from, are never deleted before another one is there. A save that is due within an accumulation window is made
-    when the window ends. Nothing is saved with fast_dev_run.
+    when the window ends. Nothing is saved with fast_dev_run. Rank 0 decides for all, by its own metrics and files. A fit that
+    begins anew keeps its own best ones, and leaves the files of an earlier fit alone.
     """
 
     runs_last = True
@@ -97,21 +102,21 @@ class ModelCheckpoint(Callback):
         self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
         self.save_weights_only, self.auto_insert_metric_name = save_weights_only, auto_insert_metric_name
         self.save_on_train_epoch_end, self.enable_version_counter = save_on_train_epoch_end, enable_version_counter
+        self._is_fitting = self._has_warned = False
+        self._watches_batches = self.every_n_train_steps > 0 or self.train_time_interval is not None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget what the latest fit has kept, and where it stood."""
         self.best_k_models: dict[str, Tensor] = {}
         """The kept checkpoints and their scores, as tensors of no dimension; 0 where nothing is monitored."""
         self.best_model_path = self.last_model_path = self.kth_best_model_path = ""
         self.best_model_score: Tensor | None = None
         self.kth_value: Tensor | None = None
         self.current_score: Tensor | None = None
-        self._is_fitting = self._has_warned = False
-        self._watches_batches = self.every_n_train_steps > 0 or self.train_time_interval is not None
-        self._begin()
-
-    def _begin(self) -> None:
-        """Forget where the latest fit stood."""
-        self._is_validated = self._has_validated = self._is_put_off = False
+        self._has_begun = self._is_validated = self._has_validated = self._is_put_off = False
         self._step_seen = self._step_saved = -1
-        self._clean_at = (-1, -1)
+        self._generators: dict[str, Any] = {}
         self._appointment: Any = None
         self._saved_at = time.monotonic()
 
@@ -151,29 +156,29 @@ class ModelCheckpoint(Callback):
         self._judge()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_appointment": None}  # it belongs to this process's run
+        return {**super().__getstate__(), "_appointment": None, "_generators": {}}  # they belong to this process's run
 
     # -- when to save ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._is_fitting = stage == "fit" and not trainer.fast_dev_run
+        if stage == "fit":
+            self._begin()
         if not self._is_fitting:
             return
-        self._begin()
         if self.dirpath is None:
             self.dirpath = f"{trainer.log_dir or trainer.default_root_dir}/checkpoints"
         if trainer.is_global_zero:
             sweep_temporaries(self.dirpath)  # what killed writers have left
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        self._saved_at, self._step_seen = time.monotonic(), trainer.global_step
-        self._clean_at = (trainer.state.step, trainer.state.total_batches)
+        self._saved_at, self._step_seen, self._has_begun = time.monotonic(), trainer.global_step, True
+        if trainer.resume_source is not None:
+            self._take_rank_zeros(trainer)
         if self.train_time_interval is not None and self._is_fitting:
             self._appointment = trainer.appointment(self.state_key)
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.save_on_exception:
-            self._clean_at = (trainer.state.step, trainer.state.total_batches)
         if self._is_put_off and not trainer.is_within_window:
             self._save(trainer)
         if self._watches_batches and trainer.global_step != self._step_seen and self._is_fitting:
@@ -189,6 +194,10 @@ class ModelCheckpoint(Callback):
             self._saved_at = time.monotonic()
             self._appointment.ask()
         return bool(self._appointment.is_due(trainer.global_step))
+
+    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+        if self.save_on_exception and self._has_begun and self._is_fitting:
+            self._generators = rng_state()
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         if not self._is_fitting or trainer.sanity_checking:
@@ -223,7 +232,7 @@ class ModelCheckpoint(Callback):
         self._appointment = None
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
-        if not self.save_on_exception or not self._is_fitting or self._clean_at == (-1, -1):
+        if not self.save_on_exception or not self._is_fitting or not self._has_begun:
             return
         try:
             refusal = self._refusal(trainer)
@@ -234,46 +243,54 @@ class ModelCheckpoint(Callback):
             path, number = f"{stem}{SUFFIX}", 1
             while is_checkpoint(path):
                 path, number = f"{stem}-v{number}{SUFFIX}", number + 1
-            trainer.save_checkpoint(path, self.save_weights_only)
+            with isolate_rng():
+                if trainer.is_evaluating:
+                    set_rng_state(self._generators)  # a resumed run makes the whole validation
+                trainer.save_checkpoint(path, self.save_weights_only)
             print(f"save_on_exception: the run was saved as {path}", file=sys.stderr)
         except Exception as error:  # the first exception is what has to be seen
             print(f"save_on_exception: the save failed: {type(error).__name__}: {error}", file=sys.stderr)
 
     def _refusal(self, trainer: Trainer) -> str:
         """Return why a run cannot be resumed exactly from where it failed; nothing where it can."""
-        state = trainer.state
-        step, batches = self._clean_at
+        state, run = trainer.state, trainer.run
         if trainer.world_size > 1:
             return f"it would take all {trainer.world_size} ranks"
-        if trainer.is_within_window:
-            return "the run failed in the middle of a step, or of an accumulation window"
-        if state.step != step and state.total_batches == batches:
-            return "the run failed after an optimizer step, before its batch was counted"
-        if self._is_validated or state.epoch_ended or state.batch >= trainer.num_training_batches:
+        if trainer.is_within_batch or trainer.is_within_window:
+            return "the run failed in the middle of a batch, or of an accumulation window"
+        if (
+            state.epoch_ended
+            or state.batch >= trainer.num_training_batches
+            or (run is not None and run.is_ending_epoch)
+        ):
             return "the run failed at the end of an epoch"
+        if trainer.is_evaluating and state.validated_at == state.total_batches:
+            return "the run failed at the end of a validation"
         return ""
 
     # -- what to save and to keep ------------------------------------------------------------------------------------
 
     def _save(self, trainer: Trainer) -> None:
-        """Collective: every rank decides alike, by rank 0's score."""
+        """Save, if rank 0 finds it worth it. Collective."""
         self._is_put_off = False
         if not self.save_top_k and not self.save_last:
             return
-        score = self._score(trainer)
-        is_best = self._is_among_best(score)
-        if not is_best and not self.save_last:
+        plan = decided(trainer.engine, lambda: self._plan(trainer))
+        if plan is None:
             return
-        path, place = json.loads(trainer.engine.agreed(json.dumps(self._choose_path(trainer, is_best))))
+        path, place, score, is_best, dropped = plan
         # The state that is saved with it knows of itself: a resumed run finds its own checkpoint among the kept ones.
         before = (dict(self.best_k_models), self.last_model_path, self.current_score)
-        dropped = self._admit(path, score) if is_best else []
+        for each in dropped:
+            self.best_k_models.pop(each, None)
+        if is_best:
+            self.best_k_models[path] = _scalar(0.0 if score is None else score)
         self.last_model_path = path
         self.current_score = None if score is None else _scalar(score)
         self._judge()
         try:
             is_saved = trainer.save_checkpoint(place, self.save_weights_only)
-            if place != path and trainer.is_global_zero:
+            if is_saved and place != path and trainer.is_global_zero:
                 _replace(place, path)
         except BaseException:
             self.best_k_models, self.last_model_path, self.current_score = before
@@ -282,29 +299,59 @@ class ModelCheckpoint(Callback):
         self._step_saved = trainer.global_step
         if self.verbose:
             trainer.print(f"epoch {trainer.current_epoch}, step {trainer.global_step}: saved {path}")
-        last_before = before[1]
-        if last_before and last_before not in self.best_k_models and last_before not in dropped:
-            dropped.append(last_before)
         for each in dropped if is_saved and trainer.is_global_zero else ():
             if each != path and not same_place(each, trainer.resume_source or "") and is_checkpoint(each):
                 remove_checkpoint(each)
 
+    def _plan(self, trainer: Trainer) -> tuple[str, str, float | None, bool, list[str]] | None:
+        """Return the path of a save, where to write it, its score, whether it is kept as one of the best, and what goes.
+
+        None where it is not worth a save. Rank 0's.
+
+        Raises:
+            ValueError: a metric that is needed was not logged.
+        """
+        score = self._score(trainer)
+        is_best = self._is_among_best(score)
+        if not is_best and not self.save_last:
+            return None
+        path, place = self._choose_path(trainer, is_best)
+        others = [each for each in self.best_k_models if each != path]  # the one of its own name is replaced
+        dropped = []
+        if is_best and -1 < self.save_top_k <= len(others):
+            dropped = [max(others, key=lambda each: self._rank(self.best_k_models[each]))]
+        if self.last_model_path and self.last_model_path not in self.best_k_models:
+            dropped.append(self.last_model_path)
+        if path in self.best_k_models:
+            dropped.append(path)
+        return path, place, score, is_best, dropped
+
+    def _take_rank_zeros(self, trainer: Trainer) -> None:
+        """Keep what rank 0 has found of the checkpoints that a resumed run has kept before. Collective."""
+        kept, last = decided(
+            trainer.engine,
+            lambda: [{path: float(score) for path, score in self.best_k_models.items()}, self.last_model_path],
+        )
+        self.best_k_models, self.last_model_path = {path: _scalar(score) for path, score in kept.items()}, last
+        self._judge()
+
     def _score(self, trainer: Trainer) -> float | None:
-        """Return the metric's value; NaN where it is not logged yet and need not be. Collective."""
+        """Return the metric's value; NaN where it is not logged yet and need not be. Rank 0's: a step's value is its own."""
         if self.monitor is None:
             return None
-        if self.monitor not in trainer.callback_metrics:
-            has_come = self._has_validated if trainer.enable_validation else trainer.state.epoch_ended
-            if not has_come or not trainer.state.epoch_ended:
-                if not self._has_warned and trainer.is_global_zero:
-                    self._has_warned = True
-                    warnings.warn(
-                        f"ModelCheckpoint is to save by {self.monitor!r}, which was not logged yet; what is saved before it "
-                        "is does not count among the best.",
-                        stacklevel=2,
-                    )
-                return math.nan
-        return float(trainer.engine.agreed(str(trainer.monitored(self.monitor, "ModelCheckpoint"))))
+        if self.monitor in trainer.callback_metrics:
+            return float(trainer.monitored(self.monitor, "ModelCheckpoint"))
+        has_come = self._has_validated if trainer.enable_validation else trainer.state.epoch_ended
+        if has_come and trainer.state.epoch_ended:
+            return float(trainer.monitored(self.monitor, "ModelCheckpoint"))  # which says what there is
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"ModelCheckpoint is to save by {self.monitor!r}, which was not logged yet; what is saved before it is does "
+                "not count among the best.",
+                stacklevel=2,
+            )
+        return math.nan
 
     def _is_among_best(self, score: float | None) -> bool:
         if self.save_top_k == 0 or (score is not None and not math.isfinite(score)):
@@ -312,17 +359,6 @@ class ModelCheckpoint(Callback):
         if self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k or score is None:
             return True
         return self._rank(score) < max(self._rank(each) for each in self.best_k_models.values())
-
-    def _admit(self, path: str, score: float | None) -> list[str]:
-        """Take a checkpoint among the kept ones; return those that it pushes out."""
-        self.best_k_models.pop(path, None)  # one of the same name, which it replaces
-        self.best_k_models[path] = _scalar(score if score is not None else 0.0)
-        if self.save_top_k == -1 or len(self.best_k_models) <= self.save_top_k:
-            return []
-        others = [each for each in self.best_k_models if each != path]
-        worst = max(others, key=lambda each: self._rank(self.best_k_models[each]))
-        del self.best_k_models[worst]
-        return [worst]
 
     def _judge(self) -> None:
         """Say which of the kept ones is the best and which the worst: by age where nothing is monitored."""
@@ -342,12 +378,12 @@ class ModelCheckpoint(Callback):
     # -- where to save -----------------------------------------------------------------------------------------------
 
     def _choose_path(self, trainer: Trainer, is_best: bool) -> tuple[str, str]:
-        """Return the path of this save, and where to write it: elsewhere if it replaces what has that path."""
+        """Return the path of this save, and where to write it: elsewhere if it replaces what has that path. Rank 0's."""
         values: dict[str, Any] = {name: float(value) for name, value in trainer.callback_metrics.items()}
         values.update(epoch=trainer.current_epoch, step=trainer.global_step)
         path = self.format_checkpoint_name(values)
         free, version = path, 1
-        while trainer.is_global_zero and self.file_exists(free, trainer):
+        while self.file_exists(free, trainer):
             free, version = self.format_checkpoint_name(values, ver=version), version + 1
         if self.enable_version_counter or not resolve(path)[0].has_rename or free == path:
             return free, free
@@ -356,7 +392,7 @@ class ModelCheckpoint(Callback):
         return (free if stays or same_place(path, trainer.resume_source or "") else path), free
 
     def file_exists(self, filepath: str, trainer: Trainer) -> bool:
-        """Return whether a checkpoint has this path."""
+        """Return whether a checkpoint has this path; asked for on rank 0."""
         return is_checkpoint(filepath)
 
     def format_checkpoint_name(

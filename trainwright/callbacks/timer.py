@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.base import Callback
+from trainwright.callbacks.decision import decided
 from trainwright.duration import to_seconds
 
 if TYPE_CHECKING:
@@ -125,8 +126,9 @@ class Timer(Callback):
 
     def _decide(self, trainer: Trainer) -> None:
         """End the run at this boundary where rank 0's time is over. Collective."""
-        assert self._duration is not None
-        if trainer.engine.agreed(str(self.time_elapsed() >= self._duration)) == "True":
+        duration = self._duration
+        assert duration is not None
+        if decided(trainer.engine, lambda: self.time_elapsed() >= duration):
             self._is_over = True
             trainer.should_stop = True
             self._tell(trainer)

@@ -5,10 +5,13 @@
                                 "precision": the loss scale        "seed": what the data's order starts from
                                 "strategy": what it needs to go on bitwise alike
                                 "extra": what the modules' get_extra_state returned
-                                "position": epoch, batch, step        "schedulers", "callbacks"
+                                "position": epoch, batch, step        "lr_schedulers", "callbacks"
+                                "metrics": the latest value of each
     model-RRRRR.safetensors     parameters and buffers by their state_dict names
     optimizer-RRRRR.safetensors per-parameter tensors as "optimizer number/parameter/key"
     rank-RRRRR.json             "rng": the generators of that rank
+                                "metrics": within an epoch, its sums of what was logged, and its torchmetrics states
+                                (the tensors in them are in rank-RRRRR.safetensors)
 
 RRRRR is the number of the rank that wrote the file.
 """

@@ -16,6 +16,8 @@ from trainwright.checkpoint.opening import Checkpoint
 from trainwright.checkpoint.tensors import Piece
 from trainwright.errors import CheckpointError
 
+RESERVED = frozenset({"seed", "extra", "precision", "strategy", "optimizers"})
+"""Keys under which the engine keeps its own state."""
 Edit = Callable[[dict[str, Any]], None]
 """Changes a checkpoint's contents in place."""
 
@@ -27,9 +29,15 @@ def edit_for_save(
 
     Raises:
         TypeError: what they left as "state_dict" is no mapping of names to tensors.
+        ValueError: they put something under a key that is the engine's.
     """
     contents = {**header, **state, "state_dict": {piece.name: piece.tensor for piece in pieces}}
     edit(contents)
+    if taken := sorted(contents.keys() & RESERVED):
+        raise ValueError(
+            f"on_save_checkpoint put {', '.join(taken)} into the checkpoint, where the engine keeps its own state; choose "
+            "another key."
+        )
     tensors = contents.pop("state_dict", {})
     if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise TypeError(

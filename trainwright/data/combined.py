@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, Literal
 
 from torch import Tensor
@@ -147,6 +147,8 @@ class ShardedCombination:
         ]
         """This rank's share of each loader, in the order of `loader.flattened`."""
         self._seed = 0
+        self._weights: dict[int, float] = {}
+        """The weights of the rounds at `round_ends` that were reached."""
         self._sizes: list[list[int] | None] = []
         """The `last_sizes` of the loaders that gave the batch at hand."""
         self._refuse_what_cannot_be_combined()
@@ -157,7 +159,7 @@ class ShardedCombination:
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
         """Choose the order of the next `iter`, a function of seed and epoch, and the batch that it starts with."""
         self._seed, self.epoch, self.start_batch = seed, epoch, start_batch
-        self._sizes = []
+        self._sizes, self._weights = [], {}
         end = self._combined([part.exact_length for part in self.parts])
         for index, part in enumerate(self.parts):
             start = start_batch
@@ -175,7 +177,7 @@ class ShardedCombination:
         return self._with_ghost(batches) if self._has_ghosts else batches
 
     def _one_after_another(self) -> Iterator[Any]:
-        left = self.start_batch
+        left, place, ends = self.start_batch, self.start_batch - 1, self.round_ends
         for index, part in enumerate(self.parts):
             length = part.exact_length
             if length is not None and left >= length:
@@ -189,6 +191,8 @@ class ShardedCombination:
             left -= sum(1 for _ in islice(batches, left))
             for batch in batches:
                 self._note([part])
+                if (place := place + 1) in ends:
+                    self._weights[place] = self.last_weight
                 yield batch
 
     def _side_by_side(self) -> Iterator[Any]:
@@ -281,6 +285,19 @@ class ShardedCombination:
         """Return the factor by which this rank's part in the last round differs from an equal one, if all loaders agree."""
         weights = {_weight(sizes, self.rank) for sizes in self._sizes}
         return weights.pop() if len(weights) == 1 else 1.0
+
+    @property
+    def round_ends(self) -> frozenset[int]:
+        """Return the numbers of the batches that end a loader before the last one ("sequential" only)."""
+        lengths = [part.exact_length for part in self.parts]
+        if self.combination != "sequential" or self.world_size == 1 or None in lengths:
+            return frozenset()
+        ends = list(accumulate(length or 0 for length in lengths))
+        return frozenset(end - 1 for end in ends[:-1] if end)
+
+    def weight_at(self, index: int) -> float:
+        """Return the factor by which this rank's part differs from an equal one in a round of `round_ends`."""
+        return self._weights.get(index, 1.0)
 
     @property
     def may_read_ahead(self) -> bool:

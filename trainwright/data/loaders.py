@@ -160,6 +160,15 @@ class ShardedLoader:
         return length
 
     @property
+    def round_ends(self) -> frozenset[int]:
+        """Return the numbers of the batches, beside the last, after which a round may weigh otherwise: none here."""
+        return frozenset()
+
+    def weight_at(self, index: int) -> float:
+        """Return the weight of a round of `round_ends`."""
+        return 1.0
+
+    @property
     def last_weight(self) -> float:
         """Return the factor by which this rank's part in the last round differs from an equal one."""
         return self.share.last_weight

@@ -38,10 +38,14 @@ from trainwright.strategies.base import STORED_NEVER, Optimization, clean_name
 
 
 class Restored(NamedTuple):
-    """What a load gives back: the caller's own state, and this rank's generators where the checkpoint has them."""
+    """What a load gives back: the caller's own state, and this rank's generators where the checkpoint has them.
+
+    `rank_state` is all that this rank stored for itself; None where it stored nothing, or the world size was another.
+    """
 
     state: dict[str, Any]
     rng: dict[str, Any] | None
+    rank_state: dict[str, Any] | None
 
 
 class Opened(NamedTuple):
@@ -204,12 +208,14 @@ class Engine:
         step: int,
         epoch: int,
         state: dict[str, Any],
+        rank_state: dict[str, Any] | None = None,
         weights_only: bool = False,
         edit: Edit | None = None,
     ) -> None:
         """Write a checkpoint of the modules, the optimizers and the caller's state. Collective: call on every rank.
 
-        `edit` may change its contents: see checkpoint/editing.py.
+        Of `state` rank 0's is stored, of `rank_state` (not with weights_only) each rank's own. `edit` may change the
+        checkpoint's contents: see checkpoint/editing.py.
 
         Raises:
             CheckpointError: on every rank alike; nothing is left at the path then.
@@ -231,7 +237,7 @@ class Engine:
             path,
             sections=sections,
             state=contents,
-            rank_state=None if weights_only else {"rng": rng_state()},
+            rank_state=None if weights_only else {"rng": rng_state(), **(rank_state or {})},
             header={"step": step, "epoch": epoch, "world_size": self.world_size, "strategy": self.strategy.name},
             exchange=self.agreement,
             rank=self.rank,
@@ -297,11 +303,12 @@ class Engine:
         kept = {} if weights_only or not same_job else state.get("strategy", {})
         self.strategy.after_load(self.modules, self.optimizers, kept)
         if weights_only:
-            return Restored(state, None)
+            return Restored(state, None, None)
         self.precision.load_state_dict(state.get("precision", {}))
         self.seed = int(state.get("seed", self.seed))
-        rank_state = checkpoint.rank_state(self.rank) or {}
-        return Restored(state, rank_state.get("rng"))
+        rank_state = checkpoint.rank_state(self.rank)
+        rng = rank_state.get("rng") if rank_state is not None else None
+        return Restored(state, rng, rank_state if checkpoint.world_size == self.world_size else None)
 
     def close(self) -> None:
         """Give back the modules and optimizers; the process group stays open for the next run of this process."""

@@ -129,7 +129,7 @@ def evaluate(
             if len(evaluation.loaders) > 1:
                 logbook.end_loader(module)
         collector.loader = None
-        if hooks[f"on_{stage}_epoch_end"]:
+        if f"on_{stage}_epoch_end" in hooks.reduced_early:
             logbook.reduce(module)  # so that they see the epoch's values
         hooks.call(f"on_{stage}_epoch_end")
         metrics = logbook.finish(module, num_loaders=len(evaluation.loaders)) if stage != "predict" else []

@@ -38,7 +38,7 @@ from trainwright.precision.base import Clipper
 from trainwright.profilers.instrumentation import is_measuring
 from trainwright.trainer.evaluate import Evaluation, discarded, evaluate, sanity_check
 from trainwright.trainer.hooks import JUDGED, HookTable
-from trainwright.trainer.optimization import read_loss, round_weight, step, step_schedulers, weigh
+from trainwright.trainer.optimization import read_loss, read_outputs, round_weight, step, step_schedulers, weigh
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.training_data import load_training_data, reload_data
@@ -84,6 +84,8 @@ class TrainingRun:
     """Batches of this rank in an epoch, limits included; None where that shows only when the loader ends."""
     most_batches: int | None = None
     """A limit of the batches; None for none."""
+    round_ends: frozenset[int] = frozenset()
+    """The batches, beside the epoch's last, after which a loader has ended and its last round may weigh otherwise."""
     validate_every: int | None = None
     """Batches between two validations; None for validations at an epoch's end, or by time."""
     window_has_gradients: bool = False
@@ -92,6 +94,8 @@ class TrainingRun:
     num_taken: int = 1
     """Batches that the latest training_step used."""
     is_last_batch: bool = False
+    is_within_batch: bool = False
+    """True from a batch's fetch to its step: generators and buffers may have moved, and the batch is not counted."""
     is_ending_epoch: bool = False
     """True from an epoch's last batch until every scheduler of that epoch has stepped: nobody could go on from within."""
     waiting_saves: list[tuple[str, bool]] = field(default_factory=list)
@@ -170,7 +174,9 @@ def fit_epoch(run: TrainingRun) -> None:
     reload_data(run)
     run.loader.set_epoch(run.engine.seed, state.epoch, state.batch)
     hooks.call("on_train_epoch_start")
+    logbook.take_up_epoch()
     run.accumulate = trainer.accumulate_grad_batches
+    run.engine.sync_gradients(True)
     if trainer.settings.fused_optimizers:
         for optimizer in trainer.optimizers:
             use_fused(optimizer, [run.module])  # a hook may have added groups
@@ -182,7 +188,7 @@ def fit_epoch(run: TrainingRun) -> None:
     is_stopped = trainer.should_stop and trainer.wants_to_stop  # by one of the hooks above
     for batch, is_last in () if is_stopped else run.batches():
         collector.batch, collector.hook = batch, "training_step"
-        index, run.is_last_batch = state.batch, is_last
+        index, run.is_last_batch, run.is_within_batch = state.batch, is_last, True
         if batch_start:
             collector.hook = "on_train_batch_start"
             if -1 in [hook(batch, index) for hook in batch_start]:
@@ -198,10 +204,9 @@ def fit_epoch(run: TrainingRun) -> None:
         state.batch, state.total_batches = index + 1, state.total_batches + run.num_taken
         stepped = state.step != steps_before
         state.batches_that_stepped += stepped
+        run.is_within_batch = False
         if batch_end:
-            collector.hook = "on_train_batch_end"
-            for hook in batch_end:
-                hook(outputs, batch, index)
+            hooks.call("on_train_batch_end", read_outputs(outputs), batch, index)
         if stepped and log_every and state.batches_that_stepped % log_every == 0:
             logbook.log_step()
         if run.waiting_saves and not run.is_within_window:
@@ -212,7 +217,8 @@ def fit_epoch(run: TrainingRun) -> None:
             break
     else:
         refuse_short_epoch(run, is_last or is_stopped)
-    collector.batch = None
+        is_last = is_last or (run.num_batches is None and not is_stopped)  # one of unknown length is over when it ends
+    collector.batch, run.is_within_batch = None, False
     finish_epoch(run, is_complete=is_last)
 
 
@@ -222,9 +228,11 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     run.is_ending_epoch = is_complete
     if is_complete:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=False)
+    else:
+        trainer.logbook.leave_epoch()
     if validation_is_due(run, at_end=True, is_complete=is_complete):
-        validate(run, within=False)
-    if hooks["on_train_epoch_end"]:
+        validate(run, within=False, counts=is_complete)
+    if "on_train_epoch_end" in hooks.reduced_early:
         trainer.logbook.reduce(run.module)  # so that they see the epoch's values
     hooks.call("on_train_epoch_end")
     trainer.logbook.finish(run.module)
@@ -255,22 +263,27 @@ def validation_is_due(run: TrainingRun, at_end: bool = False, is_complete: bool 
     return has_passed or (at_end and run.num_batches is None and every is not None)
 
 
-def validate(run: TrainingRun, within: bool) -> None:
-    """Run a validation, `within` the epoch or at its end, and step the schedulers that follow validations. Collective."""
+def validate(run: TrainingRun, within: bool, counts: bool = True) -> None:
+    """Run a validation, `within` the epoch or at its end, and step the schedulers that follow validations. Collective.
+
+    One of a run that was stopped within an epoch `counts` not: one that had gone on would not have made it.
+    """
     assert run.validation is not None
     trainer, state = run.trainer, run.state
-    state.validations += 1
-    state.validated_at = state.total_batches
-    trainer.is_mid_epoch_validation = within
+    trainer.is_mid_epoch_validation, trainer.is_stop_validation = within, not counts
     if run.optimizer is not None and not run.is_within_window:
         run.own.get("on_validation_model_zero_grad", run.optimizer.zero_grad)()
 
-    def step_those_of_validations() -> None:
+    def count() -> None:
+        if not counts:
+            return
+        state.validations += 1
+        state.validated_at = state.total_batches
         step_schedulers(run, "validation", state.validations, plateau=False)
         step_schedulers(run, "validation", state.validations, plateau=True)
 
-    evaluate(run.validation, before_end=step_those_of_validations)
-    trainer.is_mid_epoch_validation = False
+    evaluate(run.validation, before_end=count)
+    trainer.is_mid_epoch_validation = trainer.is_stop_validation = False
 
 
 def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
@@ -285,17 +298,19 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
     at_end = is_last or run.pulls or place == run.accumulate - 1
     if run.accumulate > 1:
         engine.sync_gradients(at_end)
-    weight = round_weight(run, index) if is_last else 1.0
+    weight = round_weight(run, index) if is_last or index in run.round_ends else 1.0
     if weight == 0.0:  # this rank has no sample of its own in the last round
         with discarded(run.module, run.trainer.logbook.collector):
             outputs = engine.run(run.module, "training_step", *arguments)
     else:
         outputs = engine.run(run.module, "training_step", *arguments)
+    if run.pulls and batch.is_at_end:
+        weight = round_weight(run, batch.count - 1)
     loss = outputs if type(outputs) is Tensor else read_loss(outputs, engine.world_size)
     if loss is not None and optimizer is not None:
         backward(run, weigh(run, loss, index, place, weight))
     if at_end and (run.window_has_gradients or optimizer is None):
-        step(run, optimizer, place + 1, arguments, loss)
+        step(run, optimizer, place + 1, arguments, loss, weight)
     run.is_within_window = not at_end
     return outputs
 
@@ -312,8 +327,6 @@ def clear_gradients(run: TrainingRun, index: int) -> None:
         run.own["optimizer_zero_grad"](run.state.epoch, index, optimizer)
     else:
         optimizer.zero_grad()
-    if run.trainer.logbook.collector is not None:
-        run.trainer.logbook.collector.hook = "training_step"
 
 
 def backward(run: TrainingRun, loss: Tensor) -> None:
@@ -332,6 +345,7 @@ def leave_window(run: TrainingRun) -> None:
     if run.optimizer is not None and run.is_within_window:
         run.optimizer.zero_grad()
         run.is_within_window = False
+        run.engine.sync_gradients(True)
         run.trainer.save_waiting()
 
 

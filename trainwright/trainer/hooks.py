@@ -24,14 +24,16 @@
     a checkpoint is written: state_dict > on_save_checkpoint
     an exception ends the run: on_exception > teardown
 
-Callbacks are called in list order and before the module; those that `runs_last` (checkpoints) come after the others, and
-at an epoch's end after the module and the reduction, so that they judge what was logged. A hook that nobody overrides is
+Callbacks are called in list order and before the module; those that `runs_last` (checkpoints) come after the others, in
+on_train_batch_end and on_validation_end after the module too, and at an epoch's end also after the reduction: they judge and
+save what the others have made of it. A hook that nobody overrides is
 an empty tuple and costs nothing. on_exception is the callbacks' and the datamodule's; what is named without on_ is the module's
 or the datamodule's, but for setup, teardown and state_dict, which callbacks have too.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,9 +45,12 @@ if TYPE_CHECKING:
     from trainwright.profilers.base import Profiler
     from trainwright.trainer.trainer import Trainer
 
+EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
 HOOKS = tuple(name for name in vars(Callback) if name in ("setup", "teardown") or name.startswith("on_"))
 JUDGED = "on_train_epoch_end, last"
 """The hook table's name for the on_train_epoch_end of the callbacks that run last."""
+SAVED_AFTER = ("on_train_batch_end", "on_validation_end")
+"""Hooks in which the callbacks that run last come after the module: they save what it has done there."""
 
 
 class HookTable:
@@ -73,11 +78,17 @@ class HookTable:
                 last = [callback for callback in overriding if callback.runs_last]
                 self._calls[JUDGED] = tuple(bound(each, name) for each in last)
                 overriding = [callback for callback in overriding if not callback.runs_last]
-            calls: list[Callable[..., Any]] = [bound(each, name) for each in overriding]
+            after = [each for each in overriding if each.runs_last] if name in SAVED_AFTER else []
+            calls: list[Callable[..., Any]] = [bound(each, name) for each in overriding if each not in after]
             if hasattr(Module, name) and is_overridden(name, module, Module):
                 own = getattr(module, name)
                 calls.append(own if profiler is None else profiler.timed(own, f"[module] {name}"))
+            calls += [bound(each, name) for each in after]
+            if name.endswith(("_batch_start", "_batch_end")) and "train" not in name:
+                calls = [_with_loader_index(each, 2 if name.endswith("_start") else 3) for each in calls]
             self._calls[name] = tuple(calls)
+        self.reduced_early = frozenset(name for name in EPOCH_ENDS if self._calls[name])
+        """The ends of epochs whose hooks see the epoch's values; alike on every rank once the trainer has agreed on it."""
 
     def __getitem__(self, name: str) -> tuple[Callable[..., Any], ...]:
         return self._calls[name]
@@ -85,8 +96,27 @@ class HookTable:
     def call(self, name: str, *args: Any) -> None:
         """Call everyone who waits for this hook, in order."""
         calls = self._calls[name]
-        if calls:
-            if (collector := self._trainer.logbook.collector) is not None:
-                collector.hook = name
+        if not calls:
+            return
+        collector = self._trainer.logbook.collector
+        if collector is None:
             for hook in calls:
                 hook(*args)
+            return
+        outer, collector.hook = collector.hook, name
+        try:
+            for hook in calls:
+                hook(*args)
+        finally:
+            collector.hook = outer
+
+
+def _with_loader_index(call: Callable[..., Any], without: int) -> Callable[..., Any]:
+    """Return a hook that is given dataloader_idx=0 where there is one loader, if it takes no call without."""
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):
+        return call
+    if sum(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters) <= without:
+        return call
+    return lambda *args: call(*args) if len(args) > without else call(*args, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from trainwright.engine.engine import Engine
 from trainwright.loggers.base import Logger
 from trainwright.module import Module
 from trainwright.trainer.logged_value import Key, Loader, as_tensor, to_numbers
+from trainwright.trainer.metric_objects import metrics_in_use
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.reduction import end_loader, reduce_epoch
 from trainwright.trainer.state import TrainerState
@@ -21,6 +23,10 @@ class Logbook:
     def __init__(self, loggers: Sequence[Logger], engine: Engine, state: TrainerState) -> None:
         self.collector: MetricCollector | None = None
         """Where self.log puts its values now."""
+        self.training_collector: MetricCollector | None = None
+        """The one of the training epoch, also while a validation within the epoch has its own."""
+        self.unfinished: dict[str, Any] | None = None
+        """What was logged in an epoch that stands in its middle: from a checkpoint, or kept where the run stopped."""
         self.has_begun = False
         """Whether an epoch or an evaluation has begun, the sanity check aside."""
         self._loggers = loggers if engine.rank == 0 else ()
@@ -34,6 +40,10 @@ class Logbook:
         self._callback: dict[str, Tensor | float] = {}
         self._logged: dict[str, Tensor | float] = {}
         self._shown: dict[str, Tensor | float] = {}
+        self._latest_before: dict[str, Any] | None = None
+        """The latest values as they were where the run stopped within an epoch."""
+        self._not_of_evaluation: set[str] = set()
+        """The Metric objects that were in use when the latest evaluation began."""
 
     @property
     def is_silent(self) -> bool:
@@ -57,6 +67,10 @@ class Logbook:
         stage = stage or ("train" if training else "validation")
         self.collector = MetricCollector(module, training, stage, self._engine.rank)
         self.collector.warned = self._warned
+        if training:
+            self.training_collector = self.collector
+        else:
+            self._not_of_evaluation = metrics_in_use(module)
         return self.collector
 
     def log_step(self) -> None:
@@ -117,6 +131,8 @@ class Logbook:
         assert self.collector is not None
         reduced = dict(self.collector.reduced)
         self.collector.clear()
+        if self.collector is self.training_collector:
+            self.training_collector = None
         self.collector = None  # from here to the next start nothing is collected, and self.log says so
         for counter, count in self._batches.items():
             self._earlier_batches[counter] = self._earlier_batches.get(counter, 0) + count
@@ -128,6 +144,53 @@ class Logbook:
             {key.epoch_name: number for key, number in shared if key.loader in (-1, index)}
             for index in range(num_loaders)
         ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the latest value of every metric as numbers, for a checkpoint. NOTE: waits for the device."""
+        if self._is_silent:
+            return {}
+        if self._latest_before is not None:
+            return self._latest_before
+        self._keep_steps()
+        return {
+            "callback": to_numbers(self._callback),
+            "logged": to_numbers(self._logged),
+            "shown": to_numbers(self._shown),
+            "evaluation_batches": dict(self._earlier_batches),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the latest values from a checkpoint; one of another version may lack some."""
+        for name, values in (("callback", self._callback), ("logged", self._logged), ("shown", self._shown)):
+            values.update(state.get(name, {}))
+        self._earlier_batches.update(state.get("evaluation_batches", {}))
+
+    def epoch_state(self, module: Module, is_evaluating: bool) -> dict[str, Any] | None:
+        """Return what was logged so far in the epoch that is trained, for this rank's part of a checkpoint.
+
+        None between two epochs. Metric objects that nobody had used when the running evaluation began are not the epoch's.
+        """
+        if self._state.batch == 0 or self._state.epoch_ended:
+            return None
+        if self.unfinished is not None or self.training_collector is None:
+            return self.unfinished
+        left_out = metrics_in_use(module) - self._not_of_evaluation if is_evaluating else ()
+        return self.training_collector.state_dict(left_out)
+
+    def leave_epoch(self) -> None:
+        """Keep, where a run stops within an epoch, what one that goes on from there has to know.
+
+        Call it before what the run would not have done here, had it not stopped: a validation, and the epoch's reduction.
+        """
+        assert self.collector is not None
+        self._latest_before, self.unfinished = self.state_dict(), self.collector.state_dict()
+
+    def take_up_epoch(self) -> None:
+        """Go on with what a checkpoint holds of the epoch; what the hooks of its start have logged again gives way to it."""
+        state, self.unfinished = self.unfinished, None
+        if state is not None:
+            assert self.collector is not None
+            self.collector.load_state_dict(state, self._engine.device)
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainwright.trainer.log_rules import LogSettings
+from trainwright.trainer.log_rules import LogSettings, choose_levels
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -112,6 +112,53 @@ class LoggedValue:
         """Return (reduced value, weight) of this rank: the weighted sum for a mean, else the sum, minimum or maximum."""
         self._sum_up()
         return (0.0 if self._total is None else self._total, self._weight)
+
+    @property
+    def is_restored(self) -> bool:
+        """Return whether it comes from a checkpoint, and has not been logged since."""
+        return self.settings.reduce_fx is None
+
+    def numbers(self) -> list[Tensor | float]:
+        """Return what `state_dict` wants as python numbers."""
+        return [each for each in (self._total, self.last) if each is not None] + self._pending
+
+    def state_dict(self, numbers: list[float]) -> dict[str, Any]:
+        """Return it as plain data; `numbers` are its own, read from the device. What waits to be summed up goes on waiting."""
+        given, rest = self.settings._asdict(), iter(numbers)
+        flags = {name: None if value is None else bool(value) for name, value in given.items()}
+        return {
+            "hook": self.hook,
+            "name": str.__str__(self.name),
+            "settings": {**flags, "reduce_fx": self.reduce_fx, "metric_attribute": given["metric_attribute"]},
+            "attribute": self.attribute,
+            "weight": self._weight,
+            "total": None if self._total is None else next(rest),
+            "last": None if self.last is None else next(rest),
+            "pending": list(rest),
+            "weights": list(self._weights),
+            "device": self._pending[0].device.type if self._pending else "cpu",
+        }
+
+    @classmethod
+    def restored(cls, state: dict[str, Any], device: torch.device) -> LoggedValue:
+        """Return what `state_dict` has described, for the same device, or for a host that has taken its place."""
+        settings = LogSettings(**{**state["settings"], "reduce_fx": None})  # unlike those of any call: see `take_over`
+        levels = choose_levels(state["name"], state["hook"], settings)
+        logged = cls(state["hook"], state["name"], None, settings, levels, state["settings"]["reduce_fx"])
+        logged.attribute = state["attribute"]
+        logged.last = logged.kept = state["last"]
+        logged._total, logged._weight, logged._weights = state["total"], state["weight"], list(state["weights"])
+        if state["pending"]:
+            place = torch.device("cpu") if state["device"] == "cpu" else device
+            logged._pending = list(_on_device(state["pending"], place).unbind())
+        return logged
+
+    def take_over(self, restored: LoggedValue) -> None:
+        """Go on with what a checkpoint holds under this name, unless it was reduced in another way there."""
+        if restored.reduce_fx == self.reduce_fx:
+            self.last, self.kept = restored.last, restored.kept
+            self._pending, self._weights = restored._pending, restored._weights
+            self._total, self._weight = restored._total, restored._weight
 
     def _sum_up(self) -> None:
         pending, weights = self._pending, self._weights

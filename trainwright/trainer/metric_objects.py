@@ -8,9 +8,12 @@ from collections.abc import Iterable
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
+from trainwright.checkpoint.exchange import is_plain
 from trainwright.module import is_metric
+from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.logged_value import Key
 
 if TYPE_CHECKING:
@@ -73,6 +76,54 @@ def reset_metrics(module: nn.Module, keys: Iterable[Key]) -> None:
         *parents, name = attribute.split(".")
         parent: Any = reduce(getattr, parents, module)
         (parent if is_collection(parent) else getattr(parent, name)).reset()
+
+
+def metrics_in_use(module: nn.Module) -> set[str]:
+    """Return where the module holds Metric objects that were updated since their reset."""
+    return {path for path, child in module.named_modules() if is_metric(child) and child._update_count > 0}
+
+
+def states_of_metrics(module: nn.Module, paths: Iterable[str]) -> dict[str, Any]:
+    """Return the states of Metric objects by their paths, as plain data and tensors; nothing is copied."""
+    states: dict[str, Any] = {}
+    for path in sorted(paths):
+        metric: Any = module.get_submodule(path)
+        values = {name: getattr(metric, name) for name in metric._defaults}
+        values = {name: value if isinstance(value, Tensor) else list(value) for name, value in values.items()}
+        if is_plain(values, largest_tensor=sys.maxsize):
+            states[path] = {"updates": metric._update_count, "states": values}
+        elif not metric.__dict__.get("_has_warned_of_its_state"):
+            metric.__dict__["_has_warned_of_its_state"] = True
+            rank_zero_warn(
+                f"the state of the metric {path!r}, a {type(metric).__name__}, is no plain data, so checkpoints are without "
+                "it: a run that goes on within an epoch begins it anew.",
+                stacklevel=2,
+            )
+    return states
+
+
+def restore_metrics(module: nn.Module, states: dict[str, Any]) -> None:
+    """Give the module's Metric objects their states back, and reset those that had none.
+
+    The members of a collection that share a state get one each; torchmetrics lets them share again at the next update.
+    """
+    for path, metric in module.named_modules():
+        if not is_metric(metric):
+            continue
+        if path not in states:
+            if metric._update_count > 0:
+                metric.reset()
+            continue
+        metric.reset()
+        host = torch.device("cpu") if metric.compute_on_cpu else metric.device
+        for name, value in states[path]["states"].items():
+            if name not in metric._defaults:
+                continue
+            if isinstance(value, Tensor):
+                setattr(metric, name, value.to(metric.device))
+            else:
+                setattr(metric, name, [each.to(host) if isinstance(each, Tensor) else each for each in value])
+        metric._update_count = states[path]["updates"]
 
 
 def _number(key: Key, value: Any) -> float:

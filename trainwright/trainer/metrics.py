@@ -8,11 +8,13 @@ be called and what it does there by default stands in log_rules.py.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from itertools import islice
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from trainwright.module import is_metric
@@ -25,12 +27,15 @@ from trainwright.trainer.log_rules import (
     reduction_named,
     rule_of,
 )
-from trainwright.trainer.logged_value import Key, Loader, LoggedValue
+from trainwright.trainer.logged_value import Key, Loader, LoggedValue, read_all
 from trainwright.trainer.metric_objects import (
     found_at,
     is_collection,
+    metrics_in_use,
     paths_of_metrics,
     reset_metrics,
+    restore_metrics,
+    states_of_metrics,
     step_value,
 )
 
@@ -150,6 +155,37 @@ class MetricCollector:
         self.reduced.clear()
         self.batch = self._batch_size_of = self.loader = None
 
+    def state_dict(self, left_out: Collection[str] = ()) -> dict[str, Any]:
+        """Return, as plain data and tensors, what training has logged in this epoch and the states of all Metric objects.
+
+        Nothing changes by it: what waits to be summed up goes on waiting, so that the sums are those of a run without a save.
+        NOTE: waits for the device.
+
+        Args:
+            left_out: where Metric objects stand that are not of this epoch.
+        """
+        logged_values = list(self.values.values())
+        each_numbers = [logged.numbers() for logged in logged_values]
+        rest = iter(read_all([number for numbers in each_numbers for number in numbers]))
+        return {
+            "values": [
+                logged.state_dict(list(islice(rest, len(numbers))))
+                for logged, numbers in zip(logged_values, each_numbers, strict=True)
+            ],
+            "metrics": states_of_metrics(self._module, metrics_in_use(self._module) - set(left_out)),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Go on from what a checkpoint holds of this epoch, in place of what was logged since; `device` is this rank's."""
+        self.values.clear()
+        for each in state["values"]:
+            if each["attribute"] and not is_metric(found_at(self._module, each["attribute"])):
+                continue  # the module is without it now
+            logged = LoggedValue.restored(each, device)
+            logged.is_ignored = logged.rank_zero_only and self._rank != 0
+            self.values[logged.hook, logged.name, None] = logged
+        restore_metrics(self._module, state["metrics"])
+
     def _log_each(self, name: str, values: Any, settings: tuple[Any, ...], batch_size: Any) -> None:
         """Log each value of a flat dict under name/key."""
         check_name(name)
@@ -163,10 +199,13 @@ class MetricCollector:
             self.log(f"{name}/{key}", value, *options[:9], batch_size, None, options.rank_zero_only)
 
     def _first_time(self, name: str, value: Any, settings: LogSettings, known: LoggedValue | None) -> LoggedValue:
-        """Make the entry of a name that is new in this hook; refuse one that is logged in two ways (ValueError)."""
+        """Make the entry of a name that is new in this hook; refuse one that is logged in two ways (ValueError).
+
+        The entry of a name that a checkpoint holds goes on with what is `known` of it.
+        """
         check_name(name)
         rule_of(name, self.hook)
-        if known is not None:
+        if known is not None and not known.is_restored:
             pairs = zip(settings._fields, known.settings, settings, strict=True)
             told = ", ".join(f"{field}={old!r} and then {new!r}" for field, old, new in pairs if old != new)
             raise ValueError(
@@ -181,6 +220,8 @@ class MetricCollector:
         if isinstance(value, Tensor) and value.is_complex():
             raise TypeError(f"self.log({name!r}, ...) got a complex tensor; accepted are real ones. Log its .abs().")
         logged.is_ignored = logged.rank_zero_only and self._rank != 0
+        if known is not None:
+            logged.take_over(known)
         self.values[self.hook, name, self.loader] = logged
         return logged
 

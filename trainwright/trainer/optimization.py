@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainwright.data.transfer import map_tensors
 from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.evaluate import discarded
@@ -43,7 +45,18 @@ def read_loss(outputs: Any, world_size: int) -> Tensor | None:
 
 def round_weight(run: TrainingRun, index: int) -> float:
     """Return this rank's weight in the round of a batch: not 1 in a re-split last round, unless a limit came before it."""
+    if index in run.round_ends:
+        return float(run.loader.weight_at(index))
     return run.loader.last_weight if run.loader.length in (None, index + 1) else 1.0
+
+
+def read_outputs(outputs: Any) -> dict[str, Any]:
+    """Return what training_step returned as on_train_batch_end is given it: a dict without graphs, the loss under "loss"."""
+    if outputs is None:
+        return {}
+    if isinstance(outputs, Tensor):
+        return {"loss": outputs.detach()}
+    return dict(map_tensors(Tensor.detach, outputs)) if isinstance(outputs, Mapping) else {"outputs": outputs}
 
 
 def weigh(run: TrainingRun, loss: Tensor, index: int, place: int, weight: float) -> Tensor:
@@ -69,28 +82,31 @@ def weigh(run: TrainingRun, loss: Tensor, index: int, place: int, weight: float)
 
 
 def step(
-    run: TrainingRun, optimizer: Optimizer | None, window_length: int, arguments: tuple[Any, ...], loss: Tensor | None
+    run: TrainingRun,
+    optimizer: Optimizer | None,
+    window_length: int,
+    arguments: tuple[Any, ...],
+    loss: Tensor | None,
+    weight: float,
 ) -> None:
     """Step the optimizer at a window's end, and the step-wise schedulers unless that step was skipped."""
-    state, clip = run.state, run.clip
+    state = run.state
     if optimizer is None:  # training without an optimizer still counts its steps
         state.step += 1
         return
-    scale = 1.0
     if run.num_batches is None and window_length < run.accumulate:
         # The window ended early, which was not known when its losses were divided: it weighs by its own length.
-        scale = run.accumulate / window_length
-        settings = run.trainer.settings
-        clip = run.engine.clipper(settings.clip_norm, settings.clip_value, scale=scale)
+        run.engine.strategy.unscale(optimizer)
+        run.engine.strategy.clip_gradients(optimizer, None, None, run.accumulate / window_length)
     if run.before_step:
         run.engine.strategy.unscale(optimizer)
         run.hooks.call("on_before_optimizer_step", optimizer)
     if run.has_own_step:
         before = state.step, state.skipped_steps
-        step_by_module(run, optimizer, scale, arguments, loss)
+        step_by_module(run, optimizer, arguments, loss, weight)
         was_made = state.step > before[0] and state.skipped_steps == before[1]
     else:
-        result = run.engine.step(optimizer, clip)
+        result = run.engine.step(optimizer, run.clip)
         state.step += 1
         state.skipped_steps += result.skipped
         was_made = not result.skipped
@@ -100,14 +116,14 @@ def step(
 
 
 def step_by_module(
-    run: TrainingRun, optimizer: Optimizer, scale: float, arguments: tuple[Any, ...], loss: Tensor | None
+    run: TrainingRun, optimizer: Optimizer, arguments: tuple[Any, ...], loss: Tensor | None, weight: float
 ) -> None:
     """Clip and step as the module says, or with a closure that the optimizer asks for."""
     prepared = run.trainer.prepared_optimizers[0]
     run.engine.strategy.unscale(optimizer)
     prepared.is_unscaled = True
-    clip_gradients(run, optimizer, scale)
-    closure = StepClosure(run, optimizer, arguments, loss)
+    clip_gradients(run, optimizer)
+    closure = StepClosure(run, optimizer, arguments, loss, weight)
     if "optimizer_step" in run.own:
         index = run.state.batch
         run.own["optimizer_step"](run.state.epoch, index, prepared, closure)
@@ -120,29 +136,35 @@ def step_by_module(
         prepared.is_unscaled = False
 
 
-def clip_gradients(run: TrainingRun, optimizer: Optimizer, scale: float = 1.0) -> None:
-    """Multiply the gradients by scale, and clip them as the module or the settings say."""
+def clip_gradients(run: TrainingRun, optimizer: Optimizer) -> None:
+    """Clip the gradients as the module or the settings say."""
     settings, strategy = run.trainer.settings, run.engine.strategy
     if "configure_gradient_clipping" in run.own:
-        if scale != 1.0:
-            strategy.clip_gradients(optimizer, None, None, scale)
         algorithm = settings.gradient_clip_algorithm
         run.own["configure_gradient_clipping"](optimizer, settings.gradient_clip_val, algorithm)
-    elif settings.gradient_clip_val or scale != 1.0:
-        strategy.clip_gradients(optimizer, settings.clip_norm, settings.clip_value, scale)
+    elif settings.gradient_clip_val:
+        strategy.clip_gradients(optimizer, settings.clip_norm, settings.clip_value)
 
 
 class StepClosure:
     """What an optimizer's step may call to know the loss and its gradients.
 
     The first call returns the loss that was computed already, with its gradients where they are; each later one, and a first
-    one after the parameters or the gradients have changed, runs training_step and backward anew, with nothing logged and
-    nothing counted. On several ranks it returns their mean.
+    one after the parameters or the gradients have changed (by other ways than `.data`, which torch does not count), runs
+    training_step and backward anew, with nothing logged and nothing counted. On several ranks it returns their mean, with each
+    rank's `weight` in a re-split last round.
     """
 
-    def __init__(self, run: TrainingRun, optimizer: Optimizer, arguments: tuple[Any, ...], loss: Tensor | None) -> None:
-        self._run, self._optimizer, self._arguments = run, optimizer, arguments
-        self._loss = None if loss is None else loss.detach()
+    def __init__(
+        self,
+        run: TrainingRun,
+        optimizer: Optimizer,
+        arguments: tuple[Any, ...],
+        loss: Tensor | None,
+        weight: float,
+    ) -> None:
+        self._run, self._optimizer, self._arguments, self._weight = run, optimizer, arguments, weight
+        self._loss = None if loss is None else loss.detach() * weight
         self._seen = self._fingerprint()
         self._is_first = True
 
@@ -178,6 +200,7 @@ class StepClosure:
             loss = read_loss(run.engine.run(run.module, "training_step", *self._arguments), run.engine.world_size)
             if loss is None:
                 raise RuntimeError("training_step returned None when the optimizer asked for the loss once more.")
+            loss = loss * self._weight
             run.engine.backward(loss, run.own.get("backward"))
             clip_gradients(run, self._optimizer)
         return self._mean(loss.detach())
@@ -225,8 +248,13 @@ def step_schedulers(run: TrainingRun, interval: str, count: int, *, plateau: boo
 
 
 def _monitored(run: TrainingRun, config: SchedulerConfig) -> float | None:
-    """Return the metric that a scheduler follows; None, with a warning, where it was not logged and need not be."""
-    name = config.monitor or ""
+    """Return rank 0's value of the metric that a scheduler follows; None, with a warning, where it need not be there."""
+    name, engine = config.monitor or "", run.engine
+    if engine.world_size > 1:
+        own = run.trainer.callback_metrics.get(name)
+        text = engine.agreed("missing" if own is None else repr(float(own)))
+        if text != "missing":
+            return float(text)
     if not config.strict and name not in run.trainer.callback_metrics:
         rank_zero_warn(
             f"{type(config.scheduler).__name__} follows {name!r}, which was not logged; it is left out here.",

@@ -50,6 +50,10 @@ def arranged_callbacks(callbacks: Callback | Sequence[Callback] | None, settings
     ]
     missing = [kind() for wanted, kind in defaults if wanted and not any(isinstance(each, kind) for each in given)]
     if settings.max_time is not None:
+        if any(isinstance(each, Timer) for each in given):
+            raise ValueError(
+                f"max_time={settings.max_time!r} and a Timer in callbacks= both limit the time; leave out one of the two."
+            )
         missing.append(Timer(settings.max_time))
     arranged = [*missing, *given]
     refuse_twins(arranged)

@@ -129,8 +129,6 @@ def _prepare_optimizers(run: TrainingRun) -> None:
     def tell(optimizer: Optimizer) -> None:
         engine.strategy.unscale(optimizer)
         run.hooks.call("on_before_optimizer_step", optimizer)
-        if trainer.logbook.collector is not None:
-            trainer.logbook.collector.hook = "training_step"
 
     before = tell if run.is_manual and run.before_step else None
     trainer.prepared_optimizers = [
@@ -158,8 +156,12 @@ def _heard(trainer: Trainer, module: Module, name: str) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         collector = trainer.logbook.collector
-        if collector is not None:
-            collector.hook = name
-        return method(*args, **kwargs)
+        if collector is None:
+            return method(*args, **kwargs)
+        outer, collector.hook = collector.hook, name
+        try:
+            return method(*args, **kwargs)
+        finally:
+            collector.hook = outer
 
     return call

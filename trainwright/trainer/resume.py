@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.editing import Edit
 from trainwright.checkpoint.exchange import is_plain
+from trainwright.checkpoint.opening import Checkpoint
 from trainwright.data.datamodule import DataModule
 from trainwright.engine.engine import Opened
 from trainwright.errors import CheckpointError
@@ -35,9 +36,16 @@ def run_state(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
     return {
         **state,
         "position": trainer.state.state_dict(),
+        "metrics": trainer.logbook.state_dict(),
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "callbacks": {key: state for key, state in callbacks.items() if state},
     }
+
+
+def rank_state(trainer: Trainer) -> dict[str, Any]:
+    """Return what a checkpoint holds of this rank alone: what was logged so far in the epoch that is trained."""
+    assert trainer.module is not None
+    return {"metrics": trainer.logbook.epoch_state(trainer.module, trainer.is_evaluating)}
 
 
 def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[str, Any]:
@@ -99,8 +107,22 @@ def restore(trainer: Trainer, opened: Opened) -> dict[str, Any] | None:
         if callback.state_key in callbacks:
             callback.load_state_dict(callbacks[callback.state_key])
     _restore_datamodule(trainer, state)
+    trainer.logbook.load_state_dict(state.get("metrics", {}))
+    trainer.logbook.unfinished = (restored.rank_state or {}).get("metrics")
     trainer.resume_source = opened.checkpoint.path
+    if opened.checkpoint.world_size != trainer.world_size and trainer.state.batch:
+        _warn_of_dropped_metrics(opened.checkpoint, trainer)
     return restored.rng
+
+
+def _warn_of_dropped_metrics(checkpoint: Checkpoint, trainer: Trainer) -> None:
+    state = (checkpoint.rank_state(0) or {}).get("metrics") or {}
+    if any(state.values()):
+        rank_zero_warn(
+            f"{checkpoint.path} was saved within an epoch on {checkpoint.world_size} processes, and this run has "
+            f"{trainer.world_size}: the metrics of that epoch are those of the rest of it.",
+            stacklevel=2,
+        )
 
 
 def restore_weights(trainer: Trainer, opened: Opened) -> None:

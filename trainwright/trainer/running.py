@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.exchange import is_plain
 from trainwright.data.datamodule import DataModule
 from trainwright.hyperparameters import logged_hyper_parameters
-from trainwright.loggers import start_loggers, withdraw_loggers
+from trainwright.loggers import Logger, start_loggers, withdraw_loggers
 from trainwright.module import Module, is_overridden
 from trainwright.profilers.instrumentation import instrument, is_measuring
 from trainwright.trainer.evaluate import Evaluation
@@ -29,39 +30,88 @@ if TYPE_CHECKING:
 @contextmanager
 def running(trainer: Trainer, module: Module, stage: str, datamodule: DataModule | None) -> Iterator[None]:
     """Set up what surrounds a run, and take it down whatever happens. Collective: call on every rank."""
-    engine = trainer.engine
-    trainer.module, trainer.datamodule, trainer.stage = module, datamodule, stage
-    trainer.interrupted = trainer.is_evaluating = trainer.is_mid_epoch_validation = False
-    module.trainer = trainer
-    if datamodule is not None:
-        datamodule.trainer = trainer
-    trainer.logbook = Logbook(trainer.loggers, engine, trainer.state)
-    trainer.callbacks = with_the_modules(trainer.callbacks, module.configure_callbacks())
+    if trainer.stage is not None:
+        raise RuntimeError(
+            f"trainer.{stage} was called while trainer.{trainer.stage} runs; call it after that, or from another Trainer."
+        )
+    engine, outcome = trainer.engine, Outcome()
+    trainer.callbacks = _callbacks_for(trainer, module, stage)
+    trainer.module, trainer.datamodule = module, datamodule
+    trainer.interrupted = trainer.is_evaluating = trainer.is_mid_epoch_validation = trainer.is_stop_validation = False
     profiler = trainer.profiler if is_measuring(trainer.profiler) else None
-    trainer.hooks = HookTable(trainer, module, trainer.callbacks, profiler)
-    for callback in trainer.callbacks:
-        callback.__dict__["_running_module"] = module
-    engine.close()
     with ExitStack() as stack:
-        stack.callback(_leave, trainer)
+        trainer.stage = stage
+        stack.callback(_leave, trainer, outcome)
+        module.trainer = trainer
+        if datamodule is not None:
+            datamodule.trainer = trainer
+        trainer.logbook = Logbook(trainer.loggers, engine, trainer.state)
+        trainer.hooks = HookTable(trainer, module, trainer.callbacks, profiler)
+        _agree_on_hooks(trainer)
+        for callback in trainer.callbacks:
+            callback.__dict__["_running_module"] = module
+        engine.close()
         if profiler is not None:
             stack.callback(instrument(engine, profiler))
-        stack.callback(trainer.hooks.call, "teardown", stage)
+        stack.callback(_withdraw_loggers, trainer, outcome)
+        for logger in reversed(trainer.loggers) if trainer.is_global_zero else ():
+            stack.callback(_close_logger, trainer, logger, outcome)
+        for hook in reversed(trainer.hooks["teardown"]):
+            stack.callback(outcome.after, hook, stage)
         if datamodule is not None:
-            stack.callback(datamodule.teardown, stage)
-        outcome: list[BaseException] = []
-        stack.callback(_close_loggers, trainer, outcome)
+            stack.callback(outcome.after, datamodule.teardown, stage)
         try:
             _set_up(trainer, module, stage, datamodule)
             yield
         except BaseException as error:
-            outcome.append(error)
+            outcome.error = error
             trainer.interrupted = isinstance(error, KeyboardInterrupt)
-            for callback in trainer.callbacks:
-                callback.on_exception(trainer, module, error)
+            for hook in trainer.hooks["on_exception"]:
+                outcome.after(hook, error)
             if datamodule is not None:
-                datamodule.on_exception(error)
+                outcome.after(datamodule.on_exception, error)
             raise
+
+
+class Outcome:
+    """How a run ended, for what is done after it: nothing of that may hide the error that ended it, or keep the rest undone."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        """What ended the run; None while nothing has failed."""
+
+    def after(self, call: Callable[..., Any], *args: Any) -> None:
+        """Make a call at the run's end; what it raises comes out if it is the first error, and is printed if it is not."""
+        try:
+            call(*args)
+        except Exception as error:
+            if self.error is None:
+                self.error = error
+                raise
+            name = getattr(getattr(call, "func", call), "__qualname__", repr(call))
+            print(f"trainwright: {name} failed too: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _callbacks_for(trainer: Trainer, module: Module, stage: str) -> list[Callback]:
+    """Return the callbacks of a run: the trainer's own, and this module's in place of an earlier module's."""
+    if stage != "fit" and trainer.module is module:
+        return trainer.callbacks  # those that its fit has left, with what they know of it
+    mine, replaced = trainer.callbacks_of_module
+    own = [each for each in trainer.callbacks if each not in mine] + replaced
+    merged = with_the_modules(own, module.configure_callbacks())
+    trainer.callbacks_of_module = (
+        [each for each in merged if each not in own],
+        [each for each in own if each not in merged],
+    )
+    return merged
+
+
+def _agree_on_hooks(trainer: Trainer) -> None:
+    """Let every rank reduce where one of them has a hook that looks at the values. Collective."""
+    engine = trainer.engine
+    own = ",".join(sorted(trainer.hooks.reduced_early)).encode()
+    texts = engine.agreement.exchange(own, timeout_seconds=engine.timeout_seconds)
+    trainer.hooks.reduced_early = frozenset(name for text in texts for name in text.decode().split(",") if name)
 
 
 def _set_up(trainer: Trainer, module: Module, stage: str, datamodule: DataModule | None) -> None:
@@ -85,19 +135,23 @@ def _set_up(trainer: Trainer, module: Module, stage: str, datamodule: DataModule
         _log_graph(trainer, module)
 
 
-def _leave(trainer: Trainer) -> None:
+def _leave(trainer: Trainer, outcome: Outcome) -> None:
     if trainer.compiled is not None:
         trainer.compiled.undo()
         trainer.compiled = None
-    trainer.profiler.describe()
-    trainer.profiler.teardown(trainer.stage or "")
+    stage, trainer.stage = trainer.stage or "", None
     trainer.logbook.collector, trainer.logbook.is_silent = None, False
-    trainer.run, trainer.stage, trainer._stop, trainer.validation_clock = None, None, None, None
-    trainer.is_evaluating = False
+    trainer.run, trainer.stop_appointment, trainer.validation_clock = None, None, None
+    trainer.is_evaluating = trainer.is_mid_epoch_validation = trainer.is_stop_validation = False
     for callback in trainer.callbacks:
         callback.__dict__.pop("_running_module", None)
     if trainer.datamodule is not None:
         trainer.datamodule.trainer = None
+    for child in trainer.module.modules() if trainer.module is not None else ():
+        if isinstance(child, Module):
+            child.untoggle_optimizer()
+    outcome.after(trainer.profiler.describe)
+    outcome.after(trainer.profiler.teardown, stage)
 
 
 def _log_hyper_parameters(trainer: Trainer, module: Module, datamodule: DataModule | None) -> None:
@@ -116,18 +170,17 @@ def _log_graph(trainer: Trainer, module: Module) -> None:
         logger.log_graph(module)
 
 
-def _close_loggers(trainer: Trainer, outcome: list[BaseException]) -> None:
-    """Let the loggers write what they hold back; after a failure, what fails here does not hide it."""
-    for logger in trainer.loggers if trainer.is_global_zero else ():
-        try:
-            logger.finalize("interrupted" if trainer.interrupted else "failed" if outcome else "success")
-            logger.close()
-        except Exception as error:
-            if not outcome:
-                raise
-            print(f"trainwright: {type(logger).__name__} could not be closed: {error}", file=sys.stderr)
-    if outcome and not trainer.logbook.has_begun and trainer.world_size == 1:
-        withdraw_loggers(trainer.loggers)  # a run that was refused leaves nothing behind
+def _close_logger(trainer: Trainer, logger: Logger, outcome: Outcome) -> None:
+    """Let a logger write what it holds back."""
+    status = "interrupted" if trainer.interrupted else "failed" if outcome.error is not None else "success"
+    outcome.after(logger.finalize, status)
+    outcome.after(logger.close)
+
+
+def _withdraw_loggers(trainer: Trainer, outcome: Outcome) -> None:
+    """Let a run that was refused leave nothing behind."""
+    if outcome.error is not None and not trainer.logbook.has_begun and trainer.world_size == 1:
+        outcome.after(withdraw_loggers, trainer.loggers)
 
 
 @contextmanager

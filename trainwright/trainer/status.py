@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.early_stopping import EarlyStopping
+from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.progress_bar import TQDMProgressBar
 from trainwright.data.datamodule import DataModule
@@ -138,6 +139,10 @@ class Status:
         """Return the first logger; None where there is none."""
         return self.loggers[0] if self.loggers else None
 
+    @logger.setter
+    def logger(self, logger: Logger | None) -> None:
+        self.loggers = [] if logger is None else [logger]
+
     @property
     def log_dir(self) -> str | None:
         """Return the first logger's folder of this run; None before a run, or without a logger that has one."""
@@ -244,7 +249,11 @@ class Status:
         limit = math.inf if settings.max_steps == -1 else settings.max_steps
         if last is None or batches == math.inf:
             return limit
-        return min(math.ceil(batches / self.accumulate_grad_batches) * last, limit)
+        scheduler = next((each for each in self.callbacks if isinstance(each, GradientAccumulationScheduler)), None)
+        if scheduler is None:
+            return min(math.ceil(batches / self.accumulate_grad_batches) * last, limit)
+        windows = [scheduler.get_accumulate_grad_batches(epoch) for epoch in range(last)]
+        return min(sum(math.ceil(batches / window) for window in windows), limit)
 
     accumulate_grad_batches: int
     num_training_batches: Batches
@@ -270,6 +279,11 @@ class Status:
     def is_within_window(self) -> bool:
         """Return whether gradients wait for further batches of an accumulation window."""
         return self.run is not None and self.run.is_within_window
+
+    @property
+    def is_within_batch(self) -> bool:
+        """Return whether a training batch is being worked on: a run could not go on from here as if it had not stopped."""
+        return self.run is not None and self.run.is_within_batch
 
     @property
     def training(self) -> bool:

@@ -36,7 +36,7 @@ from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.parts import arranged_callbacks, arranged_loggers, making_modules, set_switches
 from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
-from trainwright.trainer.resume import edit_with_hooks, open_with_hooks, restore, run_state
+from trainwright.trainer.resume import edit_with_hooks, open_with_hooks, rank_state, restore, run_state
 from trainwright.trainer.running import evaluating, running
 from trainwright.trainer.settings import Settings, refuse_unknown
 from trainwright.trainer.sources import BatchTransfer, find_source, read_datamodule
@@ -192,7 +192,11 @@ class Trainer(Status):
         """The checkpoint that this fit was resumed from."""
         self.validation_clock: IntervalClock | None = None
         self.compiled: Compiled | None = None
-        self._stop: Appointment | None = None
+        self.stop_appointment: Appointment | None = None
+        self.callbacks_of_module: tuple[list[Callback], list[Callback]] = ([], [])
+        """The callbacks that configure_callbacks has given, and those of the trainer's own whose place they have taken."""
+        self.is_stop_validation = False
+        """Whether the validation that runs is that of a run which was stopped within an epoch."""
 
     # -- the calls ---------------------------------------------------------------------------------------------------
 
@@ -232,7 +236,7 @@ class Trainer(Status):
         self.should_stop, self.resume_source, self.ckpt_path = False, None, path
         self.accumulate_grad_batches = self.settings.accumulate_grad_batches
         with running(self, model, "fit", datamodule), torch.autograd.set_detect_anomaly(self.settings.detect_anomaly):
-            self._stop = self.appointment("stop")
+            self.stop_appointment = self.appointment("stop")
             seconds = self.settings.validation_seconds
             self.validation_clock = None if seconds is None else IntervalClock(seconds, self.appointment("validation"))
             opened = open_with_hooks(self, path) if path is not None else None
@@ -329,6 +333,7 @@ class Trainer(Status):
             step=self.state.step,
             epoch=self.state.epoch,
             state=run_state(self, weights_only),
+            rank_state=None if weights_only else rank_state(self),
             weights_only=weights_only,
             edit=edit_with_hooks(self, "on_save_checkpoint"),
         )
@@ -344,9 +349,9 @@ class Trainer(Status):
 
         On several ranks that needs steps that average gradients; under manual optimization without any, set should_stop alike.
         """
-        if self._stop is None:
+        if self.stop_appointment is None:
             raise RuntimeError("stop_soon works in trainer.fit only.")
-        self._stop.ask()
+        self.stop_appointment.ask()
 
     def appointment(self, name: str) -> Appointment:
         """Return a moment of this run that all ranks keep at the same step. Collective: make it on every rank."""
@@ -368,12 +373,9 @@ class Trainer(Status):
 
     def manual_backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
         """Send a loss backward under manual optimization, and tell the hooks."""
-        collector = self.logbook.collector
         self.hooks.call("on_before_backward", loss)
         self.engine.backward(loss, send, **options)
         self.hooks.call("on_after_backward")
-        if collector is not None:
-            collector.hook = "training_step"
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context in which modules are made in the dtype and on the device that they are trained on."""
@@ -399,7 +401,7 @@ class Trainer(Status):
     def wants_to_stop(self) -> bool:
         """Return whether the run ends at this optimizer step."""
         settings, state = self.settings, self.state
-        if self._stop is not None and self._stop.is_due(state.step):
+        if self.stop_appointment is not None and self.stop_appointment.is_due(state.step):
             self.should_stop = True
         if -1 < settings.max_steps <= state.step:
             return True

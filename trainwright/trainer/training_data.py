@@ -63,6 +63,7 @@ def take_training_data(run: TrainingRun, loaders: Any) -> None:
     exact = loader.exact_length
     run.num_batches = limited(exact, limit) if exact is not None else None
     run.most_batches = length if limit is not None else None
+    run.round_ends = loader.round_ends
     run.validate_every = _validation_interval(trainer, length) if run.validation is not None else None
 
 

@@ -1,0 +1,30 @@
+"""Decisions: what rank 0 decides for all, since what the ranks see of metrics, clocks and files may differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainwright.engine.engine import Engine
+
+
+def decided(engine: Engine, decide: Callable[[], Any]) -> Any:
+    """Return, on every rank, what `decide` returns on rank 0, where alone it is called. Collective: call on every rank.
+
+    It returns what json can hold. What raises there anything but a ValueError ends the job as a failed rank does.
+
+    Raises:
+        ValueError: on every rank alike, with rank 0's text.
+    """
+    said: dict[str, Any] = {}
+    if engine.rank == 0:
+        try:
+            said = {"decision": decide()}
+        except ValueError as error:
+            said = {"error": str(error)}
+    said = json.loads(engine.agreed(json.dumps(said)))
+    if "error" in said:
+        raise ValueError(said["error"])
+    return said["decision"]
