@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,10 @@ from trainwright.compiled_names import register_clean_names
 from trainwright.data.transfer import map_tensors, to_device
 from trainwright.distributed import collectives
 from trainwright.hyperparameters import HyperParameters, build, read_hyper_parameters
+from trainwright.metric_kinds import is_collection
 from trainwright.module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric
-
     from trainwright.loggers.base import Logger
     from trainwright.trainer.trainer import Trainer
 
@@ -181,7 +180,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log each value of a flat dict, or each metric of a MetricCollection; the other arguments are those of `log`."""
         items: Callable[..., Any] = dictionary.items
-        for name, value in items(keep_base=False, copy_state=False) if _is_collection(dictionary) else items():
+        for name, value in items(keep_base=False, copy_state=False) if is_collection(dictionary) else items():
             self.log(name, value, *args, **kwargs)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
@@ -433,17 +432,6 @@ def _calling_hook() -> str:
         if name in ("setup", "teardown", "prepare_data") or name.startswith(("on_", "configure_")):
             return f"in {name}, "
     return ""
-
-
-def is_metric(value: object) -> TypeGuard[Metric]:
-    """Return whether a value is a torchmetrics object. Where nobody has imported torchmetrics, nobody has made one."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
-
-
-def _is_collection(value: object) -> bool:
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(value, torchmetrics.MetricCollection)
 
 
 def is_overridden(method: str, owner: object, base: type) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,16 @@ def test_checks_follow_validations() -> None:
     assert run(callback, [3.0, 3.0, 3.0, 1.0], val_check_interval=0.5).current_epoch == 4
 
 
+def test_the_validation_of_a_run_that_is_stopped_within_an_epoch_is_no_check(tmp_path: Path) -> None:
+    for check_on_train_epoch_end in (None, False):
+        callback = EarlyStopping("score", patience=1, check_on_train_epoch_end=check_on_train_epoch_end)
+        saves = tw.ModelCheckpoint(str(tmp_path / str(check_on_train_epoch_end)), save_top_k=-1)
+        trainer = run(callback, [3.0, 4.0], saves, max_steps=15, enable_checkpointing=True)
+        assert trainer.callback_metrics["score"] == 4.0
+        assert (callback.wait_count, callback.stopping_reason) == (0, EarlyStoppingReason.NOT_STOPPED)
+        assert saves.last_model_path.endswith("epoch=1-step=15.ckpt")
+
+
 def test_a_resumed_run_stops_where_the_other_one_does(tmp_path: Path) -> None:
     scores = [3.0, 4.0, 4.0, 4.0, 1.0]
     checkpoints = [tw.ModelCheckpoint(str(tmp_path), save_top_k=-1)]
@@ -155,18 +166,38 @@ def test_refusals(kwargs: dict[str, Any], error: type[Exception], match: str) ->
 
 def two_ranks(folder: Path) -> dict[str, Any]:
     class RankScored(Classifier):
-        """Its step value is each rank's own: rank 0 stops getting better, rank 1 does not."""
+        """Its step values are each rank's own: rank 0 stops getting better, rank 1 does not."""
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
             self.log("own", 1.0 if self.global_rank == 0 else -float(self.global_step))
+            self.log("first" if self.global_rank == 0 else "second", -float(self.global_step))
             return loss
 
-    callback = EarlyStopping("own", patience=2)
-    trainer = tw.Trainer(max_epochs=6, callbacks=[callback], devices=2, **QUIET)
-    trainer.fit(RankScored(), make_loader())
-    return {"epochs": trainer.current_epoch, "waited": callback.wait_count, "best": float(callback.best_score)}
+    def trained(*callbacks: tw.Callback) -> int:
+        trainer = tw.Trainer(max_epochs=6, callbacks=list(callbacks), devices=2, **QUIET)
+        trainer.fit(RankScored(), make_loader())
+        return trainer.current_epoch
+
+    callback, first = EarlyStopping("own", patience=2), EarlyStopping("first")
+    second = EarlyStopping("second", strict=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        epochs = trained(first, second, callback)
+    with pytest.raises(ValueError, match="EarlyStopping follows 'second', which was not logged") as error:
+        trained(EarlyStopping("second"))
+    return {
+        "epochs": epochs,
+        "waited": callback.wait_count,
+        "best": [float(each.best_score) for each in (callback, first, second)],
+        "warned": sum("the check is left out" in str(each.message) for each in caught),
+        "error": str(error.value),
+    }
 
 
 def test_two_ranks_stop_together(tmp_path: Path) -> None:
-    assert run_job(two_ranks, 2, tmp_path) == 2 * [{"epochs": 3, "waited": 2, "best": 1.0}]
+    """By what rank 0 has, also where a metric was logged on one rank alone."""
+    first, second = run_job(two_ranks, 2, tmp_path)
+    assert (first.pop("warned"), second.pop("warned")) == (1, 0)
+    assert first == second
+    assert (first["epochs"], first["waited"], first["best"]) == (3, 2, [1.0, -17.0, math.inf])

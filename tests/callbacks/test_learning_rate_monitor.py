@@ -75,6 +75,7 @@ def test_epoch_and_step_rows() -> None:
         (11, {"epoch": 1, "lr-AdamW": 0.25}),
     ]
     assert [row[0] for row in rows(LearningRateMonitor("step"), Tuned(by_epoch))] == [4, 8, 12, 16, 20]
+    assert rows(LearningRateMonitor("step"), Tuned(by_epoch), log_every_n_steps=0) == []
     # 6 windows of 2 batches an epoch, the last one shorter; each step is logged once.
     module = Tuned(lambda parameters: SGD(parameters, lr=1.0))
     settings = {"accumulate_grad_batches": 2, "log_every_n_steps": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from jobs import run_job
 from small import QUIET, Classifier, assert_equal, make_loader, weights
 from torch import Tensor
+from torch.utils.data import default_collate
 
 import trainwright as tw
 from trainwright.checkpoint.store import latest_checkpoint
@@ -106,6 +108,28 @@ def test_a_step_value_can_be_followed(tmp_path: Path) -> None:
     assert callback.best_model_score == trainer.callback_metrics["now"].item()
 
 
+def test_each_fit_keeps_its_own(tmp_path: Path) -> None:
+    """The second module is worse, but it is the one that was trained; the files of the first stay."""
+    callback = tw.ModelCheckpoint(str(tmp_path), monitor="val/score", save_last=True)
+    trainer = tw.Trainer(max_epochs=1, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
+    trainer.fit(Scored([1.0]), make_loader(), make_loader(4))
+    second = Scored([2.0])
+    second.lr = 0.5
+    trainer.fit(second, make_loader(), make_loader(4))
+    assert callback.best_model_path == callback.last_model_path == f"{tmp_path}/epoch=0-step=11-v1.ckpt"
+    assert callback.best_model_score == 2.0
+    assert names(tmp_path) == ["epoch=0-step=11-v1.ckpt", "epoch=0-step=11.ckpt"]
+    trained = weights(second)
+    trainer.validate(second, make_loader(4), ckpt_path="best", verbose=False)
+    assert_equal(weights(second), trained)
+    # A fit that goes on keeps what it goes on from; one that is refused has kept nothing.
+    trainer.fit(Scored([1.0]), make_loader(), make_loader(4), ckpt_path="last")
+    assert callback.best_model_score == 2.0
+    with pytest.raises(tw.CheckpointError):
+        trainer.fit(Scored([1.0]), make_loader(), make_loader(4), ckpt_path=str(tmp_path / "none"))
+    assert callback.best_model_path == ""
+
+
 def test_weights_only_cannot_be_resumed(tmp_path: Path) -> None:
     callback = run(tmp_path, [1.0], save_weights_only=True)
     with pytest.raises(tw.CheckpointError, match="holds weights only"):
@@ -185,12 +209,13 @@ def test_of_two_runs_in_one_folder_the_newer_is_the_last(tmp_path: Path) -> None
 def train(callback: tw.ModelCheckpoint | None, *more: tw.Callback, **kwargs: Any) -> tw.Trainer:
     """Train a module with dropout; its batches are shuffled, 11 of them an epoch."""
     tw.seed_everything(3)
+    module, collate = kwargs.pop("module", Classifier), kwargs.pop("collate_fn", None)
     ckpt_path, has_validation = kwargs.pop("ckpt_path", None), kwargs.pop("has_validation", False)
     callbacks = [*more, *([callback] if callback is not None else [])]
     settings = {**QUIET, "enable_checkpointing": callback is not None, "max_epochs": 3, **kwargs}
     trainer = tw.Trainer(callbacks=callbacks, **settings)
-    loaders = [make_loader(shuffle=True), make_loader(8)] if has_validation else [make_loader(shuffle=True)]
-    trainer.fit(Classifier(dropout=0.3), *loaders, ckpt_path=ckpt_path)
+    loaders = [make_loader(shuffle=True, collate_fn=collate), *([make_loader(8)] if has_validation else [])]
+    trainer.fit(module(dropout=0.3), *loaders, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -206,6 +231,21 @@ def test_every_n_train_steps(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted(f"epoch={(step - 1) // 11}-step={step}.ckpt" for step in steps)
     for path in list(callback.best_k_models)[1::2]:
         assert_equal(end(train(None, ckpt_path=path)), whole)
+
+
+def test_a_save_holds_what_the_modules_own_hook_did(tmp_path: Path) -> None:
+    class Counts(Classifier):
+        def __init__(self, dropout: float) -> None:
+            super().__init__(dropout)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.seen += 1
+
+    callback = tw.ModelCheckpoint(str(tmp_path), every_n_train_steps=5)
+    train(callback, module=Counts, max_epochs=1)
+    again = train(None, module=Counts, max_epochs=1, ckpt_path=callback.best_model_path)
+    assert again.lightning_module.seen == 11
 
 
 def test_every_n_train_steps_of_windows(tmp_path: Path) -> None:
@@ -311,15 +351,58 @@ class Fails(tw.Callback):
             raise self.error
 
 
-@pytest.mark.parametrize("error", [RuntimeError("the disk of the data is gone"), KeyError("x")])
-def test_a_failed_run_is_saved_where_it_can_be_resumed(tmp_path: Path, error: BaseException, capsys: Any) -> None:
-    whole = end(train(None))
+def failing_collate(batch: int, error: BaseException) -> Any:
+    """Return what makes a batch of samples, and fails at the given one of the second epoch, as broken data do."""
+    made: list[int] = []
+
+    def collate(samples: Any) -> Any:
+        made.append(len(samples))
+        if len(made) == 11 + batch + 1:
+            raise error
+        return default_collate(samples)
+
+    return collate
+
+
+class DrawsInValidation(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        torch.rand(3)
+        super().validation_step(batch, batch_idx)
+
+
+BROKEN = "broken data"
+FAILURES: dict[str, tuple[Fails | None, BaseException, dict[str, Any]]] = {
+    "a batch cannot be loaded": (None, RuntimeError(BROKEN), {}),
+    "Ctrl-C while a batch is loaded": (None, KeyboardInterrupt(BROKEN), {}),
+    "a validation": (
+        Fails("on_validation_batch_end", 4, KeyError(BROKEN)),
+        KeyError(BROKEN),
+        {"has_validation": True, "val_check_interval": 4},
+    ),
+    "an epoch's start": (Fails("on_train_epoch_start", 0, RuntimeError(BROKEN)), RuntimeError(BROKEN), {}),
+    "the validation of a run that stops": (
+        Fails("on_validation_batch_end", 4, RuntimeError(BROKEN)),
+        RuntimeError(BROKEN),
+        {"has_validation": True, "max_steps": 15},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_failed_run_is_saved_where_it_can_be_resumed(tmp_path: Path, case: str, capsys: Any) -> None:
+    fails, error, settings = FAILURES[case]
+    resumed = {key: value for key, value in settings.items() if key != "max_steps"}
+    whole = train(None, module=DrawsInValidation, **resumed)
     callback = tw.ModelCheckpoint(str(tmp_path), save_top_k=0, save_on_exception=True)
-    with pytest.raises(type(error)):
-        train(callback, Fails("on_train_batch_start", 4, error))
-    path = f"{tmp_path}/exception-epoch=1-step=15.ckpt"
+    if fails is None:
+        settings = {"collate_fn": failing_collate(4, error)}
+    with pytest.raises(type(error), match=BROKEN):
+        train(callback, *([fails] if fails is not None else []), module=DrawsInValidation, **settings)
+    path = f"{tmp_path}/exception-epoch=1-step={11 if 'start' in case else 15}.ckpt"
     assert f"the run was saved as {path}" in capsys.readouterr().err
-    assert_equal(end(train(None, ckpt_path=path)), whole)
+    again = train(None, module=DrawsInValidation, ckpt_path=path, **resumed)
+    assert_equal(end(again), end(whole))
+    assert again.callback_metrics == whole.callback_metrics
 
 
 def test_a_failed_run_is_not_saved_where_it_cannot(tmp_path: Path, capsys: Any) -> None:
@@ -329,13 +412,28 @@ def test_a_failed_run_is_not_saved_where_it_cannot(tmp_path: Path, capsys: Any) 
             train(callback, Fails(hook, batch, RuntimeError("this one is seen")), **settings)
         return str(capsys.readouterr().err)
 
-    assert "in the middle of a step" in fail("on_train_batch_start", 2, accumulate_grad_batches=4)
-    assert "in the middle of a step" in fail("on_after_backward", 2)
-    assert "at the end of an epoch" in fail("on_validation_start", 0, has_validation=True)
-    assert "at the end of an epoch" in fail("on_train_epoch_end", 0)
+    class FailsInStep(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if self.global_step == 15:
+                raise RuntimeError("this one is seen")
+            return loss
+
+    within, at_end = {"has_validation": True, "val_check_interval": 4}, "at the end of an epoch"
+    # Dropout has drawn its numbers, or a batch is half done.
+    assert "in the middle of a batch" in fail("on_fit_end", 0, module=FailsInStep)
+    assert "in the middle of a batch" in fail("on_train_batch_start", 2)
+    assert "in the middle of a batch" in fail("on_after_backward", 2)
+    assert "in the middle of a batch" in fail("on_train_batch_end", 2)
+    error = RuntimeError("this one is seen")
+    windows = {"accumulate_grad_batches": 4, "collate_fn": failing_collate(2, error)}
+    assert "an accumulation window" in fail("on_fit_end", 0, **windows)
+    assert "at the end of a validation" in fail("on_validation_end", 4, **within)
+    assert at_end in fail("on_validation_start", 0, has_validation=True)
+    assert at_end in fail("on_train_epoch_end", 0)
     assert not list(tmp_path.iterdir())
-    (tmp_path / "exception-epoch=1-step=15.ckpt").write_text("in the way")
-    assert "the save failed: CheckpointError" in fail("on_train_batch_start", 4)
+    (tmp_path / "exception-epoch=1-step=11.ckpt").write_text("in the way")
+    assert "the save failed: CheckpointError" in fail("on_train_epoch_start", 0)
 
 
 # -- names and values ----------------------------------------------------------------------------------------------------
@@ -393,29 +491,52 @@ def test_lightnings_order_of_arguments(capsys: pytest.CaptureFixture[str], tmp_p
     assert f"epoch 0, step 11: saved {tmp_path}/0.ckpt" in capsys.readouterr().out
 
 
+class Blind(tw.ModelCheckpoint):
+    """Rank 1 does not find the files of the run before."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state if os.environ["RANK"] == "0" else {**state, "best_k_models": {}})
+
+
 def two_ranks(folder: Path) -> dict[str, Any]:
-    """Rank 1's clock and rank 1's metric say something else than rank 0's."""
+    """Rank 1's clock, its metrics and its files say something else than rank 0's."""
 
     class RankScored(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             time.sleep(0.02)
             loss = super().training_step(batch, batch_idx)
             self.log("own", float(self.global_step) * (1 if self.global_rank == 0 else -1))
+            self.log("first" if self.global_rank == 0 else "second", float(self.global_step))
             return loss
+
+    def trained(callbacks: list[tw.Callback], epochs: int, ckpt_path: str | None = None) -> None:
+        settings = {**QUIET, "enable_checkpointing": True}
+        trainer = tw.Trainer(max_epochs=epochs, devices=2, callbacks=callbacks, **settings)
+        trainer.fit(RankScored(), make_loader(), ckpt_path=ckpt_path)
+
+    def by_step(name: str, kind: type[tw.ModelCheckpoint] = tw.ModelCheckpoint, **kwargs: Any) -> tw.ModelCheckpoint:
+        settings: dict[str, Any] = {"every_n_train_steps": 2, "filename": "{step}", **kwargs}
+        return kind(str(folder / name), **settings)
 
     by_time = tw.ModelCheckpoint(
         str(folder / "time"), save_top_k=-1, train_time_interval=timedelta(seconds=0.2), filename="{step}"
     )
-    by_metric = tw.ModelCheckpoint(str(folder / "metric"), monitor="own", every_n_train_steps=2, filename="{step}")
+    by_metric = by_step("metric", Blind, monitor="own")
+    by_first = by_step("first", monitor="first", mode="max")
     exceptional = tw.ModelCheckpoint(str(folder / "exception"), save_on_exception=True, every_n_epochs=0)
-    trainer = tw.Trainer(
-        max_epochs=6,
-        devices=2,
-        callbacks=[by_time, by_metric, exceptional],
-        **{**QUIET, "enable_checkpointing": True},
-    )
-    trainer.fit(RankScored(), make_loader())
-    return {"time": [Path(path).name for path in by_time.best_k_models], "metric": by_metric.best_model_path}
+    trained([by_time, by_metric, by_first, exceptional], 6)
+    resumed = by_step("metric", Blind, monitor="own")
+    trained([resumed], 7, by_metric.best_model_path)
+    missing = tw.ModelCheckpoint(str(folder / "missing"), monitor="second")
+    with pytest.raises(ValueError, match="ModelCheckpoint follows 'second', which was not logged") as caught:
+        trained([missing], 1)
+    return {
+        "time": [Path(path).name for path in by_time.best_k_models],
+        "metric": by_metric.best_model_path,
+        "resumed": resumed.state_dict(),
+        "first": by_first.state_dict(),
+        "missing": str(caught.value),
+    }
 
 
 def test_two_ranks_save_alike(tmp_path: Path) -> None:
@@ -424,3 +545,7 @@ def test_two_ranks_save_alike(tmp_path: Path) -> None:
     assert first["time"]
     assert sorted(first["time"]) == names(tmp_path / "time")
     assert names(tmp_path / "metric") == ["step=2.ckpt"]
+    assert first["resumed"]["best_model_path"] == first["metric"]
+    assert first["first"]["best_model_score"] == 35.0
+    assert names(tmp_path / "first") == ["step=36.ckpt"]
+    assert not (tmp_path / "missing").exists()

@@ -48,7 +48,6 @@ def test_the_defaults_do_nothing_and_a_missing_loader_is_named() -> None:
     assert data.on_before_batch_transfer(batch, 0) is batch is data.on_after_batch_transfer(batch, 0)
     assert data.transfer_batch_to_device(batch, torch.device("meta"), 0)["x"].is_meta
     assert data.prepare_data_per_node
-    assert not data.allow_zero_length_dataloader_with_multiple_devices
     assert data.trainer is None
     assert Digits().state_key == "Digits"
     for name in ("train", "val", "test", "predict"):

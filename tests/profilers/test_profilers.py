@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pstats
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from trainwright.profilers import (
     SimpleProfiler,
     resolve_profiler,
 )
-from trainwright.profilers.instrumentation import instrument, instrumented, instrumented_iterator, is_measuring
+from trainwright.profilers.instrumentation import instrument, is_measuring
 from trainwright.profilers.pytorch import SORT_KEYS
 
 
@@ -55,9 +54,9 @@ def train(profiler: Profiler, batches: int, stage: str = "fit", log_dir: Path | 
     profiler.attach(engine.net)
     undo = instrument(engine, profiler)
     loader = DataLoader(make_data(4 * batches), batch_size=4)
-    batch_end = instrumented(lambda: time.sleep(0.001), profiler, "[callback] Sleeper.on_train_batch_end")
+    batch_end = profiler.timed(lambda: time.sleep(0.001), "[callback] Sleeper.on_train_batch_end")
     try:
-        for batch in instrumented_iterator(loader, profiler, "train_dataloader_next"):
+        for batch in profiler.timed_iterator(loader, "train_dataloader_next"):
             engine.optimizer.zero_grad()
             engine.backward(engine.run(engine.net, "training_step" if stage == "fit" else f"{stage}_step", batch))
             engine.step(engine.optimizer)
@@ -259,14 +258,9 @@ def test_profilers_by_name() -> None:
 
 @pytest.mark.parametrize("profiler", [None, PassThroughProfiler()])
 def test_without_a_profiler_nothing_is_wrapped(profiler: Profiler | None) -> None:
-    def numbers() -> Iterator[int]:
-        yield 1
-
-    engine, items = Engine(), numbers()
+    engine = Engine()
     instrument(engine, profiler)()
     assert vars(engine).keys() == {"net", "optimizer", "saves"}
-    assert instrumented(numbers, profiler, "action") is numbers
-    assert instrumented_iterator(items, profiler, "action") is items
     assert not is_measuring(profiler)
     assert is_measuring(SimpleProfiler())
     with resolve_profiler(profiler).profile("action"):

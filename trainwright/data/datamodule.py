@@ -35,8 +35,6 @@ class DataModule(HyperParameters):
     """The trainer whose run this is; None outside of one."""
     prepare_data_per_node: bool = True
     """Whether `prepare_data` is called once a machine; False: once a job."""
-    allow_zero_length_dataloader_with_multiple_devices: bool = False
-    """Whether a rank may be left without a batch."""
 
     def prepare_data(self) -> None:
         """Download and convert. Called in one process, while the others wait; set no attributes here."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainwright.metric_kinds import is_metric
 from trainwright.precision.base import Precision
 
 DTYPES = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
@@ -37,7 +37,7 @@ class SingleDtypePrecision(Precision):
 
     def convert_module(self, module: nn.Module) -> None:
         """Convert floating-point parameters and buffers in place; complex ones and integers stay."""
-        if _is_metric(module):
+        if is_metric(module):
             return
         own_way = "recurse" not in inspect.signature(module._apply).parameters  # it converts its children by itself
         for child in () if own_way else module.children():
@@ -86,9 +86,3 @@ class _DefaultDtype(AbstractContextManager[None]):
 
     def __exit__(self, *error: object) -> None:
         torch.set_default_dtype(self._before.pop())
-
-
-def _is_metric(module: nn.Module) -> bool:
-    # Where nobody has imported torchmetrics, nobody has made one.
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(module, torchmetrics.Metric)

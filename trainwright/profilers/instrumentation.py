@@ -6,7 +6,7 @@ the waiting for batches ("train_dataloader_next", and for each evaluation its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from trainwright.profilers.base import PassThroughProfiler, Profiler
@@ -26,16 +26,6 @@ ENGINE_ACTIONS: Mapping[str, str | None] = {
 def is_measuring(profiler: Profiler | None) -> bool:
     """Whether there is anything to wrap."""
     return profiler is not None and not isinstance(profiler, PassThroughProfiler)
-
-
-def instrumented(function: Callable[..., T], profiler: Profiler | None, action: str) -> Callable[..., T]:
-    """Return the function with each of its calls measured; itself without a profiler."""
-    return function if profiler is None else profiler.timed(function, action)
-
-
-def instrumented_iterator(iterable: Iterable[T], profiler: Profiler | None, action: str) -> Iterator[T]:
-    """Return an iterator with the waiting for each item measured; the plain one without a profiler."""
-    return iter(iterable) if profiler is None else profiler.timed_iterator(iterable, action)
 
 
 def instrument(engine: object, profiler: Profiler | None, actions: Mapping[str, str | None] = ENGINE_ACTIONS) -> Undo:

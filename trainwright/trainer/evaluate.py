@@ -14,7 +14,8 @@ from torch import nn
 from trainwright.data.combined import ShardedCombination, evaluation_loaders
 from trainwright.data.loaders import ShardedLoader, refuse_length, with_last
 from trainwright.data.seeding import isolate_rng
-from trainwright.module import Module, is_metric, is_overridden
+from trainwright.metric_kinds import is_metric
+from trainwright.module import Module, is_overridden
 from trainwright.profilers.instrumentation import is_measuring
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -191,6 +191,10 @@ class Logbook:
         if state is not None:
             assert self.collector is not None
             self.collector.load_state_dict(state, self._engine.device)
+
+    def note(self, values: Mapping[str, float]) -> None:
+        """Put values that a callback has read off, alike on every rank, among the callback metrics."""
+        self._callback.update(values)
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:

@@ -12,18 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.checkpoint.exchange import is_plain
-from trainwright.module import is_metric
+from trainwright.metric_kinds import is_collection, is_metric
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.logged_value import Key
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
-
-
-def is_collection(value: object) -> bool:
-    """Return whether a value is a torchmetrics MetricCollection."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(value, torchmetrics.MetricCollection)
 
 
 def paths_of_metrics(module: nn.Module) -> dict[int, str]:

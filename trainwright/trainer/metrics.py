@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.module import is_metric
+from trainwright.metric_kinds import is_collection, is_metric
 from trainwright.trainer.log_rules import (
     LogSettings,
     check_batch_size,
@@ -30,7 +30,6 @@ from trainwright.trainer.log_rules import (
 from trainwright.trainer.logged_value import Key, Loader, LoggedValue, read_all
 from trainwright.trainer.metric_objects import (
     found_at,
-    is_collection,
     metrics_in_use,
     paths_of_metrics,
     reset_metrics,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trainwright.distributed import collectives
-from trainwright.module import is_metric
+from trainwright.metric_kinds import is_metric
 from trainwright.trainer.logged_value import Key, LoggedValue, read_all
 from trainwright.trainer.metric_objects import compute_metrics, reset_metrics
 from trainwright.trainer.metrics import MetricCollector
