@@ -21,7 +21,7 @@ TRAINER = """accelerator strategy devices num_nodes precision logger callbacks f
     barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir enable_autolog_hparams
     compile fused_optimizers unknown"""
 METHODS = {
-    tw.Engine: """agreed backward clipper close gather load prepare_loader prepare_module prepare_optimizers reduce run save
+    tw.Engine: """agreed backward clipper close gather load open prepare_loader prepare_module prepare_optimizers reduce run save
         step sync_gradients take_seed""",
     tw.Accelerator: """accumulate autocast backward clip_grad_norm_ clip_grad_value_ gather gather_for_metrics load_state
         prepare print reduce save_state step unwrap_model wait_for_everyone""",

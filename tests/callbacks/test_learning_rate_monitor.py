@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +126,16 @@ def test_refusals() -> None:
 
     with pytest.raises(ValueError, match="have the same name"):
         rows(LearningRateMonitor(), Tuned(twins))
+
+
+def test_the_rates_are_among_the_callback_metrics(tmp_path: Path) -> None:
+    callbacks = [LearningRateMonitor(log_momentum=True), tw.ModelCheckpoint(str(tmp_path), "{lr-AdamW:.2f}")]
+    settings = {**QUIET, "logger": Memory(), "enable_checkpointing": True, "max_epochs": 1}
+    trainer = tw.Trainer(callbacks=callbacks, **settings)
+    trainer.fit(Classifier(), make_loader())
+    metrics = trainer.callback_metrics
+    assert (metrics["lr-AdamW"].item(), metrics["lr-AdamW-momentum"].item()) == pytest.approx((0.05, 0.9))
+    assert [path.name for path in tmp_path.iterdir()] == ["lr-AdamW=0.05.ckpt"]
 
 
 def test_a_trial_run_needs_no_logger() -> None:

@@ -379,6 +379,11 @@ FAILURES: dict[str, tuple[Fails | None, BaseException, dict[str, Any]]] = {
         KeyError(BROKEN),
         {"has_validation": True, "val_check_interval": 4},
     ),
+    "a validation's beginning": (
+        Fails("on_validation_start", 4, RuntimeError(BROKEN)),
+        RuntimeError(BROKEN),
+        {"has_validation": True, "val_check_interval": 4},
+    ),
     "an epoch's start": (Fails("on_train_epoch_start", 0, RuntimeError(BROKEN)), RuntimeError(BROKEN), {}),
     "the validation of a run that stops": (
         Fails("on_validation_batch_end", 4, RuntimeError(BROKEN)),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("lightning_style.py")
 METRICS = (
-    "epochs_done train_acc train_loss train_loss_epoch train_loss_step val_acc_clean val_acc_noisy val_loss_clean "
+    "epochs_done lr train_acc train_loss train_loss_epoch train_loss_step val_acc_clean val_acc_noisy val_loss_clean "
     "val_loss_noisy"
 )
 

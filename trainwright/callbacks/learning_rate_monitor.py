@@ -27,6 +27,7 @@ class LearningRateMonitor(Callback):
 
     A name is `lr-` and the optimizer's class, or the `name` in the scheduler's dict; a second one of that name gets `-1`;
     parameter groups add `/pg1`, `/pg2` or their own `name`. A step's value is the one that this step was made with.
+    What is logged stands in trainer.callback_metrics too, for a checkpoint's name or a monitor.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class LearningRateMonitor(Callback):
                 self.last_momentum_values[name] = value
             else:
                 self.last_weight_decay_values[name] = value
+        trainer.logbook.note(values)
         for logger in trainer.loggers if values and trainer.is_global_zero else ():
             logger.log_metrics({"epoch": trainer.current_epoch, **values}, trainer.state.batches_that_stepped)
 

@@ -117,6 +117,7 @@ class ModelCheckpoint(Callback):
         self._has_begun = self._is_validated = self._has_validated = self._is_put_off = False
         self._step_seen = self._step_saved = -1
         self._generators: dict[str, Any] = {}
+        """As they were before the validation that runs; kept for save_on_exception."""
         self._appointment: Any = None
         self._saved_at = time.monotonic()
 
@@ -200,6 +201,7 @@ class ModelCheckpoint(Callback):
             self._generators = rng_state()
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+        self._generators = {}
         if not self._is_fitting or trainer.sanity_checking:
             return
         self._has_validated = True
@@ -244,7 +246,7 @@ class ModelCheckpoint(Callback):
             while is_checkpoint(path):
                 path, number = f"{stem}-v{number}{SUFFIX}", number + 1
             with isolate_rng():
-                if trainer.is_evaluating:
+                if self._generators:
                     set_rng_state(self._generators)  # a resumed run makes the whole validation
                 trainer.save_checkpoint(path, self.save_weights_only)
             print(f"save_on_exception: the run was saved as {path}", file=sys.stderr)

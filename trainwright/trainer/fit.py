@@ -95,7 +95,7 @@ class TrainingRun:
     """Batches that the latest training_step used."""
     is_last_batch: bool = False
     is_within_batch: bool = False
-    """True from a batch's fetch to its step: generators and buffers may have moved, and the batch is not counted."""
+    """True from a batch's fetch until its on_train_batch_end hooks are done: no run could go on from there exactly."""
     is_ending_epoch: bool = False
     """True from an epoch's last batch until every scheduler of that epoch has stepped: nobody could go on from within."""
     waiting_saves: list[tuple[str, bool]] = field(default_factory=list)
@@ -136,7 +136,7 @@ class TrainingRun:
         batches = PulledBatches(pairs, self.transfer, self.state.batch, self.trainer.logbook)
         while not batches.is_at_end:
             taken = batches.count
-            yield batches, False
+            yield batches, batches.holds_last
             if batches.count == taken:
                 raise RuntimeError(
                     "training_step took no batch from its dataloader_iter; call next(dataloader_iter) in it."
@@ -204,9 +204,9 @@ def fit_epoch(run: TrainingRun) -> None:
         state.batch, state.total_batches = index + 1, state.total_batches + run.num_taken
         stepped = state.step != steps_before
         state.batches_that_stepped += stepped
-        run.is_within_batch = False
         if batch_end:
             hooks.call("on_train_batch_end", read_outputs(outputs), batch, index)
+        run.is_within_batch = False
         if stepped and log_every and state.batches_that_stepped % log_every == 0:
             logbook.log_step()
         if run.waiting_saves and not run.is_within_window:

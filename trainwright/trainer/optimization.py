@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainwright.callbacks.decision import decided
 from trainwright.data.transfer import map_tensors
 from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure
 from trainwright.rank_zero import rank_zero_warn
@@ -248,17 +249,16 @@ def step_schedulers(run: TrainingRun, interval: str, count: int, *, plateau: boo
 
 
 def _monitored(run: TrainingRun, config: SchedulerConfig) -> float | None:
-    """Return rank 0's value of the metric that a scheduler follows; None, with a warning, where it need not be there."""
-    name, engine = config.monitor or "", run.engine
-    if engine.world_size > 1:
-        own = run.trainer.callback_metrics.get(name)
-        text = engine.agreed("missing" if own is None else repr(float(own)))
-        if text != "missing":
-            return float(text)
-    if not config.strict and name not in run.trainer.callback_metrics:
-        rank_zero_warn(
-            f"{type(config.scheduler).__name__} follows {name!r}, which was not logged; it is left out here.",
-            stacklevel=2,
-        )
-        return None
-    return run.trainer.monitored(name, type(config.scheduler).__name__)
+    """Return rank 0's value of the metric that a scheduler follows; None, with a warning, where it need not be there.
+
+    Collective: call on every rank, whatever it has logged itself.
+    """
+    trainer, name, asker = run.trainer, config.monitor or "", type(config.scheduler).__name__
+
+    def value() -> float | None:
+        return trainer.monitored(name, asker) if config.strict or name in trainer.callback_metrics else None
+
+    found: float | None = value() if run.engine.world_size == 1 else decided(run.engine, value)
+    if found is None:
+        rank_zero_warn(f"{asker} follows {name!r}, which was not logged; it is left out here.", stacklevel=2)
+    return found

@@ -156,6 +156,11 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         if self._held is None:
             self.is_at_end = True
 
+    @property
+    def holds_last(self) -> bool:
+        """Return whether one batch is left to take, the epoch's last."""
+        return self._held is not None and self._held[1]
+
     def __next__(self) -> tuple[Any, int, int]:
         if self._held is None:
             raise StopIteration
