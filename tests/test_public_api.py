@@ -21,16 +21,17 @@ TRAINER = """accelerator strategy devices num_nodes precision logger callbacks f
     barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir enable_autolog_hparams
     compile fused_optimizers unknown"""
 METHODS = {
-    tw.Engine: """agreed backward clipper close gather load open prepare_loader prepare_module prepare_optimizers reduce run save
-        step sync_gradients take_seed""",
+    tw.Engine: """agreed backward clipper close gather load open prepare_loader prepare_module prepare_optimizers reduce run
+        save step sync_gradients take_seed""",
     tw.Accelerator: """accumulate autocast backward clip_grad_norm_ clip_grad_value_ gather gather_for_metrics load_state
         prepare print reduce save_state step unwrap_model wait_for_everyone""",
-    tw.Strategy: """after_load allocate_optimizer_state backward before_evaluation clip_gradients close connect model_pieces
-        optimizer_pieces piece run setup_module setup_optimizers step sync_gradients unscale""",
+    tw.Strategy: """after_load allocate_optimizer_state backward before_evaluation clip_gradients close connect
+        follow_parameters model_pieces optimizer_pieces piece run setup_module setup_optimizers step sync_gradients
+        unscale""",
     tw.Precision: """backward convert_batch convert_module forget forward_context init_context load_state_dict reset state_dict
         step unscale""",
-    tw.Trainer: """appointment clip_gradients fit init_module manual_backward monitored predict print save_checkpoint
-        save_waiting stop_soon test validate""",
+    tw.Trainer: """agree_on_stop appointment clip_gradients fit init_module manual_backward monitored predict print
+        save_checkpoint save_waiting stop_soon test validate""",
     tw.DataModule: """load_state_dict on_after_batch_transfer on_before_batch_transfer on_exception predict_dataloader
         prepare_data setup state_dict teardown test_dataloader train_dataloader transfer_batch_to_device
         val_dataloader""",

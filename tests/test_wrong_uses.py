@@ -164,6 +164,21 @@ class NoLength(IterableDataset[Any]):
         yield from make_data(12)
 
 
+class Forward(Classifier):
+    def forward(self, batch: Any) -> Any:
+        return self.net(batch[0])
+
+
+class OldHook(Classifier):
+    def validation_epoch_end(self, outputs: Any) -> None:
+        """Nobody calls it any more."""
+
+
+class OldCallback(tw.Callback):
+    def on_epoch_end(self, trainer: Any, module: Any) -> None:
+        """Nobody calls it any more."""
+
+
 class ForTests(tw.DataModule):
     def test_dataloader(self) -> Any:
         return make_loader(12)
@@ -497,7 +512,7 @@ OTHERS = [
              lambda s: s.make().test(s.module, {"a": s.loader, "b": make_loader(0)}),
              ValueError, r"test loader 'b' has no batch"),
     WrongUse("predict with loaders and datamodule",
-             lambda s: s.make().predict(s.module, s.loader, datamodule=ForTests()),
+             lambda s: s.make().predict(Forward(), s.loader, datamodule=ForTests()),
              ValueError, r"trainer.predict was given both dataloaders= and datamodule=; pass one"),
     WrongUse("validate with a datamodule for tests",
              lambda s: s.make().validate(s.module, datamodule=ForTests()), TypeError,
@@ -534,6 +549,18 @@ OTHERS = [
              r"Callback.log works in the hooks of a run only"),
     WrongUse("a step that is not there", lambda s: OnlyOptimizers().training_step(None, 0), RuntimeError,
              r"OnlyOptimizers has no training_step; define it to call trainer.fit"),
+    WrongUse("load from an instance", lambda s: s.module.load_from_checkpoint("SAVED/width"), TypeError,
+             r"leaves this one as it is; call it on the class and use what it returns"),
+    WrongUse("an empty ckpt_path", lambda s: s.make().test(s.module, s.loader, ckpt_path=""), ValueError,
+             r"ckpt_path='' is an empty path; pass a checkpoint's path, 'best' or 'last'"),
+    WrongUse("best in a fresh trainer", lambda s: s.make(enable_checkpointing=True).test(s.module, s.loader, ckpt_path="best"),
+             tw.CheckpointError, r"no checkpoint was saved by this trainer's ModelCheckpoint. Run fit first, or pass 'last'"),
+    WrongUse("a hook of old", lambda s: s.make().fit(OldHook(), s.loader), TypeError,
+             r"OldHook defines validation_epoch_end, which is never called; define on_validation_epoch_end"),
+    WrongUse("a callback's hook of old", lambda s: s.make(callbacks=OldCallback()), TypeError,
+             r"OldCallback defines on_epoch_end, which is never called; define on_train_epoch_end"),
+    WrongUse("predict with nothing to call", lambda s: s.make().predict(s.module, s.loader), TypeError,
+             r"needs predict_step, or forward for it to call; Classifier defines neither"),
     WrongUse("load without an argument", lambda s: Width.load_from_checkpoint("SAVED/width"), TypeError,
              r"its argument width is not among the hyper-parameters .*Width.load_from_checkpoint\(path, width=\.\.\.\)"),
     WrongUse("load with an unknown one", lambda s: Width.load_from_checkpoint("SAVED/width", widht=3), TypeError,

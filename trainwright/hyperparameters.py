@@ -43,6 +43,19 @@ class AttributeDict(dict[str, Any]):
         del self[name]
 
 
+class classonly(classmethod):  # type: ignore[type-arg]
+    """A class method that is refused on an instance, which it would leave as it is."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is not None:
+            name, kind = self.__func__.__name__, type(instance).__name__
+            raise TypeError(
+                f"{name} makes a new instance and leaves this one as it is; call it on the class and use what it returns: "
+                f"instance = {kind}.{name}(path)."
+            )
+        return super().__get__(instance, owner)
+
+
 class HyperParameters:
     """Mixin: `save_hyperparameters()` in `__init__` keeps its arguments in `hparams`, in checkpoints and in the loggers."""
 

@@ -17,7 +17,7 @@ from trainwright.checkpoint.exchange import read_weights
 from trainwright.compiled_names import register_clean_names
 from trainwright.data.transfer import map_tensors, to_device
 from trainwright.distributed import collectives
-from trainwright.hyperparameters import HyperParameters, build, read_hyper_parameters
+from trainwright.hyperparameters import HyperParameters, build, classonly, read_hyper_parameters
 from trainwright.metric_kinds import is_collection
 from trainwright.module_hooks import ModuleHooks
 
@@ -285,7 +285,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
     # -- in and out --------------------------------------------------------------------------------------------------
 
-    @classmethod
+    @classonly
     def load_from_checkpoint(
         cls: type[Self],
         checkpoint_path: str,

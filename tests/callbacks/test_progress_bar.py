@@ -46,7 +46,7 @@ def test_a_bar_in_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: py
     trainer.fit(Shown(), make_loader(), make_loader())
     trainer.test(Shown(), make_loader())
     shown = capsys.readouterr().err
-    for text in ("Sanity check", "Epoch 0: 100%", "Epoch 1: 100%", "11/11", "shown=0.1235", "val_shown=2", "Test"):
+    for text in ("Sanity check", "Epoch 0: 100%", "Epoch 1: 100%", "11/11", "shown=0.123", "val_shown=2", "Test"):
         assert text in shown
 
 
@@ -90,7 +90,7 @@ def test_a_bar_without_a_known_length(capsys: pytest.CaptureFixture[str], monkey
     trainer = tw.Trainer(max_epochs=2, callbacks=[tw.TQDMProgressBar(refresh_seconds=0.0)], **SETTINGS)
     trainer.fit(Shown(), torch.utils.data.DataLoader(Streamed(), batch_size=4))
     shown = capsys.readouterr().err
-    assert "Epoch 1: 3batch" in shown
+    assert "Epoch 1: 3it" in shown
     assert "%" not in shown
 
 

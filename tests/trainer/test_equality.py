@@ -128,7 +128,9 @@ def test_accelerator_step_clips_and_tells_norm_and_skip() -> None:
     case = settings_of(CASES["clip_norm"])
     accelerator = tw.Accelerator(cpu=True)
     net = make_net()
-    model, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.05, fused=True), make_loader())
+    model, optimizer, loader = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=0.05, fused=True), make_loader()
+    )
     for _ in range(EPOCHS):
         for batch in loader:
             optimizer.zero_grad()

@@ -172,7 +172,7 @@ def fit_with_data(is_first: bool) -> str:
 def resumed(is_first: bool) -> str:
     epoch = FIRST_EPOCH.replace("M.on_validation_model_eval", "D.val_dataloader M.on_validation_model_eval")
     return f"""{opening("fit", data=True, is_first=is_first)} {both("on_load_checkpoint")}
-        M.configure_optimizers {both("on_fit_start")} C.load_state_dict D.load_state_dict
+        C.load_state_dict D.load_state_dict M.configure_optimizers {both("on_fit_start")}
         D.train_dataloader {both("on_train_start")} {epoch}
         {both("on_train_end", "on_fit_end")} {closing(data=True)}"""
 

@@ -7,6 +7,7 @@ ranks as one.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import run_job
-from small import QUIET, Classifier, assert_close, assert_equal, loss_of, make_loader, weights
+from small import QUIET, Classifier, assert_close, assert_equal, loss_of, make_data, make_loader, weights
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, IterableDataset
 
 import trainwright as tw
 from trainwright.data.combined import CombinedLoader
@@ -174,14 +176,32 @@ def pulled(batch_size: int, samples: int) -> dict[str, Tensor]:
     return {**weights(module), "loss": trainer.callback_metrics["loss_epoch"]}
 
 
-FIRST_LOADERS = ((3, None), (5, None), (8, None), (7, 3))
-"""Samples of the first loader, and the limit of the epoch's batches."""
+FIRST_LOADERS = [
+    (samples, limit, kind)
+    for samples, limit in ((3, None), (5, None), (8, None), (7, 3))
+    for kind in ("loader", "stream")
+]
+"""Samples of the first loader, the limit of the epoch's batches, and whether the loaders know their lengths."""
 
 
-def one_after_the_other(batch_size: int, first: int, limit: int | None) -> dict[str, Tensor]:
+class Stream(IterableDataset[Any]):
+    """Does not know how many samples it has."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from make_data(self.samples)
+
+
+def one_after_the_other(batch_size: int, first: int, limit: int | None, kind: str) -> dict[str, Tensor]:
     module = Plain()
     loaders = [make_loader(first, batch_size), make_loader(6, batch_size), make_loader(5, batch_size)]
-    trainer = fit(module, CombinedLoader(loaders, "sequential"), epochs=2, limit_train_batches=limit)
+    if kind == "stream":
+        loaders[:2] = [DataLoader(Stream(samples), batch_size) for samples in (first, 6)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a Stream is an IterableDataset: each of the 2 ranks reads it whole")
+        trainer = fit(module, CombinedLoader(loaders, "sequential"), epochs=2, limit_train_batches=limit)
     return {**weights(module), "loss": trainer.callback_metrics["loss_epoch"]}
 
 
@@ -207,6 +227,67 @@ def used_after_training(batch_size: int) -> dict[str, Any]:
     return {**found, "weights": weights(module)}
 
 
+class Unfreezes(tw.Callback):
+    """The first layer is frozen before the module is wrapped, and trained from the second epoch on, in a group of its own."""
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        module.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            module.net[0].requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": list(module.net[0].parameters()), "lr": 0.1})
+
+
+class Head(Plain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[3].parameters(), lr=0.3)
+
+
+def unfrozen(batch_size: int) -> dict[str, Tensor]:
+    module = Head()
+    fit(module, make_loader(16, batch_size), epochs=3, callbacks=[Unfreezes()])
+    return weights(module)
+
+
+class Stops(tw.Callback):
+    """Rank 1 alone asks for the end, in a hook."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.stop)
+
+    def stop(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step >= 3 and trainer.global_rank == trainer.world_size - 1:
+            trainer.should_stop = True
+
+
+def stopped(hook: str) -> tuple[int, int]:
+    trainer = fit(Plain(), make_loader(16, 2), epochs=50, val=make_loader(4, 2), callbacks=[Stops(hook)])
+    return trainer.global_step, trainer.current_epoch
+
+
+class Unused(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net[3](torch.zeros(2, 13, dtype=torch.float64)).square().mean()
+
+
+def unused() -> tuple[str, int]:
+    try:
+        fit(Unused(), make_loader(16, 2))
+    except RuntimeError as error:
+        return str(error), fit(Unused(), make_loader(16, 2), strategy="ddp_find_unused_parameters_true").global_step
+    return "", 0
+
+
+STOPS = {
+    "on_train_batch_end": None,
+    "on_validation_end": (4, 1),
+    "on_train_epoch_end": (4, 1),
+    "on_train_epoch_start": (4, 1),
+}
+"""The hook in which rank 1 wishes to stop, and the (steps, epochs) after which all do; None: soon."""
+
+
 def job(folder: Path) -> dict[str, Any]:
     return {
         "followed": {case: followed(*case) for case in FOLLOWED},
@@ -216,6 +297,9 @@ def job(folder: Path) -> dict[str, Any]:
         "pulled": {samples: pulled(2, samples) for samples in LAST_ROUNDS},
         "one after the other": {case: one_after_the_other(2, *case) for case in FIRST_LOADERS},
         "used": used_after_training(2),
+        "unfrozen": unfrozen(2),
+        "stopped": {hook: stopped(hook) for hook in STOPS},
+        "unused": unused(),
     }
 
 
@@ -291,3 +375,24 @@ def test_evaluations_after_a_training(results: list[dict[str, Any]]) -> None:
             assert zero[turn][name] == one[turn][name]
             assert zero[turn][name][0] == pytest.approx(expected[turn][name][0])
             assert zero[turn][name][0]["count"] == count
+
+
+def test_parameters_that_are_unfrozen_later_are_averaged_too(results: list[dict[str, Any]]) -> None:
+    trained, others = (result["unfrozen"] for result in results)
+    assert_equal(trained, others)
+    assert_close(trained, unfrozen(4))
+
+
+@pytest.mark.parametrize("hook", STOPS)
+def test_one_rank_may_ask_for_the_end(results: list[dict[str, Any]], hook: str) -> None:
+    ends = [result["stopped"][hook] for result in results]
+    assert ends[0] == ends[1]
+    assert STOPS[hook] is None or ends[0] == STOPS[hook]
+    assert 3 <= ends[0][0] < 400
+
+
+def test_unused_parameters_are_explained(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        text, steps = result["unused"]
+        assert "strategy='ddp_find_unused_parameters_true'" in text
+        assert steps == 4

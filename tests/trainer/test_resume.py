@@ -310,3 +310,58 @@ def test_resume_is_exact_with_augmentation_in_persistent_workers(tmp_path: Path)
     train("part", max_epochs=1)
     train("part", "last", max_steps=17)  # in the middle of the second epoch
     assert_equal(train("part", "last", max_epochs=3), whole)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [("bf16-true", "32-true"), ("32-true", "64-true"), ("64-true", "bf16-mixed")]
+)
+def test_a_run_goes_on_in_another_precision(tmp_path: Path, first: str, then: str) -> None:
+    """The state of the optimizer follows the dtype of its parameters."""
+    path = str(tmp_path / "run.ckpt")
+    trainer = tw.Trainer(max_epochs=1, precision=first, **QUIET)
+    trainer.fit(Classifier(), make_loader())
+    trainer.save_checkpoint(path)
+    resumed = tw.Trainer(max_epochs=2, precision=then, **QUIET)
+    module = Classifier()
+    resumed.fit(module, make_loader(), ckpt_path=path)
+    assert resumed.global_step == 22
+    for parameter, state in resumed.optimizers[0].state.items():
+        assert state["exp_avg"].dtype == parameter.dtype
+
+
+def test_a_tensor_of_one_element_may_have_any_stride(tmp_path: Path) -> None:
+    """To torch it is contiguous, but its bytes cannot be viewed so."""
+
+    class Strided(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("latest", torch.randn(1, 4)[:, 0])
+
+    module, path = Strided(), str(tmp_path / "run.ckpt")
+    trainer = tw.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(module, make_loader())
+    trainer.save_checkpoint(path)
+    read = Strided()
+    tw.Trainer(**QUIET).validate(read, make_loader(), ckpt_path=path)
+    assert_equal(weights(read), weights(module))
+
+
+def test_a_position_beyond_the_loader_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "run.ckpt")
+    trainer = tw.Trainer(max_steps=7, **QUIET)
+    trainer.fit(Classifier(), make_loader())
+    trainer.save_checkpoint(path)
+    with pytest.raises(ValueError, match=r"stands after batch 7 of its epoch, .* has 6 batches; go on with the data"):
+        tw.Trainer(max_epochs=2, **QUIET).fit(Classifier(), make_loader(batch_size=8), ckpt_path=path)
+
+
+def test_saving_after_a_test_is_saving_after_the_fit(tmp_path: Path) -> None:
+    module = Classifier()
+    trainer = tw.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(module, make_loader())
+    trainer.test(module, make_loader())
+    assert trainer.save_checkpoint(str(tmp_path / "run.ckpt"))
+    resumed, whole = Classifier(), Classifier()
+    tw.Trainer(max_epochs=2, **QUIET).fit(resumed, make_loader(), ckpt_path=str(tmp_path / "run.ckpt"))
+    tw.Trainer(max_epochs=2, **QUIET).fit(whole, make_loader())
+    assert_equal(weights(resumed), weights(whole))

@@ -36,7 +36,7 @@ class EarlyStopping(Callback):
         monitor: the metric to follow.
         min_delta: a change of this or less is no improvement.
         patience: checks in a row without an improvement after which the run ends.
-        verbose: print each improvement and the reason of the end.
+        verbose: print each improvement and the reason of the end; False prints the reason, on rank 0.
         mode: "min" or "max": which value of the metric is better.
         strict: raise where the metric was not logged; False leaves the check out, with one warning.
         check_finite: end the run when the metric is NaN or infinite.
@@ -141,12 +141,15 @@ class EarlyStopping(Callback):
         if score is None:
             return
         reason, message = self._judge(score)
+        is_first = False
         if reason is not EarlyStoppingReason.NOT_STOPPED:
-            trainer.should_stop = True
+            is_first, trainer.should_stop = not trainer.should_stop, True  # min_epochs may let the run go on
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason, self.stopping_reason_message = reason, message
         if self.verbose and message and (trainer.is_global_zero or not self.log_rank_zero_only):
             print(f"rank {trainer.global_rank}: {message}" if trainer.world_size > 1 else message, file=sys.stderr)
+        elif is_first and trainer.is_global_zero:
+            print(message, file=sys.stderr)
 
     def _score(self, trainer: Trainer) -> float | None:
         """Return the metric's value; None where it was not logged and need not be. Rank 0's: a step's value is its own."""

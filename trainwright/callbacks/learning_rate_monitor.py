@@ -51,10 +51,12 @@ class LearningRateMonitor(Callback):
                 "LearningRateMonitor writes to the trainer's loggers, and there is none (logger=False); give the Trainer "
                 "a logger, or leave the callback out."
             )
+        if stage == "fit":
+            self.lrs, self.last_momentum_values, self.last_weight_decay_values, self._pending = {}, {}, {}, {}
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        self._pending = {}
-        self.lrs = {name: [] for _, names, _ in self._named(trainer) for name in names}
+        for name in [name for _, names, _ in self._named(trainer) for name in names]:
+            self.lrs.setdefault(name, [])
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
         if self.logging_interval != "step":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import time
 import warnings
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.checkpoint_name import SUFFIX, check_template, fill_template
+from trainwright.callbacks.checkpoint_name import FIELD, SUFFIX, check_template, fill_template
+from trainwright.callbacks.checkpoint_place import choose_place, replace_checkpoint
+from trainwright.callbacks.checkpoint_settings import check_top_k, checked_intervals
 from trainwright.callbacks.decision import decided
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.store import is_checkpoint, remove_checkpoint, same_place, sweep_temporaries
@@ -52,13 +55,15 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: True saves at an epoch's end only; False after validations only; None after each validation
             of a fit that has one, else at the epoch's end. A validation at an epoch's end is followed by the save of that
             epoch's end, from which a run goes on with the next epoch.
-        enable_version_counter: a name that is taken gets -v1, -v2; False replaces the checkpoint of that name once the new
-            one is whole (on a file system that can rename, and never the one that the run was resumed from).
+        enable_version_counter: a name that is taken gets -v1, -v2, unless it is that of a kept checkpoint which this save
+            takes the place of; False replaces whatever checkpoint has that name and is not to be kept. Either is done once
+            the new one is whole (on a file system that can rename, and never to the one that the run was resumed from).
 
-    A checkpoint whose metric is not finite never counts among the best. The newest checkpoint, and the one that the run was
-    resumed from, are never deleted before another one is there. A save that is due within an accumulation window is made
-    when the window ends. Nothing is saved with fast_dev_run. Rank 0 decides for all, by its own metrics and files. A fit that
-    begins anew keeps its own best ones, and leaves the files of an earlier fit alone.
+    A checkpoint whose metric is not finite never counts among the best; as long as there are none, the newest is kept. The
+    newest checkpoint, and the one that the run was resumed from, are never deleted before another one is there. A save that
+    is due within an accumulation window is made when the window ends. Nothing is saved with fast_dev_run. Rank 0 decides for
+    all, by its own metrics and files. A fit that begins anew keeps its own best ones, and leaves the files of an earlier fit
+    alone.
     """
 
     runs_last = True
@@ -88,9 +93,9 @@ class ModelCheckpoint(Callback):
         for name, text in (("filename", filename), ("monitor", monitor)):
             if text is not None and not isinstance(text, str):
                 raise TypeError(f"{name}={text!r} is a {type(text).__name__}; accepted are a str and None.")
-        _check_top_k(save_top_k, monitor)
+        check_top_k(save_top_k, monitor)
         check_template(filename or "")
-        self.every_n_train_steps, self.every_n_epochs = _intervals(
+        self.every_n_train_steps, self.every_n_epochs = checked_intervals(
             every_n_train_steps, train_time_interval, every_n_epochs
         )
         self.train_time_interval = (
@@ -102,7 +107,7 @@ class ModelCheckpoint(Callback):
         self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
         self.save_weights_only, self.auto_insert_metric_name = save_weights_only, auto_insert_metric_name
         self.save_on_train_epoch_end, self.enable_version_counter = save_on_train_epoch_end, enable_version_counter
-        self._is_fitting = self._has_warned = False
+        self._is_fitting = self._has_warned = self._has_warned_of_value = False
         self._watches_batches = self.every_n_train_steps > 0 or self.train_time_interval is not None
         self._begin()
 
@@ -116,6 +121,10 @@ class ModelCheckpoint(Callback):
         self.current_score: Tensor | None = None
         self._has_begun = self._is_validated = self._has_validated = self._is_put_off = False
         self._step_seen = self._step_saved = -1
+        self._place = ""
+        """Where the newest one was written, before it got its path."""
+        self._unrenamed: tuple[str, str, float | None] = ("", "", None)
+        """Of the checkpoint that a run goes on from: where it was written, which path it was to get, and its score."""
         self._generators: dict[str, Any] = {}
         """As they were before the validation that runs; kept for save_on_exception."""
         self._appointment: Any = None
@@ -141,6 +150,7 @@ class ModelCheckpoint(Callback):
             "best_model_path": self.best_model_path,
             "best_model_score": None if self.best_model_score is None else float(self.best_model_score),
             "last_model_path": self.last_model_path,
+            "place": self._place,
             "current_score": None if self.current_score is None else float(self.current_score),
         }
 
@@ -151,7 +161,9 @@ class ModelCheckpoint(Callback):
             return same_place(path.rpartition("/")[0], self.dirpath or "") and is_checkpoint(path)
 
         self.best_k_models = {path: _scalar(score) for path, score in state["best_k_models"].items() if is_ours(path)}
-        self.last_model_path = state["last_model_path"] if is_ours(state["last_model_path"]) else ""
+        last, place = state["last_model_path"], state.get("place", "")
+        self.last_model_path = last if is_ours(last) else ""
+        self._unrenamed = (place, last, state["best_k_models"].get(last)) if place != last else ("", "", None)
         current = state.get("current_score")
         self.current_score = None if current is None else _scalar(current)
         self._judge()
@@ -282,27 +294,27 @@ class ModelCheckpoint(Callback):
             return
         path, place, score, is_best, dropped = plan
         # The state that is saved with it knows of itself: a resumed run finds its own checkpoint among the kept ones.
-        before = (dict(self.best_k_models), self.last_model_path, self.current_score)
+        before = (dict(self.best_k_models), self.last_model_path, self.current_score, self._place)
         for each in dropped:
             self.best_k_models.pop(each, None)
         if is_best:
             self.best_k_models[path] = _scalar(0.0 if score is None else score)
-        self.last_model_path = path
+        self.last_model_path, self._place = path, place
         self.current_score = None if score is None else _scalar(score)
         self._judge()
         try:
             is_saved = trainer.save_checkpoint(place, self.save_weights_only)
-            if is_saved and place != path and trainer.is_global_zero:
-                _replace(place, path)
+            if is_saved and place != path:
+                decided(trainer.engine, lambda: replace_checkpoint(place, path))  # no rank looks for it before
         except BaseException:
-            self.best_k_models, self.last_model_path, self.current_score = before
+            self.best_k_models, self.last_model_path, self.current_score, self._place = before
             self._judge()
             raise
         self._step_saved = trainer.global_step
         if self.verbose:
             trainer.print(f"epoch {trainer.current_epoch}, step {trainer.global_step}: saved {path}")
         for each in dropped if is_saved and trainer.is_global_zero else ():
-            if each != path and not same_place(each, trainer.resume_source or "") and is_checkpoint(each):
+            if not same_place(each, path) and not same_place(each, trainer.resume_source or "") and is_checkpoint(each):
                 remove_checkpoint(each)
 
     def _plan(self, trainer: Trainer) -> tuple[str, str, float | None, bool, list[str]] | None:
@@ -315,25 +327,31 @@ class ModelCheckpoint(Callback):
         """
         score = self._score(trainer)
         is_best = self._is_among_best(score)
-        if not is_best and not self.save_last:
+        is_stopgap = not is_best and self.save_top_k != 0 and not self.best_k_models
+        if not is_best and not is_stopgap and not self.save_last:
             return None
-        path, place = self._choose_path(trainer, is_best)
-        others = [each for each in self.best_k_models if each != path]  # the one of its own name is replaced
+        if is_stopgap:
+            self._warn_of_value(trainer, score)
         dropped = []
-        if is_best and -1 < self.save_top_k <= len(others):
-            dropped = [max(others, key=lambda each: self._rank(self.best_k_models[each]))]
+        if is_best and -1 < self.save_top_k <= len(self.best_k_models):
+            dropped.append(max(self.best_k_models, key=lambda each: self._rank(self.best_k_models[each])))
         if self.last_model_path and self.last_model_path not in self.best_k_models:
             dropped.append(self.last_model_path)
-        if path in self.best_k_models:
-            dropped.append(path)
+        path, place = self._choose_path(trainer, dropped)
         return path, place, score, is_best, dropped
 
     def _take_rank_zeros(self, trainer: Trainer) -> None:
         """Keep what rank 0 has found of the checkpoints that a resumed run has kept before. Collective."""
-        kept, last = decided(
-            trainer.engine,
-            lambda: [{path: float(score) for path, score in self.best_k_models.items()}, self.last_model_path],
-        )
+
+        def found() -> list[Any]:
+            kept, last = {path: float(score) for path, score in self.best_k_models.items()}, self.last_model_path
+            place, path, score = self._unrenamed
+            if same_place(place, trainer.resume_source or ""):  # what wrote it was ended before it was renamed
+                kept.pop(path, None)
+                kept, last = ({**kept, place: score} if score is not None else kept), place
+            return [kept, last]
+
+        kept, last = decided(trainer.engine, found)
         self.best_k_models, self.last_model_path = {path: _scalar(score) for path, score in kept.items()}, last
         self._judge()
 
@@ -350,10 +368,19 @@ class ModelCheckpoint(Callback):
             self._has_warned = True
             warnings.warn(
                 f"ModelCheckpoint is to save by {self.monitor!r}, which was not logged yet; what is saved before it is does "
-                "not count among the best.",
+                "not count among the best, and the newest of it alone is kept.",
                 stacklevel=2,
             )
         return math.nan
+
+    def _warn_of_value(self, trainer: Trainer, score: float | None) -> None:
+        if not self._has_warned_of_value and self.monitor in trainer.callback_metrics:
+            self._has_warned_of_value = True
+            warnings.warn(
+                f"ModelCheckpoint is to save by {self.monitor!r}, which is {score}, not finite; until it is finite, the newest "
+                "checkpoint alone is kept, to resume from, and there is no best one.",
+                stacklevel=2,
+            )
 
     def _is_among_best(self, score: float | None) -> bool:
         if self.save_top_k == 0 or (score is not None and not math.isfinite(score)):
@@ -379,19 +406,27 @@ class ModelCheckpoint(Callback):
 
     # -- where to save -----------------------------------------------------------------------------------------------
 
-    def _choose_path(self, trainer: Trainer, is_best: bool) -> tuple[str, str]:
+    def _choose_path(self, trainer: Trainer, dropped: list[str]) -> tuple[str, str]:
         """Return the path of this save, and where to write it: elsewhere if it replaces what has that path. Rank 0's."""
         values: dict[str, Any] = {name: float(value) for name, value in trainer.callback_metrics.items()}
         values.update(epoch=trainer.current_epoch, step=trainer.global_step)
-        path = self.format_checkpoint_name(values)
-        free, version = path, 1
-        while self.file_exists(free, trainer):
-            free, version = self.format_checkpoint_name(values, ver=version), version + 1
-        if self.enable_version_counter or not resolve(path)[0].has_rename or free == path:
-            return free, free
-        is_full = 0 < self.save_top_k <= len(self.best_k_models)
-        stays = path in self.best_k_models and not (is_best and is_full and path == self.kth_best_model_path)
-        return (free if stays or same_place(path, trainer.resume_source or "") else path), free
+        if self.monitor is not None and self.monitor not in values:  # nor are others like it
+            values = {**{name: math.nan for name, _ in re.findall(FIELD, self.filename)}, **values}
+        plain = self.format_checkpoint_name(values)
+
+        def is_replaced(path: str) -> bool:
+            if not resolve(path)[0].has_rename or same_place(path, trainer.resume_source or ""):
+                return False
+            if any(same_place(path, each) for each in dropped):
+                return True
+            is_kept = any(same_place(path, each) for each in self.best_k_models)
+            return not self.enable_version_counter and path == plain and not is_kept
+
+        return choose_place(
+            lambda version: self.format_checkpoint_name(values, ver=version),
+            lambda path: self.file_exists(path, trainer),
+            is_replaced,
+        )
 
     def file_exists(self, filepath: str, trainer: Trainer) -> bool:
         """Return whether a checkpoint has this path; asked for on rank 0."""
@@ -414,42 +449,5 @@ class ModelCheckpoint(Callback):
         return f"{type(self).__name__}({json.dumps(self.monitor)}, mode={self.mode!r}, save_top_k={self.save_top_k})"
 
 
-def _check_top_k(save_top_k: Any, monitor: str | None) -> None:
-    if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
-        raise ValueError(f"save_top_k={save_top_k!r} is not accepted; pass a number of checkpoints, or -1 for all.")
-    if monitor is None and save_top_k > 1:
-        raise ValueError(
-            f"save_top_k={save_top_k} needs a metric to judge by; pass monitor='val_loss' with a name that you log, or "
-            "save_top_k=1 (the newest), 0 or -1."
-        )
-
-
-def _intervals(steps: Any, interval: Any, epochs: Any) -> tuple[int, int]:
-    """Return the steps and the epochs between two saves, 0 for none; each epoch where nothing was given."""
-    for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{name}={value!r} is no whole number; pass a number from 0 (off) on.")
-        if value is not None and value < 0:
-            raise ValueError(f"{name}={value} is below 0; pass a number from 0 (off) on.")
-    if bool(steps) + bool(epochs) + (interval is not None) > 1:
-        raise ValueError(
-            f"every_n_train_steps={steps!r}, train_time_interval={interval!r} and every_n_epochs={epochs!r} exclude each "
-            "other; give one of them, or a ModelCheckpoint for each."
-        )
-    if steps is None and epochs is None and interval is None:
-        return 0, 1
-    return steps or 0, epochs or 0
-
-
 def _scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
-
-
-def _replace(place: str, path: str) -> None:
-    """Give a checkpoint the path of another one, which goes. At each moment one of the two is there, whole."""
-    if is_checkpoint(path):
-        remove_checkpoint(path)
-    files, source = resolve(place)
-    target = resolve(path)[1]
-    files.rename(source, target)
-    files.sync_directory(os.path.dirname(target))

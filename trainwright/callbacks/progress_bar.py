@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
 
 NEVER = math.inf
+BAR_WIDTH = 10
+"""What the metrics leave to the bar, in columns."""
 
 
 class TQDMProgressBar(Callback):
@@ -94,6 +96,11 @@ class TQDMProgressBar(Callback):
             builtins.print(*args, sep=sep, **kwargs)
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        bars = [type(each).__name__ for each in trainer.callbacks if isinstance(each, TQDMProgressBar)]
+        if len(bars) > 1:
+            raise ValueError(
+                f"callbacks= holds {len(bars)} progress bars ({', '.join(bars)}); give the Trainer one of them."
+            )
         self._is_shown = trainer.is_global_zero and self.is_enabled
         self._is_live = self._is_shown and (sys.stderr.isatty() or "ipykernel" in sys.modules)
         self._due = self._eval_due = NEVER
@@ -138,8 +145,18 @@ class TQDMProgressBar(Callback):
             self._write_line(trainer, module, trainer.state.batch)
 
     def _show_training(self, trainer: Trainer, module: Module, batches: int) -> None:
-        self._train_bar.set_postfix(rounded(self.get_metrics(trainer, module)), refresh=False)
+        self._show_metrics(trainer, module)
         self._train_bar.update(batches - self._train_bar.n)
+
+    def _show_metrics(self, trainer: Trainer, module: Module) -> None:
+        """Put the metrics beside the bar, which keeps a width of its own: what is too much for a line is cut off."""
+        bar = self._train_bar
+        bar.set_postfix(rounded(self.get_metrics(trainer, module), digits=3), refresh=False)
+        if sys.stderr.isatty():  # a notebook has its own
+            bar.bar_format = None
+            parts = str(bar).split("|")
+            if len(parts) > 2 and len(parts[1]) < BAR_WIDTH:
+                bar.bar_format = f"{{l_bar}}{{bar:{BAR_WIDTH}}}{{r_bar}}"
 
     def _write_line(self, trainer: Trainer, module: Module, batches: int) -> None:
         metrics = rounded(self.get_metrics(trainer, module))
@@ -187,7 +204,7 @@ class TQDMProgressBar(Callback):
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         self._finish()
         if self._train_bar is not None and not trainer.sanity_checking:
-            self._train_bar.set_postfix(rounded(self.get_metrics(trainer, module)), refresh=False)
+            self._show_metrics(trainer, module)
 
     def on_test_end(self, trainer: Trainer, module: Module) -> None:
         self._finish()
@@ -246,7 +263,7 @@ class TQDMProgressBar(Callback):
             dynamic_ncols=True,
             mininterval=0.0,  # when an update is due is decided here
             miniters=1,
-            unit="batch",
+            unit="it",
         )
 
     def _close(self) -> None:
@@ -262,10 +279,10 @@ class TQDMProgressBar(Callback):
 
 
 def _restart(bar: Any, title: str, total: int | None, count: int) -> None:
+    bar.set_description_str(title, refresh=False)  # reset shows it
     bar.total = total  # reset leaves a known total where the new one is unknown
     bar.reset(total)
     bar.n = bar.initial = bar.last_print_n = count
-    bar.set_description_str(title)
 
 
 def _known(number: int | float | None) -> int | None:
@@ -276,7 +293,11 @@ def _total(numbers: list[int | float], loader: int) -> int | None:
     return _known(numbers[loader]) if loader < len(numbers) else None
 
 
-def rounded(metrics: dict[str, Any]) -> dict[str, str]:
-    """Return the numbers as short text."""
+def rounded(metrics: dict[str, Any], digits: int = 4) -> dict[str, str]:
+    """Return the numbers as short text, with this many significant digits; whole thousands stay whole."""
     values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-    return {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in values.items()}
+    return {name: _short(value, digits) if isinstance(value, float) else str(value) for name, value in values.items()}
+
+
+def _short(value: float, digits: int) -> str:
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.{digits}g}"

@@ -128,7 +128,13 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     tensor = tensor.detach()
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return as_bytes(tensor).numpy().data
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's memory as a row of bytes."""
+    # To torch a tensor of one element is contiguous whatever its strides, but no view of another dtype wants those.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -244,7 +250,7 @@ def copy_into(
         return
     straight = target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous() and not target.is_neg()
     buffer = target if straight and not target.is_conj() else torch.empty(target.shape, dtype=dtype)
-    view = buffer.view(-1).view(torch.uint8).numpy().data
+    view = as_bytes(buffer).numpy().data
     for copy in copies:
         stream, array = locate(copy.source.file, copy.source.key)
         stream.seek(array.offset + copy.first * dtype.itemsize)

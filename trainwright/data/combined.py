@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import accumulate, islice
 from typing import Any, Literal
 
@@ -148,7 +148,7 @@ class ShardedCombination:
         """This rank's share of each loader, in the order of `loader.flattened`."""
         self._seed = 0
         self._weights: dict[int, float] = {}
-        """The weights of the rounds at `round_ends` that were reached."""
+        """The weights of the rounds that were reached of those that end a loader ("sequential" only), by batch number."""
         self._sizes: list[list[int] | None] = []
         """The `last_sizes` of the loaders that gave the batch at hand."""
         self._refuse_what_cannot_be_combined()
@@ -159,7 +159,8 @@ class ShardedCombination:
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
         """Choose the order of the next `iter`, a function of seed and epoch, and the batch that it starts with."""
         self._seed, self.epoch, self.start_batch = seed, epoch, start_batch
-        self._sizes, self._weights = [], {}
+        self._sizes = []
+        self._weights.clear()
         end = self._combined([part.exact_length for part in self.parts])
         for index, part in enumerate(self.parts):
             start = start_batch
@@ -177,7 +178,7 @@ class ShardedCombination:
         return self._with_ghost(batches) if self._has_ghosts else batches
 
     def _one_after_another(self) -> Iterator[Any]:
-        left, place, ends = self.start_batch, self.start_batch - 1, self.round_ends
+        left, place, ends = self.start_batch, self.start_batch - 1, self._known_ends()
         for index, part in enumerate(self.parts):
             length = part.exact_length
             if length is not None and left >= length:
@@ -194,6 +195,8 @@ class ShardedCombination:
                 if (place := place + 1) in ends:
                     self._weights[place] = self.last_weight
                 yield batch
+            if not ends and self.world_size > 1:  # the batch was its last, and is held back until the next one is read
+                self._weights[place] = self.last_weight
 
     def _side_by_side(self) -> Iterator[Any]:
         iterators = [self._begun(part) for part in self.parts]
@@ -287,8 +290,12 @@ class ShardedCombination:
         return weights.pop() if len(weights) == 1 else 1.0
 
     @property
-    def round_ends(self) -> frozenset[int]:
-        """Return the numbers of the batches that end a loader before the last one ("sequential" only)."""
+    def round_ends(self) -> Set[int]:
+        """Return the numbers of the batches that end a loader ("sequential" only), of those reached: a live view."""
+        return self._weights.keys()
+
+    def _known_ends(self) -> frozenset[int]:
+        """Return the numbers of the batches that end a loader before the last one; none where a length is not known."""
         lengths = [part.exact_length for part in self.parts]
         if self.combination != "sequential" or self.world_size == 1 or None in lengths:
             return frozenset()

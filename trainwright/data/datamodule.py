@@ -15,7 +15,7 @@ from trainwright.checkpoint.exchange import read_weights
 from trainwright.data.collection import leaves
 from trainwright.data.combined import CombinedLoader
 from trainwright.data.transfer import to_device
-from trainwright.hyperparameters import HyperParameters, build, read_hyper_parameters
+from trainwright.hyperparameters import HyperParameters, build, classonly, read_hyper_parameters
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
@@ -120,7 +120,7 @@ class DataModule(HyperParameters):
                 setattr(datamodule, f"{stage}_dataloader", make)
         return datamodule
 
-    @classmethod
+    @classonly
     def load_from_checkpoint(
         cls: type[Self],
         checkpoint_path: str | os.PathLike[str],

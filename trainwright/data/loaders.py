@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import islice
 from typing import Any, NoReturn, Protocol
 
@@ -160,7 +160,7 @@ class ShardedLoader:
         return length
 
     @property
-    def round_ends(self) -> frozenset[int]:
+    def round_ends(self) -> Set[int]:
         """Return the numbers of the batches, beside the last, after which a round may weigh otherwise: none here."""
         return frozenset()
 

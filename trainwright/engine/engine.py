@@ -6,7 +6,8 @@ What a method does on several ranks is the strategy's; the Engine itself asks fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -335,6 +336,7 @@ class Engine:
             own: dict[str, TensorEntry] = {
                 name.split("/", 1)[1]: entry for name, entry in entries.items() if name.startswith(f"{number}/")
             }
+            own = with_dtypes_of(names, own, checkpoint.tensors("model"))
             self.strategy.allocate_optimizer_state(optimizer, names, own)
             restore_optimizer(optimizer, names, described[number])
         if pieces := self._optimizer_pieces():  # plain SGD has no state at all
@@ -363,6 +365,25 @@ class Engine:
             for position, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
                 names.setdefault(parameter, f"parameter {number}.{position}")  # not the module's own
         return [(optimizer, names) for optimizer in self.optimizers]
+
+
+def with_dtypes_of(
+    names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry], model: Mapping[str, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Return an optimizer's entries with the state that had its parameter's dtype in the dtype that this has now.
+
+    So a run may go on in another precision, as torch's own load_state_dict lets it.
+    """
+    present = {name: parameter.dtype for parameter, name in names.items()}
+
+    def converted(name: str, entry: TensorEntry) -> TensorEntry:
+        parameter = name.rsplit("/", 1)[0]
+        was, dtype = model.get(parameter), present.get(parameter)
+        if was is None or dtype is None or was.dtype == dtype or entry.dtype != was.dtype or not entry.shape:
+            return entry
+        return replace(entry, dtype=dtype)
+
+    return {name: converted(name, entry) for name, entry in entries.items()}
 
 
 def _prefixed(piece: Piece, prefix: str) -> Piece:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from typing import Any
 
 from trainwright.strategies.base import Strategy
 
@@ -14,6 +15,20 @@ STRATEGIES = {
     "single_device": "trainwright.strategies.base:Strategy",
     "ddp": "trainwright.strategies.ddp:DDPStrategy",
 }
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp_find_unused_parameters_true": ("ddp", {"find_unused_parameters": True}),
+    "ddp_find_unused_parameters_false": ("ddp", {"find_unused_parameters": False}),
+}
+"""Names that stand for a strategy with options."""
+
+
+def __getattr__(name: str) -> Any:
+    for home in STRATEGIES.values():
+        module_name, class_name = home.split(":")
+        if name == class_name:
+            return getattr(importlib.import_module(module_name), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
@@ -27,15 +42,16 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
         name = strategy
         if name == "auto":
             name = "single_device" if num_processes == 1 else "ddp"
+        name, options = VARIANTS.get(name, (name, {}))
         if name not in STRATEGIES:
-            close = difflib.get_close_matches(name, STRATEGIES, n=1)
+            close = difflib.get_close_matches(name, [*STRATEGIES, *VARIANTS], n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ValueError(
                 f"strategy={strategy!r} is unknown; choose from auto, {', '.join(STRATEGIES)}, or pass a Strategy "
                 f"instance.{hint}"
             )
         module_name, class_name = STRATEGIES[name].split(":")
-        strategy = getattr(importlib.import_module(module_name), class_name)()
+        strategy = getattr(importlib.import_module(module_name), class_name)(**options)
     if not isinstance(strategy, Strategy):
         raise TypeError(
             f"strategy={strategy!r} is a {type(strategy).__name__}; accepted are a name ({', '.join(STRATEGIES)}) or a "

@@ -114,6 +114,12 @@ class Strategy:
         """
         return list(optimizers)
 
+    def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
+        """Take note of which parameters require gradients now; called at the beginning of each epoch of training.
+
+        Collective where they have changed: freezing and unfreezing has to be alike on every rank.
+        """
+
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,12 @@ from torch.optim import Optimizer
 
 from trainwright.precision.base import Sender
 from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors
+
+UNUSED = (
+    "the step before left out parameters that require gradients, and ddp waits for those of all of them. Use each parameter in "
+    "the loss, freeze what is not used (requires_grad_(False) before the epoch), or let ddp look for them each step: "
+    "strategy='ddp_find_unused_parameters_true', or DDPStrategy(find_unused_parameters=True)."
+)
 
 
 class DDPStrategy(Strategy):
@@ -46,23 +53,42 @@ class DDPStrategy(Strategy):
         self.wrapped: dict[nn.Module, DistributedDataParallel] = {}
         self._automatic = True
         self._orders: dict[nn.Module, ReadyOrder] = {}
+        self._trained: dict[nn.Module, list[str]] = {}
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         module.to(self.device)
         if self.world_size == 1:
             return
-        if optimization is None or not any(parameter.requires_grad for parameter in module.parameters()):
+        if optimization is None:
             broadcast_tensors((*module.parameters(), *module.buffers()))
             return
         self._automatic = optimization.automatic
+        self._wrap(module)
+
+    def _wrap(self, module: nn.Module) -> None:
+        self._trained[module] = trained(module)
+        if not self._trained[module]:
+            broadcast_tensors((*module.parameters(), *module.buffers()))
+            return
         self.wrapped[module] = DistributedDataParallel(
             StepForward(module),
-            find_unused_parameters=self.find_unused_parameters or not optimization.automatic,
+            find_unused_parameters=self.find_unused_parameters or not self._automatic,
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             bucket_cap_mb=self.bucket_cap_mb,
         )
         self._orders[module] = ReadyOrder(self.wrapped[module])
+
+    def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
+        """Wrap a module anew where parameters were frozen or unfrozen since: its reducer knows those of then."""
+        for module in modules:
+            if module not in self._trained or trained(module) == self._trained[module]:
+                continue
+            if module in self.wrapped:
+                self._orders.pop(module).close()
+                del self.wrapped[module]
+                gc.collect()  # a reducer hooks into backward until it is gone
+            self._wrap(module)
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as the wrapper's forward while training.
@@ -75,10 +101,15 @@ class DDPStrategy(Strategy):
         if wrapped is None or not torch.is_grad_enabled() or not self._automatic:
             return super().run(module, name, args, kwargs)
         context = self.precision.forward_context()
-        if context is None:
-            return wrapped(name, *args, **kwargs)
-        with context:
-            return wrapped(name, *args, **kwargs)
+        try:
+            if context is None:
+                return wrapped(name, *args, **kwargs)
+            with context:
+                return wrapped(name, *args, **kwargs)
+        except RuntimeError as error:
+            if "Expected to have finished reduction" in str(error):
+                raise RuntimeError(UNUSED) from error
+            raise
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         if not self._automatic:
@@ -113,6 +144,12 @@ class DDPStrategy(Strategy):
             order.close()
         self._orders.clear()
         self.wrapped.clear()
+        self._trained.clear()
+
+
+def trained(module: nn.Module) -> list[str]:
+    """Return the names of the parameters that require gradients."""
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
 class ReadyOrder:

@@ -34,17 +34,25 @@ from trainwright.engine.engine import Engine
 from trainwright.engine.fused import use_fused
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.module import Module
-from trainwright.precision.base import Clipper
+from trainwright.precision.base import Clipper, StepResult
 from trainwright.profilers.instrumentation import is_measuring
 from trainwright.trainer.evaluate import Evaluation, discarded, evaluate, sanity_check
 from trainwright.trainer.hooks import JUDGED, HookTable
-from trainwright.trainer.optimization import read_loss, read_outputs, round_weight, step, step_schedulers, weigh
+from trainwright.trainer.optimization import (
+    count_empty,
+    read_loss,
+    read_outputs,
+    round_weight,
+    step,
+    step_schedulers,
+    weigh,
+)
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.training_data import load_training_data, reload_data
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Set
 
     from trainwright.trainer.trainer import Trainer
 
@@ -84,13 +92,15 @@ class TrainingRun:
     """Batches of this rank in an epoch, limits included; None where that shows only when the loader ends."""
     most_batches: int | None = None
     """A limit of the batches; None for none."""
-    round_ends: frozenset[int] = frozenset()
+    round_ends: Set[int] = frozenset()
     """The batches, beside the epoch's last, after which a loader has ended and its last round may weigh otherwise."""
     validate_every: int | None = None
     """Batches between two validations; None for validations at an epoch's end, or by time."""
     window_has_gradients: bool = False
     is_within_window: bool = False
     """True while gradients wait for further batches of their window."""
+    num_empty: int = 0
+    """Batches of this run for which training_step returned None."""
     num_taken: int = 1
     """Batches that the latest training_step used."""
     is_last_batch: bool = False
@@ -98,6 +108,8 @@ class TrainingRun:
     """True from a batch's fetch until its on_train_batch_end hooks are done: no run could go on from there exactly."""
     is_ending_epoch: bool = False
     """True from an epoch's last batch until every scheduler of that epoch has stepped: nobody could go on from within."""
+    step_results: list[StepResult] = field(default_factory=list)
+    """What the steps of the module's own optimizer_step did that runs now."""
     waiting_saves: list[tuple[str, bool]] = field(default_factory=list)
     """Checkpoints that were asked for within a window or an epoch's ending, and are written when that is over."""
 
@@ -154,10 +166,17 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
     load_training_data(run)
     if trainer.settings.limit_train_batches == 0:
         return
+    if run.num_batches is not None and state.batch > run.num_batches:
+        raise ValueError(
+            f"{trainer.resume_source} stands after batch {state.batch} of its epoch, but the training loader has "
+            f"{run.num_batches} batches; go on with the data and the batch_size that it was saved with, or from a checkpoint "
+            "of an epoch's end."
+        )
     if generators is not None:
         set_rng_state(generators)
     trainer.logbook.start(run.module, training=True, stage="train")
     hooks.call("on_train_start")
+    trainer.agree_on_stop()
     while not trainer.is_done:
         fit_epoch(run)
         if not state.epoch_ended:
@@ -176,6 +195,7 @@ def fit_epoch(run: TrainingRun) -> None:
     hooks.call("on_train_epoch_start")
     logbook.take_up_epoch()
     run.accumulate = trainer.accumulate_grad_batches
+    run.engine.strategy.follow_parameters(run.engine.modules)
     run.engine.sync_gradients(True)
     if trainer.settings.fused_optimizers:
         for optimizer in trainer.optimizers:
@@ -185,7 +205,8 @@ def fit_epoch(run: TrainingRun) -> None:
     is_last = run.num_batches is not None and state.batch >= run.num_batches
     if validates_within and state.batch and not is_last and validation_is_due(run):
         validate(run, within=True)  # the checkpoint was saved before it
-    is_stopped = trainer.should_stop and trainer.wants_to_stop  # by one of the hooks above
+    trainer.agree_on_stop()
+    is_stopped = trainer.wants_to_stop  # by one of the hooks above
     for batch, is_last in () if is_stopped else run.batches():
         collector.batch, collector.hook = batch, "training_step"
         index, run.is_last_batch, run.is_within_batch = state.batch, is_last, True
@@ -241,6 +262,7 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     state.epoch_ended, run.is_ending_epoch = is_complete, False
     trainer.save_waiting()
     hooks.call(JUDGED)
+    trainer.agree_on_stop()
     trainer.logbook.flush()
 
 
@@ -283,6 +305,7 @@ def validate(run: TrainingRun, within: bool, counts: bool = True) -> None:
         step_schedulers(run, "validation", state.validations, plateau=True)
 
     evaluate(run.validation, before_end=count)
+    trainer.agree_on_stop()
     trainer.is_mid_epoch_validation = trainer.is_stop_validation = False
 
 
@@ -307,7 +330,9 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
     if run.pulls and batch.is_at_end:
         weight = round_weight(run, batch.count - 1)
     loss = outputs if type(outputs) is Tensor else read_loss(outputs, engine.world_size)
-    if loss is not None and optimizer is not None:
+    if loss is None:
+        count_empty(run)
+    elif optimizer is not None:
         backward(run, weigh(run, loss, index, place, weight))
     if at_end and (run.window_has_gradients or optimizer is None):
         step(run, optimizer, place + 1, arguments, loss, weight)

@@ -1,8 +1,8 @@
 """Hooks: the timeline of a run, and who is called at each point of it, resolved once.
 
     each     configure_callbacks > prepare_data > setup (the datamodule's first) > configure_model
-             > (a checkpoint is opened: on_load_checkpoint)
-    fit      configure_optimizers > on_fit_start > (the checkpoint is taken: load_state_dict)
+             > (a checkpoint is opened: on_load_checkpoint > load_state_dict of callbacks and datamodule)
+    fit      configure_optimizers > on_fit_start > (weights, optimizers and counters are taken from the checkpoint)
                sanity check: on_sanity_check_start > val_dataloader > validation as below > on_sanity_check_end
                train_dataloader > on_train_start
                each epoch: on_train_epoch_start

@@ -17,6 +17,35 @@ from trainwright.module import Module, is_overridden
 from trainwright.precision import Precision
 from trainwright.strategies import Strategy
 
+REPLACED_HOOKS = {
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+    "training_step_end": "training_step",
+    "validation_step_end": "validation_step",
+    "test_step_end": "test_step",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_init_start": "setup",
+    "on_init_end": "setup",
+    "on_keyboard_interrupt": "on_exception",
+}
+"""Hooks of earlier trainers, which nobody calls any more, and what is called in their stead."""
+
+
+def refuse_replaced_hooks(owner: Any) -> None:
+    """Refuse a module or a callback with a hook that would never be called (TypeError)."""
+    for name, replacement in REPLACED_HOOKS.items():
+        if callable(getattr(owner, name, None)):
+            raise TypeError(
+                f"{type(owner).__name__} defines {name}, which is never called; define {replacement} instead (outputs of the "
+                "steps are not kept: keep on self what you need)."
+            )
+
 
 def check_module(module: Any, needed: list[str], call: str) -> None:
     """Refuse what is no Module, or one without the methods that the call needs (TypeError)."""
@@ -32,9 +61,14 @@ def check_module(module: Any, needed: list[str], call: str) -> None:
             f"trainer.{call} was given a {type(module).__name__}; accepted is an instance of trainwright.Module."
             + (hint if isinstance(module, nn.Module) else "")
         )
+    refuse_replaced_hooks(module)
     missing = [name for name in needed if not is_overridden(name, module, Module)]
     if missing:
         raise TypeError(f"trainer.{call} needs {' and '.join(missing)}, which {type(module).__name__} does not define.")
+    if call == "predict" and not any(is_overridden(name, module, Module) for name in ("predict_step", "forward")):
+        raise TypeError(
+            f"trainer.predict needs predict_step, or forward for it to call; {type(module).__name__} defines neither."
+        )
     if not hasattr(module, "_trainer"):
         raise TypeError(f"{type(module).__name__}.__init__ did not call super().__init__(); call it first.")
 
@@ -78,6 +112,11 @@ def choose_checkpoint(
         raise TypeError(
             f"ckpt_path={ckpt_path!r} is a {type(ckpt_path).__name__}; accepted are a path, 'best' and 'last'."
         )
+    if ckpt_path is not None and not str(ckpt_path):
+        raise ValueError(
+            "ckpt_path='' is an empty path; pass a checkpoint's path, 'best' or 'last', or None. (A best_model_path is empty "
+            "as long as nothing was saved.)"
+        )
     if ckpt_path not in ("best", "last"):
         return None if ckpt_path is None else str(ckpt_path)
     if callback is None:
@@ -92,6 +131,11 @@ def choose_checkpoint(
         path = entry.path if entry is not None else ""
     path = engine.agreed(path)  # every rank looks at the folder at its own moment
     if not path:
+        if ckpt_path == "best":
+            raise CheckpointError(
+                "ckpt_path='best': no checkpoint was saved by this trainer's ModelCheckpoint. Run fit first, or pass 'last' or "
+                "the path of one that is there."
+            )
         raise CheckpointError(
             f"ckpt_path={ckpt_path!r}: no checkpoint was saved"
             + (

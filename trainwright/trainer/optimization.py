@@ -18,6 +18,9 @@ from trainwright.trainer.evaluate import discarded
 if TYPE_CHECKING:
     from trainwright.trainer.fit import TrainingRun
 
+TOO_MANY_EMPTY = 10
+"""Batches at a run's beginning after which it is said that nothing is trained."""
+
 
 def read_loss(outputs: Any, world_size: int) -> Tensor | None:
     """Return the loss in what training_step returned; None where the batch is to be skipped."""
@@ -42,6 +45,17 @@ def read_loss(outputs: Any, world_size: int) -> Tensor | None:
         f"training_step returned {told}; accepted are a loss tensor, a dict with one under 'loss', or None to "
         "skip the batch."
     )
+
+
+def count_empty(run: TrainingRun) -> None:
+    """Count a batch for which training_step returned None; say so where the run has begun with nothing else."""
+    run.num_empty += 1
+    if run.num_empty == run.state.total_batches + 1 and (run.num_empty == TOO_MANY_EMPTY or run.is_last_batch):
+        rank_zero_warn(
+            f"training_step returned None for the first {run.num_empty} batches, which skips them: nothing has been trained. "
+            "Did you forget the return statement?",
+            stacklevel=4,
+        )
 
 
 def round_weight(run: TrainingRun, index: int) -> float:
@@ -103,9 +117,12 @@ def step(
         run.engine.strategy.unscale(optimizer)
         run.hooks.call("on_before_optimizer_step", optimizer)
     if run.has_own_step:
-        before = state.step, state.skipped_steps
+        run.step_results.clear()
         step_by_module(run, optimizer, arguments, loss, weight)
-        was_made = state.step > before[0] and state.skipped_steps == before[1]
+        skipped = sum(result.skipped for result in run.step_results)
+        state.step += len(run.step_results)
+        state.skipped_steps += skipped
+        was_made = len(run.step_results) > skipped
     else:
         result = run.engine.step(optimizer, run.clip)
         state.step += 1

@@ -19,6 +19,7 @@ from trainwright.loggers.base import Logger
 from trainwright.loggers.csv import CSVLogger
 from trainwright.loggers.silent import SilentLogger
 from trainwright.module import is_overridden
+from trainwright.trainer.inputs import refuse_replaced_hooks
 from trainwright.trainer.settings import Settings
 
 
@@ -39,6 +40,7 @@ def arranged_callbacks(callbacks: Callback | Sequence[Callback] | None, settings
             raise TypeError(
                 f"callbacks= holds {each!r}, a {type(each).__name__}; accepted are instances of trainwright.Callback."
             )
+        refuse_replaced_hooks(each)
     if settings.enable_checkpointing is False and any(isinstance(each, ModelCheckpoint) for each in given):
         raise ValueError(
             "enable_checkpointing=False, but callbacks= holds a ModelCheckpoint; leave out one of the two."

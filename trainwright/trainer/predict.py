@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trainwright.checkpoint.codec import decode, encode
+from trainwright.checkpoint.shards import as_bytes
 from trainwright.data.transfer import to_device
 from trainwright.distributed import collectives
 from trainwright.trainer.evaluate import Evaluation, evaluate
@@ -52,7 +53,7 @@ def gather_outputs(own: dict[int, Any], engine: Engine) -> dict[int, Any]:
         raise TypeError(f"{error} On several ranks predictions are gathered as such; return these.") from error
     arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     described = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in arrays.items()]
-    parts = [each.reshape(-1).view(torch.uint8) for each in arrays.values() if each.numel()]
+    parts = [as_bytes(each) for each in arrays.values() if each.numel()]
     data = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
     gathered: dict[int, Any] = {}
     blobs = collectives.gather_uneven(data)

@@ -123,8 +123,11 @@ def _prepare_optimizers(run: TrainingRun) -> None:
     trainer.optimizers = engine.prepare_optimizers(optimizers) if optimizers else []
 
     def count(result: StepResult) -> None:
-        state.step += 1
-        state.skipped_steps += result.skipped
+        if run.is_manual:
+            state.step += 1
+            state.skipped_steps += result.skipped
+        else:
+            run.step_results.append(result)  # counted when optimizer_step has returned
 
     def tell(optimizer: Optimizer) -> None:
         engine.strategy.unscale(optimizer)

@@ -80,6 +80,18 @@ def open_with_hooks(trainer: Trainer, path: str) -> Opened:
     return trainer.engine.open(path, edit=edit_with_hooks(trainer, "on_load_checkpoint"))
 
 
+def restore_parts(trainer: Trainer, opened: Opened) -> None:
+    """Take the state of the callbacks and of the datamodule, before the optimizers are made and on_fit_start is called.
+
+    So a callback that changes the module or adds parameter groups can do so again there.
+    """
+    callbacks = opened.state.get("callbacks", {})  # a loop of one's own saves none
+    for callback in trainer.callbacks:
+        if callback.state_key in callbacks:
+            callback.load_state_dict(callbacks[callback.state_key])
+    _restore_datamodule(trainer, opened.state)
+
+
 def restore(trainer: Trainer, opened: Opened) -> dict[str, Any] | None:
     """Take the run's state from a checkpoint; return this rank's generators, to be set when training begins. Collective.
 
@@ -102,14 +114,15 @@ def restore(trainer: Trainer, opened: Opened) -> dict[str, Any] | None:
     schedulers = state.get("lr_schedulers", [])  # as many as in this run, unless a hook has taken them out
     for config, saved in zip(trainer.lr_scheduler_configs, schedulers, strict=False):
         config.scheduler.load_state_dict(saved)
-    callbacks = state.get("callbacks", {})  # a loop of one's own saves none
-    for callback in trainer.callbacks:
-        if callback.state_key in callbacks:
-            callback.load_state_dict(callbacks[callback.state_key])
-    _restore_datamodule(trainer, state)
     trainer.logbook.load_state_dict(state.get("metrics", {}))
     trainer.logbook.unfinished = (restored.rank_state or {}).get("metrics")
     trainer.resume_source = opened.checkpoint.path
+    last = trainer.settings.last_epoch
+    if last is not None and trainer.state.epoch >= last and trainer.state.batch == 0:
+        trainer.print(
+            f"{opened.checkpoint.path} stands at the end of epoch {trainer.state.epoch - 1}, and max_epochs is {last}: nothing "
+            "is left to train."
+        )
     if opened.checkpoint.world_size != trainer.world_size and trainer.state.batch:
         _warn_of_dropped_metrics(opened.checkpoint, trainer)
     return restored.rng

@@ -30,16 +30,15 @@ if TYPE_CHECKING:
 @contextmanager
 def running(trainer: Trainer, module: Module, stage: str, datamodule: DataModule | None) -> Iterator[None]:
     """Set up what surrounds a run, and take it down whatever happens. Collective: call on every rank."""
-    if trainer.stage is not None:
-        raise RuntimeError(
-            f"trainer.{stage} was called while trainer.{trainer.stage} runs; call it after that, or from another Trainer."
-        )
     engine, outcome = trainer.engine, Outcome()
     trainer.callbacks = _callbacks_for(trainer, module, stage)
     trainer.module, trainer.datamodule = module, datamodule
     trainer.interrupted = trainer.is_evaluating = trainer.is_mid_epoch_validation = trainer.is_stop_validation = False
     profiler = trainer.profiler if is_measuring(trainer.profiler) else None
+    outer = module._trainer
     with ExitStack() as stack:
+        if outer is not None and outer.stage is not None:  # a hook of that one's run has made this call
+            stack.callback(setattr, module, "trainer", outer)
         trainer.stage = stage
         stack.callback(_leave, trainer, outcome)
         module.trainer = trainer
@@ -71,6 +70,14 @@ def running(trainer: Trainer, module: Module, stage: str, datamodule: DataModule
             if datamodule is not None:
                 outcome.after(datamodule.on_exception, error)
             raise
+
+
+def refuse_nested(trainer: Trainer, call: str) -> None:
+    """Refuse a call from within a run of the same Trainer, before it changes anything of that (RuntimeError)."""
+    if trainer.stage is not None:
+        raise RuntimeError(
+            f"trainer.{call} was called while trainer.{trainer.stage} runs; call it after that, or from another Trainer."
+        )
 
 
 class Outcome:
@@ -188,6 +195,7 @@ def evaluating(
     trainer: Trainer, call: str, stage: str, model: Any, loaders: Any, ckpt_path: Any, datamodule: Any
 ) -> Iterator[Evaluation]:
     """Surround one evaluation with what it needs, and give it ready to run. Collective: call on every rank."""
+    refuse_nested(trainer, call)
     callback = trainer.checkpoint_callback
     if model is None and ckpt_path is None and callback is not None and callback.best_model_path:
         ckpt_path = "best"
@@ -202,6 +210,7 @@ def evaluating(
         source.load()  # which says what is missing
     path = choose_checkpoint(ckpt_path, callback, trainer.engine)
     trainer.ckpt_path = path
+    trained = list(trainer.engine.optimizers) if path is None and trainer.module is module else []
     with running(trainer, module, call, given_datamodule):
         opened = open_with_hooks(trainer, path) if path is not None else None
         prepare_module(trainer, module)
@@ -211,5 +220,8 @@ def evaluating(
         trainer.engine.take_seed()
         transfer = BatchTransfer(trainer.engine, module, given_datamodule)
         yield Evaluation(trainer, module, stage, source, transfer if transfer.is_needed else None)
-    if not trainer.engine.optimizers:
+    trainer.engine.optimizers = (
+        trained  # what was trained with can still be saved, unless the weights are other ones now
+    )
+    if not trained:
         trainer.optimizers, trainer.prepared_optimizers, trainer.lr_scheduler_configs = [], [], []

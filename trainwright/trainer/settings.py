@@ -47,6 +47,8 @@ REPLACED = {
     "reload_dataloaders_every_epoch": "pass reload_dataloaders_every_n_epochs=1",
     "move_metrics_to_cpu": "nothing replaces it: metrics stay on their device until they are read",
     "model_registry": "nothing replaces it: checkpoints are directories of your own",
+    "epochs": "pass max_epochs=",
+    "steps": "pass max_steps=",
     "row_log_interval": "pass log_every_n_steps=",
     "max_nb_epochs": "pass max_epochs=",
     "min_nb_epochs": "pass min_epochs=",
@@ -132,7 +134,8 @@ class Settings:
         if not isinstance(options, (bool, dict)):
             yield f"compile={self.compile!r}: accepted are True, False and a dict of torch.compile's options"
         for name in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "benchmark"):
-            if getattr(self, name) not in (None, True, False):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
                 yield f"{name}={getattr(self, name)!r}: accepted are True, False and None"
         for name in (
             "inference_mode", "use_distributed_sampler", "detect_anomaly", "barebones", "sync_batchnorm",

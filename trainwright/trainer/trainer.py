@@ -36,8 +36,8 @@ from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.parts import arranged_callbacks, arranged_loggers, making_modules, set_switches
 from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
-from trainwright.trainer.resume import edit_with_hooks, open_with_hooks, rank_state, restore, run_state
-from trainwright.trainer.running import evaluating, running
+from trainwright.trainer.resume import edit_with_hooks, open_with_hooks, rank_state, restore, restore_parts, run_state
+from trainwright.trainer.running import evaluating, refuse_nested, running
 from trainwright.trainer.settings import Settings, refuse_unknown
 from trainwright.trainer.sources import BatchTransfer, find_source, read_datamodule
 from trainwright.trainer.state import TrainerState
@@ -171,7 +171,10 @@ class Trainer(Status):
         self.accumulate_grad_batches = self.settings.accumulate_grad_batches
         """Batches of one optimizer step; a callback may change it at an epoch's start."""
         self.should_stop = False
-        """Set it to True, on every rank in the same batch, to end the run after this optimizer step; see `stop_soon`."""
+        """Set it to True, on any rank, to end the run: on one process after this optimizer step; on several after this
+        validation or epoch if it is set there, else within the next two steps."""
+        self.stop_is_agreed = False
+        """Whether every rank knows that it is to stop."""
         self.interrupted = False
         """Whether the latest run was ended by Ctrl-C."""
         self.is_evaluating = False
@@ -224,6 +227,7 @@ class Trainer(Status):
             TypeError, ValueError: a module or a loader that cannot be trained.
             CheckpointError: no such checkpoint, or one that is damaged or of another model.
         """
+        refuse_nested(self, "fit")
         check_module(model, ["training_step", "configure_optimizers"], "fit")
         train, datamodule = read_datamodule(train_dataloaders, datamodule, "train_dataloaders", "fit")
         if val_dataloaders is not None:
@@ -233,13 +237,15 @@ class Trainer(Status):
             source.load()  # which says what is missing
         path = choose_checkpoint(ckpt_path, self.checkpoint_callback, self.engine)
         self.state = TrainerState()
-        self.should_stop, self.resume_source, self.ckpt_path = False, None, path
+        self.should_stop, self.stop_is_agreed, self.resume_source, self.ckpt_path = False, False, None, path
         self.accumulate_grad_batches = self.settings.accumulate_grad_batches
         with running(self, model, "fit", datamodule), torch.autograd.set_detect_anomaly(self.settings.detect_anomaly):
             self.stop_appointment = self.appointment("stop")
             seconds = self.settings.validation_seconds
             self.validation_clock = None if seconds is None else IntervalClock(seconds, self.appointment("validation"))
             opened = open_with_hooks(self, path) if path is not None else None
+            if opened is not None:
+                restore_parts(self, opened)
             self.run = prepare_fit(self, model, source, self._validation(model, val_dataloaders, datamodule))
             self.hooks.call("on_fit_start")
             generators = restore(self, opened) if opened is not None else None
@@ -344,6 +350,14 @@ class Trainer(Status):
         while self.run is not None and self.run.waiting_saves:
             self.save_checkpoint(*self.run.waiting_saves.pop(0))
 
+    def agree_on_stop(self) -> None:
+        """Let every rank stop here if one of them is to. Collective: call on every rank."""
+        if self.world_size > 1 and not self.stop_is_agreed:
+            wishes = self.engine.agreement.exchange(
+                b"1" if self.should_stop else b"", timeout_seconds=self.engine.timeout_seconds
+            )
+            self.should_stop = self.stop_is_agreed = any(wishes)
+
     def stop_soon(self) -> None:
         """Ask, on any rank and from any thread, that all ranks stop at one and the same optimizer step of this fit.
 
@@ -401,11 +415,15 @@ class Trainer(Status):
     def wants_to_stop(self) -> bool:
         """Return whether the run ends at this optimizer step."""
         settings, state = self.settings, self.state
-        if self.stop_appointment is not None and self.stop_appointment.is_due(state.step):
-            self.should_stop = True
+        appointment = self.stop_appointment
+        if appointment is not None:
+            if appointment.is_due(state.step):
+                self.should_stop = self.stop_is_agreed = True
+            elif self.should_stop and not self.stop_is_agreed and self.world_size > 1:
+                appointment.ask()  # perhaps this rank alone has set it
         if -1 < settings.max_steps <= state.step:
             return True
-        if not self.should_stop:
+        if not self.should_stop or not (self.stop_is_agreed or self.world_size == 1):
             return False
         return state.epoch >= (settings.min_epochs or 0) and state.step >= (settings.min_steps or 0)
 

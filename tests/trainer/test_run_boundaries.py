@@ -1,0 +1,621 @@
+"""The edges of windows, epochs and runs, on one process: what is done there, what is left, and what is gone on with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, IterableDataset
+
+import trainwright as tw
+from trainwright.data.combined import CombinedLoader
+from trainwright.loggers import CSVLogger
+
+
+def fit(module: tw.Module, loader: Any = None, val: Any = None, ckpt_path: Any = None, **settings: Any) -> tw.Trainer:
+    trainer = tw.Trainer(**{**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0, **settings})
+    trainer.fit(module, make_loader(16, 4) if loader is None else loader, val, ckpt_path=ckpt_path)
+    return trainer
+
+
+def saving(folder: Path, **settings: Any) -> dict[str, Any]:
+    """The settings of a run that saves into a folder as `<step>.ckpt`."""
+    checkpoint = tw.ModelCheckpoint(
+        folder, "{step}", save_top_k=-1, auto_insert_metric_name=False, **(settings or {"every_n_train_steps": 1})
+    )
+    return {"callbacks": [checkpoint], "enable_checkpointing": True}
+
+
+# -- windows and outputs -------------------------------------------------------------------------------------------------
+
+
+class Samples(IterableDataset[Any]):
+    """A stream of samples that does not know how many they are; their order is drawn from torch's generator."""
+
+    def __init__(self, count: int, shuffle: bool = True) -> None:
+        self.count, self.shuffle = count, shuffle
+
+    def __iter__(self) -> Iterator[Any]:
+        data = make_data(self.count)
+        for index in torch.randperm(self.count).tolist() if self.shuffle else range(self.count):
+            yield data[index]
+
+
+class Gradients(Classifier):
+    """Notes the gradients that each step is made with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[Tensor] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.noted.append(torch.cat([each.grad.flatten() for each in self.parameters()]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Own(Gradients):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
+@pytest.mark.parametrize("kind", [Gradients, Own])
+def test_gradients_of_a_short_last_window(kind: type[Gradients]) -> None:
+    """Seven batches in windows of three, of a stream whose end nobody knew when the seventh was divided."""
+    module = kind()
+    fit(module, DataLoader(Samples(7, shuffle=False), batch_size=1), accumulate_grad_batches=3, gradient_clip_val=0.05)
+    hand = Gradients()
+    optimizer = hand.configure_optimizers()
+    batches = list(DataLoader(Samples(7, shuffle=False), batch_size=1))
+    for window in (batches[:3], batches[3:6], batches[6:]):
+        optimizer.zero_grad()
+        for batch in window:
+            (loss_of(hand.net, batch) / len(window)).backward()
+        hand.on_before_optimizer_step(optimizer)
+        nn.utils.clip_grad_norm_(hand.parameters(), 0.05)
+        optimizer.step()
+    torch.testing.assert_close(torch.stack(module.noted), torch.stack(hand.noted))
+    torch.testing.assert_close(weights(module), weights(hand))
+
+
+def test_what_on_train_batch_end_is_given() -> None:
+    given: list[Any] = []
+
+    class Returns(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+            loss = super().training_step(batch, batch_idx)
+            return (loss, {"loss": loss, "more": {"logits": self.net(batch[0])}, "name": "a"}, None, loss)[batch_idx]
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            given.append(outputs)
+
+    class Watch(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            given.append(outputs)
+
+    fit(Returns(), callbacks=[Watch()])
+    for first, second in (given[:2], given[6:]):
+        assert first.keys() == second.keys() == {"loss"}
+        assert first["loss"].grad_fn is None
+        assert first["loss"].shape == ()
+    for outputs in given[2:4]:
+        assert (outputs["name"], outputs["loss"].grad_fn, outputs["more"]["logits"].grad_fn) == ("a", None, None)
+    assert given[4:6] == [{}, {}]
+
+
+@pytest.mark.parametrize("stage", ["validation", "test", "predict"])
+def test_hooks_of_one_loader_that_ask_for_its_index_get_zero(stage: str) -> None:
+    given: list[int] = []
+
+    class Module(Classifier):
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+            return self.net(batch[0])
+
+        def start(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            given.append(dataloader_idx)
+
+        def end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            given.append(dataloader_idx)
+
+    class Watch(tw.Callback):
+        def start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            given.append(dataloader_idx)
+
+        def end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            given.append(dataloader_idx)
+
+    for owner in (Module, Watch):
+        setattr(owner, f"on_{stage}_batch_start", owner.start)
+        setattr(owner, f"on_{stage}_batch_end", owner.end)
+    trainer = tw.Trainer(callbacks=[Watch()], **QUIET)
+    call = {"validation": trainer.validate, "test": trainer.test, "predict": trainer.predict}[stage]
+    call(Module(), make_loader(4, 4))
+    assert given == [0] * 4
+    if stage == "predict":
+        call(Module(), [make_loader(4, 4), make_loader(4, 4)])
+        assert given == [*[0] * 8, *[1] * 4]
+
+
+# -- saves and resumed runs ----------------------------------------------------------------------------------------------
+
+
+class Noisy(Classifier):
+    """Draws in its step; takes batches of one loader or of several."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        parts = [batch] if isinstance(batch[0], Tensor) else batch
+        return torch.stack([loss_of(self.net, each) for each in parts if each is not None]).sum()
+
+
+def streams(mode: Any) -> Any:
+    if mode is None:
+        return DataLoader(Samples(8), batch_size=2)
+    return CombinedLoader([DataLoader(Samples(6), batch_size=2), DataLoader(Samples(8), batch_size=2)], mode)
+
+
+@pytest.mark.parametrize("mode", [None, "min_size", "max_size", "max_size_cycle", "sequential"])
+def test_going_on_from_any_batch_of_streams(tmp_path: Path, mode: Any) -> None:
+    """From an epoch's last batch too, though nobody has read the stream's end yet."""
+    torch.manual_seed(3)
+    whole = Noisy()
+    trainer = fit(whole, streams(mode), max_epochs=2, **saving(tmp_path))
+    length = {None: 4, "min_size": 3, "sequential": 7}.get(mode, 4)
+    assert trainer.global_step == 2 * length
+    for step in (length - 1, length, length + 1, 2 * length):
+        torch.manual_seed(5)
+        resumed = Noisy()
+        again = fit(resumed, streams(mode), max_epochs=2, ckpt_path=tmp_path / f"{step}.ckpt")
+        assert_equal(weights(resumed), weights(whole))
+        assert (again.global_step, again.current_epoch) == (2 * length, 2)
+
+
+class Averaged(Classifier):
+    """Follows its weights in buffers, at the ends of batches and of validations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros_like(self.net[0].weight))
+        self.register_buffer("validations", torch.zeros(()))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.mean.lerp_(self.net[0].weight.detach(), 0.1)
+
+    def on_validation_end(self) -> None:
+        self.validations += 1
+
+
+@pytest.mark.parametrize("settings", [{"every_n_train_steps": 3}, {"every_n_epochs": 1}])
+def test_a_save_holds_what_the_module_has_done(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """At the end of the batch that it is made after, and at the end of the validation within an epoch."""
+    whole = Averaged()
+    fit(whole, None, make_loader(4), max_epochs=2, val_check_interval=2, **saving(tmp_path, **settings))
+    saved = sorted(int(path.stem) for path in tmp_path.glob("*.ckpt"))
+    assert saved == ([3, 6] if "every_n_train_steps" in settings else [2, 4, 6, 8])
+    for step in saved:
+        resumed = Averaged()
+        fit(resumed, None, make_loader(4), tmp_path / f"{step}.ckpt", max_epochs=2, val_check_interval=2)
+        assert_equal(weights(resumed), weights(whole))
+
+
+def test_the_module_may_log_after_a_save_with_its_hook(tmp_path: Path) -> None:
+    class Saves(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            trainer.save_checkpoint(tmp_path / f"{batch_idx}.ckpt")
+
+    class Logs(Classifier):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["mine"] = 1
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("end", float(batch_idx), on_epoch=True)
+
+    trainer = fit(Logs(), callbacks=[Saves()])
+    assert float(trainer.callback_metrics["end_epoch"]) == 1.5
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+class Validated(Classifier):
+    """A scheduler steps with each validation, and one follows a metric of it that never becomes better."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("same", 1.0)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        plateau = ReduceLROnPlateau(optimizer, patience=0, factor=0.9)
+        return [optimizer], [
+            {"scheduler": StepLR(optimizer, 1, 0.5), "interval": "validation"},
+            {"scheduler": plateau, "interval": "validation", "monitor": "same"},
+        ]
+
+
+@pytest.mark.parametrize("interval", [1.0, 3])
+@pytest.mark.parametrize("at_epoch_end", [None, False])
+def test_the_validation_of_a_stopped_run_counts_for_nothing(
+    tmp_path: Path, interval: int | float, at_epoch_end: bool | None
+) -> None:
+    """A run is stopped in the middle of its second epoch; four validations of no improvement end it after the fourth."""
+    settings: dict[str, Any] = {"val": make_loader(4), "val_check_interval": interval}
+
+    def stopping() -> tw.EarlyStopping:
+        return tw.EarlyStopping("same", patience=3, check_on_train_epoch_end=at_epoch_end)
+
+    whole, resumed = Validated(), Validated()
+    expected = fit(whole, max_epochs=6, callbacks=[stopping()], **settings)
+    early, checkpoint = stopping(), tw.ModelCheckpoint(tmp_path)
+    trainer = fit(
+        Validated(), max_steps=6, max_epochs=6, callbacks=[early, checkpoint],
+        **{**settings, "enable_checkpointing": True},
+    )  # fmt: skip
+    assert trainer.callback_metrics["same"] == 1.0
+    assert (trainer.global_step, trainer.state.validations, early.wait_count) == (6, 1, 0)
+    found = fit(resumed, max_epochs=6, callbacks=[stopping()], ckpt_path=checkpoint.best_model_path, **settings)
+    assert_equal(weights(resumed), weights(whole))
+    for trainer in (expected, found):
+        assert (trainer.global_step, trainer.state.validations) == (expected.global_step, 4)
+        assert trainer.early_stopping_callback is not None
+        assert trainer.early_stopping_callback.wait_count == 3
+    rates = [each.optimizers[0].param_groups[0]["lr"] for each in (expected, found)]
+    assert rates[0] == rates[1] == pytest.approx(0.5**4 * 0.9**3)
+
+
+def test_a_save_around_a_validation_says_whether_it_is_over(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Saves(tw.Callback):
+        def save(self, trainer: Any, name: str) -> None:
+            if trainer.global_step == 2:
+                assert trainer.save_checkpoint(tmp_path / name)
+
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            self.save(trainer, "start")
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            self.save(trainer, "end")
+
+    class Watched(Classifier):
+        def on_validation_start(self) -> None:
+            seen.append(self.global_step)
+
+    settings: dict[str, Any] = {"val": make_loader(4), "val_check_interval": 2}
+    whole = Watched()
+    fit(whole, callbacks=[Saves()], **settings)
+    assert seen == [2, 4]
+    for name, expected in (("start", [2, 4]), ("end", [4])):
+        seen.clear()
+        resumed = Watched()
+        fit(resumed, ckpt_path=tmp_path / name, **settings)
+        assert seen == expected
+        assert_equal(weights(resumed), weights(whole))
+
+
+@pytest.mark.parametrize("key", ["seed", "extra", "precision", "strategy", "optimizers"])
+def test_keys_of_the_engine_are_refused(tmp_path: Path, key: str) -> None:
+    class Takes(Classifier):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint[key] = 1
+
+    trainer = fit(Takes())
+    with pytest.raises(ValueError, match=f"on_save_checkpoint put {key} into the checkpoint.*choose another key"):
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert not (tmp_path / "a.ckpt").exists()
+
+
+class Late(Classifier):
+    """Builds its layers in configure_model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = Classifier().net
+
+
+def test_a_module_that_builds_its_layers_late_comes_back(tmp_path: Path) -> None:
+    trainer = fit(Late())
+    assert trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert_equal(weights(Late.load_from_checkpoint(str(tmp_path / "a.ckpt"))), weights(trainer.model))
+
+
+# -- from run to run -----------------------------------------------------------------------------------------------------
+
+
+class Named(tw.Callback):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Other(Named):
+    pass
+
+
+def names(trainer: tw.Trainer) -> list[str]:
+    return [each.name for each in trainer.callbacks if isinstance(each, Named)]
+
+
+def test_a_modules_callbacks_are_its_own(tmp_path: Path) -> None:
+    class First(Classifier):
+        def configure_callbacks(self) -> Any:
+            checkpoint = tw.ModelCheckpoint(tmp_path, monitor="val_loss")
+            return [checkpoint, tw.EarlyStopping("val_loss"), Named("first")]
+
+    class Second(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("other", loss_of(self.net, batch))
+
+    trainer = tw.Trainer(
+        max_epochs=2, callbacks=[Named("own"), Other("other")], **{**QUIET, "enable_checkpointing": None}
+    )
+    default = trainer.checkpoint_callback
+    own = list(trainer.callbacks)
+    first, second = First(), Second()
+    for _ in range(2):
+        trainer.fit(first, make_loader(8), make_loader(4))
+        callbacks = list(trainer.callbacks)
+        assert names(trainer) == ["other", "first"]
+        checkpoint = trainer.checkpoint_callback
+        assert checkpoint is not default
+        assert len(trainer.checkpoint_callbacks) == 1
+        assert Path(checkpoint.best_model_path).parent == tmp_path
+        best = trainer.test(first, make_loader(4), ckpt_path="best", verbose=False)
+        assert best[0]["val_loss"] == pytest.approx(float(checkpoint.best_model_score))
+        assert trainer.callbacks == callbacks  # with what they know of the fit
+    trainer.fit(second, make_loader(8), make_loader(4))  # nobody asks for val_loss here
+    assert sorted(map(id, trainer.callbacks)) == sorted(map(id, own))
+    assert trainer.checkpoint_callback is default
+    trainer.fit(first, make_loader(8), make_loader(4))
+    assert names(trainer) == ["other", "first"]
+
+
+@pytest.mark.parametrize("call", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("is_caught", [True, False])
+def test_a_run_within_a_run_is_refused(call: str, is_caught: bool) -> None:
+    class Nests(tw.Callback):
+        nests = True
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if not self.nests or batch_idx != 1:
+                return
+            nested = partial(getattr(trainer, call), module, make_loader(4))
+            if is_caught:
+                with pytest.raises(RuntimeError, match=f"trainer.{call} was called while trainer.fit runs"):
+                    nested()
+            else:
+                nested()
+
+    class Predicts(Classifier):
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net(batch[0])
+
+    nests, module, expected = Nests(), Predicts(), Predicts()
+    trainer = tw.Trainer(max_epochs=2, callbacks=[nests], **QUIET)
+    if not is_caught:
+        with pytest.raises(
+            RuntimeError, match=rf"trainer\.{call} was called while trainer\.fit runs; call it after that"
+        ):
+            trainer.fit(module, make_loader(16))
+        assert (trainer.stage, trainer.global_step) == (None, 2)
+        nests.nests = False
+        module.load_state_dict(expected.state_dict())
+    trainer.fit(module, make_loader(16))
+    assert (trainer.global_step, trainer.current_epoch, trainer.stage) == (8, 2, None)
+    fit(expected, make_loader(16), max_epochs=2)
+    assert_equal(weights(module), weights(expected))
+    assert len(trainer.validate(module, make_loader(4), verbose=False)) == 1
+
+
+def test_another_trainer_may_run_within_a_run() -> None:
+    class Evaluates(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                (found,) = tw.Trainer(**QUIET).validate(module, make_loader(5), verbose=False)
+                assert found["count"] == 5
+                assert module.trainer is trainer
+                assert module.training
+
+    module, expected = Classifier(dropout=0.3), Classifier(dropout=0.3)
+    torch.manual_seed(1)
+    trainer = fit(module, make_loader(16), max_epochs=2, callbacks=[Evaluates()])
+    torch.manual_seed(1)
+    other = fit(expected, make_loader(16), max_epochs=2)
+    assert_equal(weights(module), weights(expected))
+    assert trainer.callback_metrics == other.callback_metrics
+
+
+def test_an_error_in_configure_callbacks_leaves_no_run() -> None:
+    class Broken(Classifier):
+        def configure_callbacks(self) -> Any:
+            raise ArithmeticError("no callbacks")
+
+    trainer = tw.Trainer(max_epochs=1, callbacks=[Named("own")], **QUIET)
+    for call in (trainer.fit, trainer.validate):
+        with pytest.raises(ArithmeticError, match="no callbacks"):
+            call(Broken(), make_loader(8))
+        assert (trainer.stage, trainer.training, names(trainer)) == (None, False, ["own"])
+    trainer.fit(Classifier(), make_loader(8))
+    assert trainer.global_step == 2
+
+
+def test_a_toggled_optimizer_is_untoggled_after_an_error() -> None:
+    class Toggles(Classifier):
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].bias.requires_grad = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.net[index].parameters(), lr=0.1) for index in (0, 3)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+            self.toggle_optimizer(self.optimizers()[1])
+            assert not self.net[0].weight.requires_grad
+            raise ArithmeticError("between toggle and untoggle")
+
+    module = Toggles()
+    with pytest.raises(ArithmeticError, match="between toggle and untoggle"):
+        fit(module)
+    assert {name for name, each in module.named_parameters() if not each.requires_grad} == {"net.0.bias"}
+
+
+# -- the end of a run ----------------------------------------------------------------------------------------------------
+
+
+class Ending(tw.Callback):
+    """Fails where it is told to, and notes what it was told."""
+
+    def __init__(self, calls: list[str], *failing: str) -> None:
+        self.calls, self.failing = calls, failing
+
+    def told(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.failing:
+            raise LookupError(f"{name} failed")
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        self.told("setup")
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.told("on_exception")
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        self.told("teardown")
+
+
+class Closing(CSVLogger):
+    """Notes how it was left."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.left: list[str] = []
+
+    def finalize(self, status: Any) -> None:
+        self.left.append(status)
+        super().finalize(status)
+
+    def close(self) -> None:
+        self.left.append("closed")
+        super().close()
+
+
+@pytest.mark.parametrize("where", ["setup", "training_step", "teardown"])
+def test_the_first_error_comes_out_and_the_rest_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    calls: list[str] = []
+
+    class Broken(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if where == "training_step":
+                raise ArithmeticError("training_step failed")
+            return super().training_step(batch, batch_idx)
+
+        def setup(self, stage: str) -> None:
+            if where == "setup":
+                raise ArithmeticError("setup failed")
+
+        def teardown(self, stage: str) -> None:
+            calls.append("module teardown")
+            raise LookupError("the module's teardown failed")
+
+    class Data(tw.DataModule):
+        def train_dataloader(self) -> Any:
+            return make_loader(8)
+
+        def on_exception(self, exception: BaseException) -> None:
+            calls.append("data on_exception")
+
+        def teardown(self, stage: str) -> None:
+            calls.append("data teardown")
+
+    failing = Ending(calls, "teardown", "on_exception")
+    logger = Closing(tmp_path)
+    trainer = tw.Trainer(
+        max_epochs=1, limit_val_batches=0, callbacks=[failing, Ending(calls)], **{**QUIET, "logger": logger}
+    )
+    module = Broken()
+    kind = LookupError if where == "teardown" else ArithmeticError
+    with pytest.raises(kind, match=f"{where} failed"):
+        trainer.fit(module, datamodule=Data())
+    ends = ["data teardown", "teardown", "teardown", "module teardown"]
+    told = [] if where == "teardown" else ["on_exception", "on_exception", "data on_exception"]
+    assert calls == ["setup", "setup", *told, *ends]
+    assert logger.left == ["failed", "closed"]
+    said = capsys.readouterr().err
+    assert "LookupError: the module's teardown failed" in said
+    assert ("LookupError: on_exception failed" in said) is (where != "teardown")
+    assert (trainer.stage, trainer.training) == (None, False)
+
+
+def test_rows_that_are_logged_in_teardown_are_written(tmp_path: Path) -> None:
+    class Last(tw.Callback):
+        def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+            trainer.logger.log_metrics({"final": 0.25}, step=99)
+
+    trainer = fit(Classifier(), callbacks=[Last()], logger=CSVLogger(tmp_path))
+    rows = Path(str(trainer.log_dir), "metrics.csv").read_text().splitlines()
+    assert "final" in rows[0].split(",")
+    assert rows[-1].split(",")[0] == "99"
+    assert "0.25" in rows[-1].split(",")
+
+
+# -- limits --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "settings", "steps"),
+    [({0: 4}, {}, 9), ({0: 1, 1: 2, 2: 8}, {}, 11 + 6 + 2), ({1: 3}, {}, 11 + 4 + 4), ({0: 4}, {"max_steps": 5}, 5)],
+)
+def test_the_steps_to_come_know_of_scheduled_windows(
+    scheduling: dict[int, int], settings: dict[str, Any], steps: int
+) -> None:
+    class Planned(Classifier):
+        def configure_optimizers(self) -> Any:
+            self.planned = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    module = Planned()
+    scheduler = tw.GradientAccumulationScheduler(scheduling)
+    trainer = fit(module, make_loader(44), max_epochs=3, callbacks=[scheduler], **settings)
+    assert (module.planned, trainer.global_step) == (steps, steps)
+
+
+def test_two_limits_of_the_time_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_time=.* and a Timer in callbacks= both limit the time; leave out one"):
+        tw.Trainer(max_time="00:01:00:00", callbacks=[tw.Timer("00:00:30:00")], **QUIET)
+
+
+@pytest.mark.parametrize("limit", [0, 0.0])
+def test_a_limit_of_zero_leaves_out_what_it_limits(limit: int | float) -> None:
+    module, calls = Classifier(), []
+    before = weights(module)
+
+    class Watch(tw.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            calls.append("train")
+
+        def on_test_start(self, trainer: Any, module: Any) -> None:
+            calls.append("test")
+
+        def on_fit_end(self, trainer: Any, module: Any) -> None:
+            calls.append("fit end")
+
+    limits = {"limit_train_batches": limit, "limit_test_batches": limit}
+    trainer = fit(module, callbacks=[Watch()], **limits)
+    assert (trainer.global_step, trainer.current_epoch) == (0, 0)
+    assert_equal(weights(module), before)
+    assert trainer.test(module, make_loader(4), verbose=False) == []
+    assert calls == ["fit end"]
