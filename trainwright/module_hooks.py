@@ -72,7 +72,7 @@ class ModuleHooks:
         """Called last of all, on every rank, after a failure too."""
 
     def on_fit_start(self) -> None:
-        """Called once the model and the optimizers are prepared, before a checkpoint is restored."""
+        """Called once the model and the optimizers are prepared, before weights and optimizers are taken from a checkpoint."""
 
     def on_fit_end(self) -> None:
         """Called after on_train_end."""

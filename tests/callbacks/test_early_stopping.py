@@ -84,6 +84,13 @@ def test_what_ends_a_run(
     assert callback.stopping_reason_message in capsys.readouterr().err
 
 
+def test_the_reason_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for verbose, stopped in ((False, 1), (True, 1), (False, 0)):
+        callback = EarlyStopping("score", patience=1 if stopped else 9, verbose=verbose)
+        run(callback, [3.0], min_epochs=4 if not verbose else None)
+        assert capsys.readouterr().err.count("score did not become better in 1 checks") == stopped
+
+
 def test_training_metrics_are_followed_with_and_without_validation() -> None:
     """A training metric is there at the epoch's end only, after the validation."""
     for has_validation in (True, False):

@@ -66,8 +66,8 @@ def test_what_is_kept(tmp_path: Path, kwargs: dict[str, Any], kept: list[int], b
 
 
 def test_a_score_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
-    callback = run(tmp_path, [float("nan"), 2.0, float("-inf"), float("nan")], save_last=True)
-    assert names(tmp_path) == ["epoch=1-step=22.ckpt", "epoch=3-step=44.ckpt"]
+    callback = run(tmp_path, [2.0, float("nan"), float("-inf"), float("nan")], save_last=True)
+    assert names(tmp_path) == ["epoch=0-step=11.ckpt", "epoch=3-step=44.ckpt"]
     assert callback.best_model_score == 2.0
 
 

@@ -69,6 +69,33 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
 
 
+def test_a_narrow_terminal_shows_the_bar_and_whole_numbers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Long(Shown):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("seen", 12345.0, prog_bar=True)
+            self.log_dict({f"a_long_name_{index}": 1.23456 for index in range(9)}, prog_bar=True)
+
+    terminal(monkeypatch)
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda file: (110, 40))
+    trainer = tw.Trainer(max_epochs=2, callbacks=[tw.TQDMProgressBar(refresh_seconds=0.0)], **SETTINGS)
+    trainer.fit(Long(), make_loader(), make_loader(4))
+    frames = [frame for frame in capsys.readouterr().err.replace("\n", "\r").split("\r") if frame.startswith("Epoch")]
+    assert max(map(len, frames)) <= 110
+    assert min(len(frame.split("|")[1]) for frame in frames) >= 10
+    assert "a_long_name_0=1.23" in frames[-1]
+    assert "seen=12345" in frames[-1]
+    # An epoch is never at its beginning with the metrics that its end has.
+    assert not any("0/11" in frame and "seen" in frame for frame in frames if frame.startswith("Epoch 0:   0%"))
+
+
+def test_two_bars_are_refused() -> None:
+    trainer = tw.Trainer(max_epochs=1, callbacks=[tw.TQDMProgressBar(), tw.TQDMProgressBar(2)], **SETTINGS)
+    with pytest.raises(ValueError, match="holds 2 progress bars"):
+        trainer.fit(Shown(), make_loader())
+
+
 def test_bars_of_several_loaders_and_of_prediction(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,7 @@ class Callback:
         """Called when the run ends by an exception, on the rank that raised it."""
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        """Called once the model and the optimizers are prepared, before a checkpoint is restored."""
+        """Called once the model and the optimizers are prepared, before weights and optimizers are taken from a checkpoint."""
 
     def on_fit_end(self, trainer: Trainer, module: Module) -> None:
         """Called after on_train_end."""

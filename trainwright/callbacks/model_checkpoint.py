@@ -162,6 +162,7 @@ class ModelCheckpoint(Callback):
 
         self.best_k_models = {path: _scalar(score) for path, score in state["best_k_models"].items() if is_ours(path)}
         last, place = state["last_model_path"], state.get("place", "")
+        self._place = place
         self.last_model_path = last if is_ours(last) else ""
         self._unrenamed = (place, last, state["best_k_models"].get(last)) if place != last else ("", "", None)
         current = state.get("current_score")

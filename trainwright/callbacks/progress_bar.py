@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 NEVER = math.inf
 BAR_WIDTH = 10
 """What the metrics leave to the bar, in columns."""
+NARROW = f"{{l_bar}}{{bar:{BAR_WIDTH}}}| {{n_fmt}}/{{total_fmt}} [{{remaining}}, {{rate_fmt}}{{postfix}}]"
+"""How a line looks in which the metrics would leave less."""
 
 
 class TQDMProgressBar(Callback):
@@ -156,7 +158,7 @@ class TQDMProgressBar(Callback):
             bar.bar_format = None
             parts = str(bar).split("|")
             if len(parts) > 2 and len(parts[1]) < BAR_WIDTH:
-                bar.bar_format = f"{{l_bar}}{{bar:{BAR_WIDTH}}}{{r_bar}}"
+                bar.bar_format = NARROW
 
     def _write_line(self, trainer: Trainer, module: Module, batches: int) -> None:
         metrics = rounded(self.get_metrics(trainer, module))

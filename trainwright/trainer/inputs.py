@@ -131,6 +131,10 @@ def choose_checkpoint(
         path = entry.path if entry is not None else ""
     path = engine.agreed(path)  # every rank looks at the folder at its own moment
     if not path:
+        if ckpt_path == "best" and callback.last_model_path:
+            raise CheckpointError(
+                "ckpt_path='best': the metric was never finite, so no checkpoint is the best; pass 'last', or a path."
+            )
         if ckpt_path == "best":
             raise CheckpointError(
                 "ckpt_path='best': no checkpoint was saved by this trainer's ModelCheckpoint. Run fit first, or pass 'last' or "

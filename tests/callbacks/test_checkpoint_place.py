@@ -1,0 +1,192 @@
+"""ModelCheckpoint: what takes the name of another, and what is kept while there is no finite metric to judge by."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import run_job
+from small import QUIET, Classifier, make_loader
+
+import trainwright as tw
+from trainwright.callbacks.checkpoint_place import replace_checkpoint
+from trainwright.checkpoint.store import find_checkpoints, is_checkpoint, latest_checkpoint
+
+NAN = math.nan
+
+
+class Scored(Classifier):
+    """Logs a given score each epoch."""
+
+    def __init__(self, scores: list[float]) -> None:
+        super().__init__()
+        self.scores = scores
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", self.scores[self.current_epoch])
+        self.log("other", 7.0)
+
+
+def run(folder: Path, scores: list[float], ckpt_path: str | None = None, **kwargs: Any) -> tw.ModelCheckpoint:
+    callback = tw.ModelCheckpoint(str(folder), **{"monitor": "score", **kwargs})
+    trainer = tw.Trainer(max_epochs=len(scores), callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
+    trainer.fit(Scored(scores), make_loader(), make_loader(4), ckpt_path=ckpt_path)
+    return callback
+
+
+def found(folder: Path) -> dict[str, int]:
+    """Return the checkpoints of a folder with the epochs they have seen; there is nothing else in it."""
+    entries = {Path(entry.path).name: entry.epoch + 1 for entry in find_checkpoints(str(folder))}
+    assert sorted(entries) == sorted(os.listdir(folder))
+    return entries
+
+
+# -- a metric that is not finite -----------------------------------------------------------------------------------------
+
+
+def test_the_newest_is_kept_while_the_metric_is_not_finite(tmp_path: Path) -> None:
+    scores = [NAN, math.inf, NAN]
+    with pytest.warns(UserWarning, match=r"save by 'score', which is nan, not finite; .* the newest") as caught:
+        callback = run(tmp_path, scores)
+    assert len(caught) == 1
+    assert found(tmp_path) == {"epoch=2-step=33.ckpt": 3}
+    assert (callback.best_model_path, callback.best_k_models, callback.best_model_score) == ("", {}, None)
+    assert callback.last_model_path == f"{tmp_path}/epoch=2-step=33.ckpt"
+    # A resumed run knows it; it stays for the run which goes on from it, and its like of that run goes.
+    with pytest.warns(UserWarning, match="not finite"):
+        callback = run(tmp_path, [*scores, NAN, 2.0, NAN, 3.0], "last")
+    assert found(tmp_path) == {"epoch=2-step=33.ckpt": 3, "epoch=4-step=55.ckpt": 5}
+    assert callback.best_model_path == callback.last_model_path == f"{tmp_path}/epoch=4-step=55.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "kept"),
+    [({"save_top_k": -1}, [1, 3]), ({"save_top_k": 2, "save_last": True}, [1, 3, 4]), ({"filename": "best"}, [3])],
+)
+def test_a_finite_metric_ends_that(tmp_path: Path, kwargs: dict[str, Any], kept: list[int]) -> None:
+    with pytest.warns(UserWarning, match="not finite") as caught:
+        run(tmp_path, [NAN, 2.0, NAN, 1.0, NAN], **kwargs)
+    assert len(caught) == 1
+    assert sorted(found(tmp_path).values()) == [epoch + 1 for epoch in kept]
+
+
+def test_nothing_is_kept_where_nothing_is_wanted(tmp_path: Path) -> None:
+    run(tmp_path / "none", [NAN, NAN], save_top_k=0)
+    assert not (tmp_path / "none").exists()
+
+
+def test_saves_before_the_metrics_of_a_name_are_there(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="was not logged yet") as caught:
+        callback = run(tmp_path, [1.0, 2.0], every_n_train_steps=4, filename="{step}-{score:.1f}-{other:.0f}")
+    assert len(caught) == 1
+    assert callback.best_model_score == 1.0
+    assert sorted(found(tmp_path)) == ["step=12-score=1.0-other=7.ckpt"]
+
+
+# -- the name of the one that goes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("saves", [1, 2, 3, 4])
+def test_one_name_for_all_is_the_plain_one(tmp_path: Path, saves: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it was saved; at each moment a whole checkpoint is there."""
+    seen = []
+
+    def watched(place: str, path: str) -> None:
+        seen.append((is_checkpoint(place), is_checkpoint(path)))
+        replace_checkpoint(place, path)
+
+    monkeypatch.setattr("trainwright.callbacks.model_checkpoint.replace_checkpoint", watched)
+    callback = run(tmp_path, [float(-save) for save in range(saves)], filename="best")
+    assert found(tmp_path) == {"best.ckpt": saves}
+    assert seen == [(True, True)] * (saves - 1)
+    path = f"{tmp_path}/best.ckpt"
+    assert callback.best_model_path == callback.last_model_path == callback.kth_best_model_path == path
+    assert list(callback.best_k_models) == [path]
+    # A resumed run finds it, and leaves it alone.
+    again = run(tmp_path, [*[0.0] * saves, -9.0, -10.0, -11.0], "last", filename="best")
+    assert found(tmp_path) == {"best-v1.ckpt": saves + 3, "best.ckpt": saves}
+    assert again.best_model_path == f"{tmp_path}/best-v1.ckpt"
+    assert again.best_model_score == -11.0
+
+
+def test_each_of_several_keeps_its_name(tmp_path: Path) -> None:
+    callback = run(tmp_path, [3.0, 2.0, 4.0, 1.0, 0.0, 5.0], filename="best", save_top_k=2, save_last=True)
+    assert found(tmp_path) == {"best-v1.ckpt": 5, "best.ckpt": 4, "best-v2.ckpt": 6}
+    assert callback.last_model_path == f"{tmp_path}/best-v2.ckpt"
+    assert {Path(path).name: score for path, score in callback.best_k_models.items()} == {
+        "best.ckpt": 1.0,
+        "best-v1.ckpt": 0.0,
+    }
+
+
+def test_the_checkpoint_of_another_run_is_left_alone(tmp_path: Path) -> None:
+    run(tmp_path, [5.0], filename="best")
+    callback = run(tmp_path, [3.0, 2.0, 1.0], filename="best")
+    assert found(tmp_path) == {"best.ckpt": 1, "best-v1.ckpt": 3}
+    assert callback.best_model_path == f"{tmp_path}/best-v1.ckpt"
+
+
+@pytest.mark.parametrize("old_one_is_gone", [True, False])
+def test_a_run_that_was_killed_before_the_renaming(tmp_path: Path, old_one_is_gone: bool) -> None:
+    """The newest checkpoint has the place where it was written, and knows of a path that is not its own."""
+
+    class Killed(BaseException):
+        pass
+
+    def killed(place: str, path: str) -> None:
+        if old_one_is_gone:
+            tw.callbacks.model_checkpoint.remove_checkpoint(path)
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainwright.callbacks.model_checkpoint.replace_checkpoint", killed)
+        with pytest.raises(Killed):
+            run(tmp_path, [3.0, 2.0], filename="best")
+    entry = latest_checkpoint(str(tmp_path))
+    assert entry is not None
+    assert entry.path == f"{tmp_path}/best-v1.ckpt"
+    callback = run(tmp_path, [3.0, 2.0, 2.5], "last", filename="best")
+    assert {path: score.item() for path, score in callback.best_k_models.items()} == {entry.path: 2.0}
+    assert callback.best_model_path == callback.last_model_path == entry.path
+
+
+def two_ranks(folder: Path) -> list[Any]:
+    class RankScored(Classifier):
+        """Rank 1's scores are finite, and always better; rank 0's are not finite at first."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            step = float(self.global_step)
+            self.log("own", -step if self.global_rank else NAN if self.current_epoch < 2 else 100.0 - step)
+            return loss
+
+    said = []
+    for epochs in (2, 4):
+        callback = tw.ModelCheckpoint(str(folder / str(epochs)), monitor="own", filename="best")
+        trainer = tw.Trainer(
+            max_epochs=epochs, devices=2, callbacks=[callback], **{**QUIET, "enable_checkpointing": True}
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("warnings.warn", lambda text, **kwargs: said.append(text))
+            trainer.fit(RankScored(), make_loader())
+        assert is_checkpoint(callback.last_model_path)  # on each rank, once the fit is over
+        said.append(callback.state_dict())
+    return said
+
+
+def test_two_ranks_keep_alike(tmp_path: Path) -> None:
+    first, second = run_job(two_ranks, 2, tmp_path)
+    texts = [text for text in first if isinstance(text, str)]
+    assert len(texts) == 2
+    assert all("not finite" in text for text in texts)
+    states = [state for state in first if isinstance(state, dict)]
+    scores = [state.pop("current_score") for state in states]
+    assert math.isnan(scores[0])
+    others = [{key: value for key, value in state.items() if key != "current_score"} for state in second]
+    assert states == others
+    assert found(tmp_path / "2") == {"best.ckpt": 2}
+    assert found(tmp_path / "4") == {"best.ckpt": 4}
+    assert (states[0]["best_model_path"], states[1]["best_model_path"]) == ("", f"{tmp_path}/4/best.ckpt")
