@@ -101,7 +101,7 @@ def test_a_backend_is_picked_for_the_device() -> None:
         pick_backend("toaster")
 
 
-def test_deterministic_cublas_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_cublasis_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     prepare_deterministic()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # what the user chose stays

@@ -96,7 +96,7 @@ def test_the_simple_profiler_prints_a_table(capsys: pytest.CaptureFixture[str]) 
     assert profiler.durations["training_step"].calls == 2  # of that run alone
 
 
-def test_a_file_is_written_where_one_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_written_where_oneis_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(SimpleProfiler(filename="times", extended=False), batches=2, log_dir=tmp_path / "logs")
     text = (tmp_path / "logs" / "fit-times-0.txt").read_text()
     assert "Calls" not in text

@@ -535,7 +535,7 @@ def test_the_steps_to_come_are_known_when_optimizers_are_made() -> None:
         tw.Trainer(**QUIET).estimated_stepping_batches
 
 
-def test_inference_mode_where_it_is_asked_for() -> None:
+def test_inference_mode_where_itis_asked_for() -> None:
     seen: list[Any] = []
 
     class Watching(Diary):

@@ -18,6 +18,9 @@ class Callback:
     runs_last = False
     """True: called after the others, and at an epoch's end after the module too (it judges what they logged)."""
 
+    reads_outputs = True
+    """False: on_train_batch_end does not look at the outputs, which are then not made ready for it."""
+
     @property
     def state_key(self) -> str:
         """Return the name under which a checkpoint keeps this callback's state; unlike for unlike settings."""

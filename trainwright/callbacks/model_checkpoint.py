@@ -67,6 +67,7 @@ class ModelCheckpoint(Callback):
     """
 
     runs_last = True
+    reads_outputs = False
 
     def __init__(
         self,

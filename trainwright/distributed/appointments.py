@@ -56,7 +56,7 @@ class Appointment:
         self._synchronize = synchronize
         self._lock = threading.Lock()  # between the loop and the watcher; ask() takes none
         self._wants = False
-        self._is_asked = False
+        self.is_asked = False
         # The loop's alone to write:
         self._round = 0
         self._posted_round = -1
@@ -73,14 +73,14 @@ class Appointment:
         """
         self._wants = True
         if self._store is None:
-            self._is_asked = True
+            self.is_asked = True
 
     def is_due(self, step: int) -> bool:
         """Whether the appointment is now. Call at every boundary on every rank, with the same steps, none less than the last.
 
         One attribute read while nothing is asked for; then a few reads of the store at each boundary until it was kept.
         """
-        return self._is_asked and self._is_kept(step)
+        return self.is_asked and self._is_kept(step)
 
     def tell(self, store: Store) -> bool:
         """For the watcher: post what was asked for here; return whether there was something new to post."""
@@ -101,12 +101,12 @@ class Appointment:
         if is_asked:
             with self._lock:
                 if self._round == current:
-                    self._is_asked = True
+                    self.is_asked = True
 
     def _is_kept(self, step: int) -> bool:
         store = self._store
         if store is None:
-            self._wants = self._is_asked = False
+            self._wants = self.is_asked = False
             return True
         if self._posted_round != self._round:
             store.set(self._post(self._round, self.rank), str(step + 1))
@@ -130,7 +130,7 @@ class Appointment:
             self._agreed_step = None
             self._round = finished + 1
             self._wants = False  # what is asked from here on is for the next round
-            self._is_asked = False
+            self.is_asked = False
         # Every rank has posted in this round, so every rank has done with the one before it.
         if finished > 0:
             store.delete_key(self._post(finished - 1, self.rank))

@@ -117,6 +117,7 @@ class TrainingRun:
         hooks = self.hooks
         self.before_zero_grad, self.before_backward = hooks["on_before_zero_grad"], hooks["on_before_backward"]
         self.after_backward, self.before_step = hooks["on_after_backward"], hooks["on_before_optimizer_step"]
+        self.clears_plainly = not self.before_zero_grad and "optimizer_zero_grad" not in self.own
 
     @property
     def validates_within(self) -> bool:
@@ -201,6 +202,8 @@ def fit_epoch(run: TrainingRun) -> None:
         for optimizer in trainer.optimizers:
             use_fused(optimizer, [run.module])  # a hook may have added groups
     batch_start, batch_end = hooks["on_train_batch_start"], hooks["on_train_batch_end"]
+    stop, may_end = trainer.stop_appointment, trainer.settings.max_steps != -1
+    assert stop is not None
     log_every, validates_within = trainer.settings.log_every, run.validates_within
     is_last = run.num_batches is not None and state.batch >= run.num_batches
     if validates_within and state.batch and not is_last and validation_is_due(run):
@@ -226,7 +229,9 @@ def fit_epoch(run: TrainingRun) -> None:
         stepped = state.step != steps_before
         state.batches_that_stepped += stepped
         if batch_end:
-            hooks.call("on_train_batch_end", read_outputs(outputs), batch, index)
+            collector.hook, given = "on_train_batch_end", read_outputs(outputs) if hooks.outputs_are_read else {}
+            for hook in batch_end:
+                hook(given, batch, index)
         run.is_within_batch = False
         if stepped and log_every and state.batches_that_stepped % log_every == 0:
             logbook.log_step()
@@ -234,7 +239,7 @@ def fit_epoch(run: TrainingRun) -> None:
             trainer.save_waiting()
         if validates_within and not is_last and validation_is_due(run):
             validate(run, within=True)
-        if (stepped or run.is_manual) and trainer.wants_to_stop:
+        if (stepped or run.is_manual) and (may_end or stop.is_asked or trainer.should_stop) and trainer.wants_to_stop:
             break
     else:
         refuse_short_epoch(run, is_last or is_stopped)
@@ -315,13 +320,19 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
     arguments = (batch, index) if run.takes_index else (batch,)
     if run.is_manual:
         return engine.run(run.module, "training_step", *arguments)
-    place = index % run.accumulate
-    if place == 0:
-        clear_gradients(run, index)
-    at_end = is_last or run.pulls or place == run.accumulate - 1
-    if run.accumulate > 1:
+    if run.accumulate == 1:
+        place, at_end = 0, True
+    else:
+        place = index % run.accumulate
+        at_end = is_last or place == run.accumulate - 1
         engine.sync_gradients(at_end)
-    weight = round_weight(run, index) if is_last or index in run.round_ends else 1.0
+    if place == 0:
+        if run.clears_plainly and optimizer is not None:
+            optimizer.zero_grad()
+            run.window_has_gradients = False
+        else:
+            clear_gradients(run, index)
+    weight = round_weight(run, index) if is_last or (run.round_ends and index in run.round_ends) else 1.0
     if weight == 0.0:  # this rank has no sample of its own in the last round
         with discarded(run.module, run.trainer.logbook.collector):
             outputs = engine.run(run.module, "training_step", *arguments)

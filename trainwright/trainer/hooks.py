@@ -87,6 +87,11 @@ class HookTable:
             if name.endswith(("_batch_start", "_batch_end")) and "train" not in name:
                 calls = [_with_loader_index(each, 2 if name.endswith("_start") else 3) for each in calls]
             self._calls[name] = tuple(calls)
+        readers = [
+            each for each in ordered if is_overridden("on_train_batch_end", each, Callback) and each.reads_outputs
+        ]
+        self.outputs_are_read = bool(readers) or is_overridden("on_train_batch_end", module, Module)
+        """Whether a training step's outputs have to be made ready for on_train_batch_end."""
         self.reduced_early = frozenset(name for name in EPOCH_ENDS if self._calls[name])
         """The ends of epochs whose hooks see the epoch's values; alike on every rank once the trainer has agreed on it."""
 
