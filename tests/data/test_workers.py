@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from small import QUIET, Classifier, make_loader
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+import trainwright as tw
+from trainwright.data.combined import CombinedLoader
 from trainwright.data.loaders import ShardedLoader
 
 
@@ -102,3 +108,28 @@ def test_a_failed_job_with_workers_leaves_no_folder(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "rank 1 of 2 failed first (ArithmeticError: boom)" in done.stderr
     assert list(temporary.glob("pymp-*")) == []
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_no_worker_outlives_its_run(persistent: bool) -> None:
+    """Neither those that stay from epoch to epoch nor those of an epoch that was left; and nobody waits for them later."""
+
+    def loader() -> DataLoader[Any]:
+        return make_loader(40, 4, num_workers=2, persistent_workers=persistent)
+
+    class Broken(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.current_epoch == 1 and batch_idx == 3:
+                raise ArithmeticError("no such luck")
+            return super().training_step(batch, batch_idx)
+
+    tw.Trainer(max_epochs=2, **QUIET).fit(Classifier(), loader(), {"a": loader(), "b": loader()})
+    assert multiprocessing.active_children() == []
+    with pytest.raises(ArithmeticError):
+        tw.Trainer(max_epochs=2, **QUIET).fit(Broken(), CombinedLoader([loader(), loader()], "sequential"), loader())
+    assert multiprocessing.active_children() == []
+    tw.Trainer(limit_test_batches=2, **QUIET).test(Classifier(), loader())
+    assert multiprocessing.active_children() == []
+    began = time.monotonic()
+    gc.collect()
+    assert time.monotonic() - began < 4 * 5  # a worker that is waited for costs 5 s

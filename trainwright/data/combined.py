@@ -170,6 +170,11 @@ class ShardedCombination:
                 part.share.most = end  # so that no worker reads on
             part.set_epoch(self._seed_of(index), epoch, start)
 
+    def close(self) -> None:
+        """End the workers that still run."""
+        for part in self.parts:
+            part.close()
+
     def _seed_of(self, index: int) -> int:
         return self._seed if index == 0 else derive_seed(self._seed, index)
 

@@ -57,6 +57,7 @@ class Appointment:
         self._lock = threading.Lock()  # between the loop and the watcher; ask() takes none
         self._wants = False
         self.is_asked = False
+        """Whether it was asked for, as far as this rank knows; while it is not, `is_due` need not be called."""
         # The loop's alone to write:
         self._round = 0
         self._posted_round = -1

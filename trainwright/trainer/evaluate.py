@@ -54,6 +54,8 @@ class Evaluation:
             return
         engine = self.trainer.engine
         loaders = self.source.load()
+        for _, loader in self.loaders:
+            loader.close()
         self.loaders = evaluation_loaders(
             loaders,
             rank=engine.rank,
@@ -63,6 +65,7 @@ class Evaluation:
         )
         if self.source.owner is None:
             self._refuse_empty()
+        self.trainer.open_loaders += [loader for _, loader in self.loaders]
         self.is_loaded = True
         are_named = all(name is not None for name, _ in self.loaders)
         self.arguments = read_step(self.module, f"{self.stage}_step", len(self.loaders), are_named)

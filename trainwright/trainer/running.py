@@ -157,6 +157,8 @@ def _leave(trainer: Trainer, outcome: Outcome) -> None:
     for child in trainer.module.modules() if trainer.module is not None else ():
         if isinstance(child, Module):
             child.untoggle_optimizer()
+    while trainer.open_loaders:
+        outcome.after(trainer.open_loaders.pop().close)
     outcome.after(trainer.profiler.describe)
     outcome.after(trainer.profiler.teardown, stage)
 

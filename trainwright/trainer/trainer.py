@@ -193,6 +193,8 @@ class Trainer(Status):
         """The checkpoint that the present or the latest run was given."""
         self.resume_source: str | None = None
         """The checkpoint that this fit was resumed from."""
+        self.open_loaders: list[Any] = []
+        """The shares of loaders whose workers end with the run."""
         self.validation_clock: IntervalClock | None = None
         self.compiled: Compiled | None = None
         self.stop_appointment: Appointment | None = None

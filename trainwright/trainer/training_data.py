@@ -35,6 +35,8 @@ def take_training_data(run: TrainingRun, loaders: Any) -> None:
         ValueError: no batch, ranks with loaders of different lengths, or an interval that does not fit.
     """
     trainer, engine, settings = run.trainer, run.engine, run.trainer.settings
+    if run.loader is not None:
+        run.loader.close()
     run.loader = loader = shard(
         loaders,
         rank=engine.rank,
@@ -44,6 +46,7 @@ def take_training_data(run: TrainingRun, loaders: Any) -> None:
         **trainer.loader_options,
         in_order=bool(trainer.given_settings.overfit_batches),
     )
+    trainer.open_loaders.append(loader)
     limit = settings.limit_train_batches
     trainer.train_dataloader = loaders
     length = limited(loader.length, limit)
