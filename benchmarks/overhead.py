@@ -121,6 +121,11 @@ def trainwright_trainer_silent(steps: int) -> float:
     return trainwright_trainer(steps, log=False)
 
 
+def trainwright_trainer_fused(steps: int) -> float:
+    """Bare, with the optimizer fused, as the Trainer does by default."""
+    return trainwright_trainer(steps, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+
+
 def trainwright_trainer_dressed(steps: int) -> float:
     """With progress bar, CSV logger, summary and a checkpoint; the optimizer's flags as they are."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
@@ -299,6 +304,7 @@ LOOPS: tuple[Callable[[int], float], ...] = (
     hand_written_fused,
     trainwright_trainer,
     trainwright_trainer_silent,
+    trainwright_trainer_fused,
     trainwright_trainer_dressed,
     trainwright_trainer_out_of_the_box,
     trainwright_accelerator,
