@@ -141,3 +141,4 @@ def test_the_rates_are_among_the_callback_metrics(tmp_path: Path) -> None:
 def test_a_trial_run_needs_no_logger() -> None:
     trainer = tw.Trainer(callbacks=[LearningRateMonitor()], fast_dev_run=True, **{**QUIET, "logger": True})
     trainer.fit(Classifier(), make_loader())
+    assert trainer.global_step == 1

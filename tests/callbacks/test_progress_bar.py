@@ -201,8 +201,10 @@ def test_lines_of_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_bar_is_copied_without_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     class Copies(tw.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            copy.deepcopy(bar)
+            copies.append(copy.deepcopy(bar))
 
     terminal(monkeypatch)
+    copies: list[tw.TQDMProgressBar] = []
     bar = tw.TQDMProgressBar(refresh_seconds=0.0)
     tw.Trainer(max_epochs=1, callbacks=[bar, Copies()], **SETTINGS).fit(Shown(), make_loader(8))
+    assert [(each._train_bar, each.refresh_rate) for each in copies] == [(None, bar.refresh_rate)] * 2

@@ -30,6 +30,8 @@ class LearningRateMonitor(Callback):
     What is logged stands in trainer.callback_metrics too, for a checkpoint's name or a monitor.
     """
 
+    reads_outputs = False
+
     def __init__(
         self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False
     ) -> None:

@@ -35,8 +35,8 @@ class TQDMProgressBar(Callback):
         line_seconds: where the output is no terminal, least time between two plain lines within an epoch.
     """
 
-    runs_last = True
-    reads_outputs = False  # at an epoch's end its own metrics are there
+    runs_last = True  # at an epoch's end its own metrics are there
+    reads_outputs = False
 
     def __init__(
         self,

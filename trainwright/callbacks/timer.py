@@ -29,6 +29,8 @@ class Timer(Callback):
     Time counts from the first batch on, validation within fit included; the time before a resume counts too.
     """
 
+    reads_outputs = False
+
     def __init__(
         self,
         duration: str | timedelta | dict[str, float] | None = None,

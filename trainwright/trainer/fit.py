@@ -135,8 +135,9 @@ class TrainingRun:
             pairs = self.trainer.profiler.timed_iterator(pairs, "train_dataloader_next")
         if transfer is not None and not self.pulls:
             if transfer.may_go_ahead:
-                pairs = iter(Prefetcher(pairs, self.engine.device, ahead=self.loader.may_read_ahead))
-            pairs = ((transfer(batch), is_last) for batch, is_last in pairs)
+                moved = Prefetcher(pairs, self.engine.device, ahead=self.loader.may_read_ahead)
+                return ((transfer.arrived(batch), is_last) for batch, is_last in moved)
+            return ((transfer(batch), is_last) for batch, is_last in pairs)
         return self._pulled(pairs) if self.pulls else pairs
 
     def _all_have(self, has_batch: bool) -> bool:

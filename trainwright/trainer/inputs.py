@@ -76,10 +76,6 @@ def check_module(module: Any, needed: list[str], call: str) -> None:
 def check_loader(loader: Any, argument: str, call: str, hook: str) -> Any:
     """Return the loaders; refuse what is none (TypeError)."""
     if loader is None:
-        if argument.startswith("what "):
-            raise TypeError(
-                f"{argument.removeprefix('what ')} None; return a torch DataLoader, or an iterable of batches."
-            )
         raise TypeError(
             f"trainer.{call} was given no {argument}; pass a torch DataLoader, or an iterable of batches, or define {hook} on "
             "the module or on a DataModule."

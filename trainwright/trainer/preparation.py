@@ -19,7 +19,7 @@ from trainwright.strategies.base import Optimization
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.fit import TrainingRun
 from trainwright.trainer.optimization import closure_is_wanted
-from trainwright.trainer.sources import BatchTransfer, LoaderSource
+from trainwright.trainer.sources import LoaderSource, find_transfer
 from trainwright.trainer.steps import read_step
 from trainwright.trainer.training_data import load_training_data
 
@@ -58,7 +58,6 @@ def prepare_fit(trainer: Trainer, module: Module, source: LoaderSource, validati
     engine.prepare_module(
         module, Optimization(automatic, settings.clip_norm, settings.clip_value, settings.accumulate_grad_batches)
     )
-    transfer = BatchTransfer(engine, module, trainer.datamodule)
     trainer.run = run = TrainingRun(
         trainer=trainer,
         engine=engine,
@@ -72,14 +71,13 @@ def prepare_fit(trainer: Trainer, module: Module, source: LoaderSource, validati
         schedulers=[],
         accumulate=settings.accumulate_grad_batches,
         clip=engine.clipper(settings.clip_norm, settings.clip_value),
-        transfer=transfer if transfer.is_needed else None,
+        transfer=find_transfer(engine, module, trainer.datamodule),
         takes_index=arguments.takes_index,
         pulls=arguments.pulls,
         own={name: _heard(trainer, module, name) for name in OWN_PARTS if is_overridden(name, module, Module)},
     )
-    if (
-        source.owner is None
-    ):  # given loaders are looked at before anything is run; hooks are called when it is their turn
+    # Given loaders are looked at before anything is run; hooks are called when it is their turn.
+    if source.owner is None:
         load_training_data(run)
         if validation is not None and validation.source.owner is None:
             validation.load()
@@ -139,7 +137,7 @@ def _prepare_optimizers(run: TrainingRun) -> None:
     ]
     if not run.is_manual and trainer.optimizers:
         run.optimizer = trainer.optimizers[0]
-        if closure_is_wanted(run.accumulate, engine, _own_kind(optimizers[0], run.optimizer)):
+        if closure_is_wanted(run.accumulate, engine, optimizers[0]):
             run.own["closure"] = True
     run.has_own_step = bool(run.own.keys() & {"optimizer_step", "configure_gradient_clipping", "closure"})
     if run.is_manual and not optimizers:
@@ -147,10 +145,6 @@ def _prepare_optimizers(run: TrainingRun) -> None:
             "automatic_optimization is False and configure_optimizers returned no optimizer: nothing is trained.",
             stacklevel=2,
         )
-
-
-def _own_kind(given: Optimizer, prepared: Optimizer) -> Optimizer:
-    return prepared if type(prepared) is type(given) else given
 
 
 def _heard(trainer: Trainer, module: Module, name: str) -> Callable[..., Any]:

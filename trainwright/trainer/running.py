@@ -21,7 +21,7 @@ from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.parts import with_the_modules
 from trainwright.trainer.preparation import prepare_module
 from trainwright.trainer.resume import open_with_hooks, restore_weights
-from trainwright.trainer.sources import BatchTransfer, find_source, read_datamodule
+from trainwright.trainer.sources import find_source, find_transfer, read_datamodule
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
@@ -220,10 +220,8 @@ def evaluating(
         if opened is not None:
             restore_weights(trainer, opened)
         trainer.engine.take_seed()
-        transfer = BatchTransfer(trainer.engine, module, given_datamodule)
-        yield Evaluation(trainer, module, stage, source, transfer if transfer.is_needed else None)
-    trainer.engine.optimizers = (
-        trained  # what was trained with can still be saved, unless the weights are other ones now
-    )
+        yield Evaluation(trainer, module, stage, source, find_transfer(trainer.engine, module, given_datamodule))
+    # What was trained with can still be saved, unless the weights are other ones now.
+    trainer.engine.optimizers = trained
     if not trained:
         trainer.optimizers, trainer.prepared_optimizers, trainer.lr_scheduler_configs = [], [], []

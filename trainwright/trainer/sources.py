@@ -50,9 +50,11 @@ class LoaderSource:
         """
         if self.given is not None or self.owner is None:
             return check_loader(self.given, self.argument, self.call, HOOKS[self.stage])
-        hook = HOOKS[self.stage]
-        loaders = getattr(self.owner, hook)()
-        return check_loader(loaders, f"what {type(self.owner).__name__}.{hook}() returned", self.call, hook)
+        hook = f"{type(self.owner).__name__}.{HOOKS[self.stage]}()"
+        loaders = getattr(self.owner, HOOKS[self.stage])()
+        if loaders is None:
+            raise TypeError(f"{hook} returned None; return a torch DataLoader, or an iterable of batches.")
+        return check_loader(loaders, f"what {hook} returned", self.call, HOOKS[self.stage])
 
 
 def find_source(
@@ -126,11 +128,21 @@ class BatchTransfer:
             batch = hooks["transfer_batch_to_device"](batch, self._device, loader_index)
         elif self._device.type != "cpu":
             batch = to_device(batch, self._device)
+        return self.arrived(batch, loader_index)
+
+    def arrived(self, batch: Any, loader_index: int = 0) -> Any:
+        """Return a batch that is on the device already as a step gets it."""
         if self._precision.converts_batch:
             batch = self._precision.convert_batch(batch)
-        if "on_after_batch_transfer" in hooks:
-            batch = hooks["on_after_batch_transfer"](batch, loader_index)
+        if "on_after_batch_transfer" in self._hooks:
+            batch = self._hooks["on_after_batch_transfer"](batch, loader_index)
         return batch
+
+
+def find_transfer(engine: Any, module: Module, datamodule: DataModule | None) -> BatchTransfer | None:
+    """Return what a batch goes through on its way to a step; None where it stays as it is."""
+    transfer = BatchTransfer(engine, module, datamodule)
+    return transfer if transfer.is_needed else None
 
 
 class PulledBatches(Iterator[tuple[Any, int, int]]):

@@ -39,7 +39,7 @@ from trainwright.trainer.preparation import prepare_fit
 from trainwright.trainer.resume import edit_with_hooks, open_with_hooks, rank_state, restore, restore_parts, run_state
 from trainwright.trainer.running import evaluating, refuse_nested, running
 from trainwright.trainer.settings import Settings, refuse_unknown
-from trainwright.trainer.sources import BatchTransfer, find_source, read_datamodule
+from trainwright.trainer.sources import find_source, find_transfer, read_datamodule
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Batches, Status
 from trainwright.trainer.table import format_table
@@ -443,8 +443,7 @@ class Trainer(Status):
             return None
         if self.settings.limit_val_batches == 0:
             return None  # by the setting, which is alike on every rank: one may have no batch of its own
-        transfer = BatchTransfer(self.engine, model, datamodule)
-        return Evaluation(self, model, "validation", source, transfer if transfer.is_needed else None)
+        return Evaluation(self, model, "validation", source, find_transfer(self.engine, model, datamodule))
 
     def _evaluate(
         self, call: str, stage: str, model: Any, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
