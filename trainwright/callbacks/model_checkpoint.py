@@ -256,11 +256,9 @@ class ModelCheckpoint(Callback):
                 print(f"save_on_exception: nothing is saved: {refusal}.", file=sys.stderr)
                 return
             stem = f"{self.dirpath}/exception-epoch={trainer.current_epoch}-step={trainer.global_step}"
-            path, _ = choose_place(
-                lambda version: f"{stem}{SUFFIX}" if version is None else f"{stem}-v{version}{SUFFIX}",
-                is_checkpoint,
-                is_replaced=lambda path: False,
-            )
+            path, number = f"{stem}{SUFFIX}", 1
+            while is_checkpoint(path):
+                path, number = f"{stem}-v{number}{SUFFIX}", number + 1
             with isolate_rng():
                 if self._generators:
                     set_rng_state(self._generators)  # a resumed run makes the whole validation
