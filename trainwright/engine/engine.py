@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.contents import (
     check_optimizer,
-    describe_optimizer,
     extra_states,
     restore_optimizer,
     set_extra_states,
@@ -35,7 +34,7 @@ from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult, resolve_precision
 from trainwright.precision.base import Clipper, Closure, Sender
 from trainwright.strategies import Strategy, resolve_strategy
-from trainwright.strategies.base import STORED_NEVER, Optimization, clean_name
+from trainwright.strategies.base import Optimization, clean_name
 
 
 class Restored(NamedTuple):
@@ -85,7 +84,7 @@ class Engine:
         device_type = resolve_device_type(accelerator)
         num_processes = resolve_num_processes(devices, device_type, environment)
         alone = environment.launched_by == "single"
-        self.strategy = resolve_strategy(strategy, num_processes if alone else environment.world_size)
+        self.strategy = resolve_strategy(strategy, num_processes if alone else environment.world_size, device_type)
         asked = resolve_precision(precision, device_type)
         if alone and num_processes > 1:
             from trainwright.launch.processes import launch
@@ -97,7 +96,9 @@ class Engine:
         self.device = torch.device(device_type, place) if device_type == "cuda" else torch.device("cpu")
         if device_type == "cuda":
             torch.cuda.set_device(self.device)
-        self.connection = open_process_group(environment, pick_backend(device_type), timeout_seconds)
+        self.connection = open_process_group(
+            environment, pick_backend(device_type), timeout_seconds, needs_group=self.strategy.needs_group
+        )
         self.connection.before_close(self.strategy.close)
         self.agreement = self.connection.agreement
         self.timeout_seconds = timeout_seconds
@@ -232,7 +233,7 @@ class Engine:
             contents["precision"] = self.precision.state_dict()
             contents["strategy"] = self.strategy.state
             contents["optimizers"] = [
-                describe_optimizer(optimizer, names, STORED_NEVER) for optimizer, names in self._named_optimizers()
+                self.strategy.describe_optimizer(optimizer, names) for optimizer, names in self._named_optimizers()
             ]
         write_checkpoint(
             path,

@@ -56,7 +56,7 @@ class DDPStrategy(Strategy):
         self._trained: dict[nn.Module, list[str]] = {}
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        module.to(self.device)
+        self.place(module)
         if self.world_size == 1:
             return
         if optimization is None:

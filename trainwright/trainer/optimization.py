@@ -150,7 +150,7 @@ def step_by_module(
     else:
         prepared.step()
     if prepared.is_unscaled:  # the module left the step out, and with it these gradients
-        run.engine.precision.forget(optimizer)
+        run.engine.strategy.forget(optimizer)
         prepared.is_unscaled = False
 
 
