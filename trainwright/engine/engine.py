@@ -84,8 +84,10 @@ class Engine:
         device_type = resolve_device_type(accelerator)
         num_processes = resolve_num_processes(devices, device_type, environment)
         alone = environment.launched_by == "single"
-        self.strategy = resolve_strategy(strategy, num_processes if alone else environment.world_size, device_type)
+        world_size = num_processes if alone else environment.world_size
+        self.strategy = resolve_strategy(strategy, world_size)
         asked = resolve_precision(precision, device_type)
+        self.strategy.check(device_type, world_size, asked)
         if alone and num_processes > 1:
             from trainwright.launch.processes import launch
 

@@ -41,11 +41,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: str = "cpu") -> Strategy:
+def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
     """Return the strategy that a name or an instance stands for; "auto" is single_device, or ddp for several processes.
 
     Raises:
-        ValueError: the name is unknown, or the strategy cannot run on that many processes.
+        ValueError: the name is unknown.
+        ImportError: it needs a package that is not installed.
         TypeError: neither a name nor a Strategy.
     """
     if isinstance(strategy, str):
@@ -67,7 +68,6 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: 
             f"strategy={strategy!r} is a {type(strategy).__name__}; accepted are a name ({', '.join(STRATEGIES)}) or a "
             "Strategy instance. Pass an instance, not its class."
         )
-    strategy.check(device_type, num_processes)
     return strategy
 
 

@@ -95,11 +95,11 @@ class Strategy:
         """
         self.rank, self.world_size, self.device, self.precision = rank, world_size, device, precision
 
-    def check(self, device_type: str, num_processes: int) -> None:
+    def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
         """Refuse a job that this strategy cannot run, before any process is started.
 
         Raises:
-            ValueError: the device or the number of processes excludes it.
+            ValueError: the device, the number of processes or the precision excludes it.
         """
         if num_processes > 1 and not self.is_parallel:
             raise ValueError(

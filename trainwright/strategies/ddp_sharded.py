@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.distributed import collectives
-from trainwright.precision.base import Clipper, Closure, Sender, StepResult
+from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_info
 from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors
 from trainwright.strategies.group_view import GroupView
@@ -145,7 +145,7 @@ class ShardedDDPStrategy(Strategy):
         self._late = LateReduction()
         self._automatic = True
 
-    def check(self, device_type: str, num_processes: int) -> None:
+    def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
         if num_processes == 1:
             rank_zero_info("strategy='ddp_sharded' has nothing to share on one process; it runs as 'single_device'.")
 

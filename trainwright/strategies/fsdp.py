@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.checkpoint.tensors import Piece
-from trainwright.precision.base import Clipper, Closure, Sender, StepResult
+from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors
 from trainwright.strategies.late_reduction import LateReduction
@@ -196,7 +196,7 @@ class FSDPStrategy(Strategy):
             group["params"] = [self._sharded.get(each, each) for each in group["params"]]  # type: ignore[no-untyped-call]
         return list(optimizers)
 
-    def check(self, device_type: str, num_processes: int) -> None:
+    def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
         if self.cpu_offload and device_type == "cpu":
             rank_zero_warn(
                 "cpu_offload moves what is sharded from a GPU to the host, and this run computes on the CPU: nothing is moved.",
