@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -191,7 +192,7 @@ class DeepSpeedStrategy(Strategy):
         members = [member for module in owners for member in owned(module, own)]
         inside = {p for member in members for p in member.parameters()}
         strays = [p for group in optimizer.param_groups for p in group["params"] if p not in inside]
-        least = self._config(None)["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
+        least = self._config()["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
         if any(stray.numel() > least for stray in strays):
             raise ValueError(
                 "under ZeRO stage 3 each of several optimizers needs whole submodules of its own, but one of these holds a "
@@ -217,7 +218,7 @@ class DeepSpeedStrategy(Strategy):
         for module in owners:
             self._parts.setdefault(module, []).append(facade.engine)
 
-    def _config(self, optimizer: Any) -> dict[str, Any]:
+    def _config(self) -> dict[str, Any]:
         on_gpu = self.device.type != "cpu"
         return build_config(
             self.own_config,
@@ -230,13 +231,28 @@ class DeepSpeedStrategy(Strategy):
 
     def _initialize(self, part: Part, optimizer: Optimizer | None, trained: Any = None) -> Any:
         deepspeed = import_deepspeed(self.device.type)
-        return deepspeed.initialize(
-            model=part,
-            optimizer=optimizer,
-            model_parameters=trained,
-            config=self._config(optimizer),
-            dist_init_required=False,
-        )[0]
+        # DeepSpeed broadcasts parameters as bytes, which fails where one has no dimensions. They are rank 0's already.
+        kind, name = deepspeed.DeepSpeedEngine, "_broadcast_model"
+        broadcast = getattr(kind, name)
+        setattr(kind, name, lambda engine: None)
+        scalars = [p for p in part.parameters() if p.dim() == 0 and not hasattr(p, "ds_id")] if self.stage == 3 else []
+        for parameter in scalars:
+            parameter.data = parameter.data.reshape(1)
+        try:
+            engine = deepspeed.initialize(
+                model=part,
+                optimizer=optimizer,
+                model_parameters=trained,
+                config=self._config(),
+                dist_init_required=False,
+            )[0]
+        finally:
+            setattr(kind, name, broadcast)
+        for parameter in scalars:
+            parameter.ds_shape = torch.Size([])  # type: ignore[attr-defined]
+            if parameter.numel() == 1:
+                parameter.data = parameter.data.reshape(())
+        return engine
 
     def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
         """Refuse a change of what is trained (RuntimeError): DeepSpeed has laid out its buffers by then."""
@@ -415,10 +431,11 @@ class DeepSpeedStrategy(Strategy):
 
 def import_deepspeed(device_type: str) -> Any:
     """Return the package, set to this kind of device, and silent but for warnings."""
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed calls collectives by names that torch has others for by now; a user can do nothing about it.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if device_type == "cpu" and deepspeed.accelerator.get_accelerator().device_name() != "cpu":
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
