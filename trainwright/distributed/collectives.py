@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -109,6 +110,14 @@ def barrier() -> None:
     token = _to_group(torch.zeros(1))
     dist.all_reduce(token)  # a reduction, because NCCL's own barrier guesses the device and warns
     token.item()  # NOTE: waits for the device too
+
+
+def set_timeout(seconds: float) -> None:
+    """Let collectives from now on wait so long for the other ranks."""
+    if _world_size() > 1:
+        from torch.distributed.distributed_c10d import _set_pg_timeout
+
+        _set_pg_timeout(timedelta(seconds=seconds))
 
 
 class _GatherWithGradients(torch.autograd.Function):

@@ -31,6 +31,7 @@ from trainwright.data.seeding import rng_state
 from trainwright.distributed import collectives
 from trainwright.distributed.environment import Environment, open_process_group, pick_backend
 from trainwright.engine.devices import device_numbers, resolve_device_type, resolve_num_processes
+from trainwright.engine.model_layout import refuse_unlike_models
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult, resolve_precision
 from trainwright.precision.base import Clipper, Closure, Sender
@@ -65,7 +66,7 @@ class Engine:
         strategy: a name or a Strategy.
         precision: a name, 16 or 32, or a Precision.
         accelerator: "auto", "cpu" or "cuda".
-        timeout_seconds: how long a rank waits for the others in a collective.
+        timeout_seconds: how long a rank waits for the others in a collective; None is the strategy's own, else half an hour.
 
     Raises:
         ValueError, TypeError: a setting is wrong; said before any process is started.
@@ -79,7 +80,7 @@ class Engine:
         strategy: str | Strategy = "auto",
         precision: str | int | Precision | None = None,
         accelerator: str = "auto",
-        timeout_seconds: float = 1800.0,
+        timeout_seconds: float | None = None,
     ) -> None:
         environment = Environment.detect()
         device_type = resolve_device_type(accelerator)
@@ -97,10 +98,13 @@ class Engine:
         self.device = torch.device(device_type, place) if device_type == "cuda" else torch.device("cpu")
         if device_type == "cuda":
             torch.cuda.set_device(self.device)
-        self.connection = open_process_group(environment, pick_backend(device_type), timeout_seconds)
+        asked_seconds = timeout_seconds if timeout_seconds is not None else self.strategy.timeout_seconds
+        self.timeout_seconds = 1800.0 if asked_seconds is None else asked_seconds
+        self.connection = open_process_group(environment, pick_backend(device_type), self.timeout_seconds)
+        if asked_seconds is not None:
+            collectives.set_timeout(asked_seconds)  # the group may have been opened before, with another
         self.connection.before_close(self.strategy.close)
         self.agreement = self.connection.agreement
-        self.timeout_seconds = timeout_seconds
         self.strategy.connect(environment.rank, environment.world_size, self.device, asked)
         self.seed = 0
         """What the order of the data starts from, alike on every rank: see `take_seed`."""
@@ -136,7 +140,11 @@ class Engine:
         """Let the strategy place and wrap a module. Collective: call on every rank.
 
         `optimization` says how it will be trained; None where it will be evaluated only.
+
+        Raises:
+            ValueError: on every rank alike, where the ranks have different models.
         """
+        refuse_unlike_models(module, self.agreement, self.timeout_seconds)
         if optimization is not None:
             self.optimization = optimization
         self.precision.convert_module(module)

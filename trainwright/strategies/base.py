@@ -72,6 +72,8 @@ class Strategy:
     """True where a forward needs every rank, so that a rank out of evaluation batches has to go on taking part."""
     takes_closure = True
     """True where an optimizer's step may run forwards and backwards of its own, through a closure."""
+    timeout_seconds: float | None = None
+    """How long a rank waits for the others; None leaves it to the Engine."""
 
     def __init__(self) -> None:
         self.rank = 0
