@@ -7,6 +7,7 @@ What a method does on several ranks is the strategy's; the Engine itself asks fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from trainwright.data.loaders import ShardedLoader
 from trainwright.data.seeding import rng_state
 from trainwright.distributed import collectives
 from trainwright.distributed.environment import Environment, open_process_group, pick_backend
+from trainwright.engine.between_ranks import broadcast, first_here
 from trainwright.engine.devices import device_numbers, resolve_device_type, resolve_num_processes
 from trainwright.engine.model_layout import refuse_unlike_models
 from trainwright.errors import CheckpointError
@@ -207,6 +209,25 @@ class Engine:
     def agreed(self, text: str) -> str:
         """Return rank 0's text on every rank, over the key-value store. Collective: call on every rank."""
         return self.agreement.broadcast(text.encode(), self.timeout_seconds).decode()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank `src`'s object on every rank: plain data, tensors (which come on this rank's device), and nests of them.
+
+        Collective: call on every rank. One process gets it back as it is, and so does `src`.
+        """
+        return broadcast(obj, src, self.agreement, self.device, self.timeout_seconds)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here. Collective: call on every rank."""
+        collectives.barrier()
+
+    def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
+        """Return a context that rank 0 goes through before the others begin it, such as around a download.
+
+        With `local` it is the first rank of each node. Collective: enter it on every rank.
+        """
+        place = self.local_rank if local else self.rank
+        return first_here(place == 0, self.agreement, self.timeout_seconds)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
