@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainwright.callbacks import (
+        BasePredictionWriter,
         Callback,
         EarlyStopping,
         GradientAccumulationScheduler,
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
         LearningRateMonitor,
         ModelCheckpoint,
         ModelSummary,
+        TensorPredictionWriter,
         Timer,
         TQDMProgressBar,
+        load_predictions,
     )
     from trainwright.data.combined import CombinedLoader
     from trainwright.data.datamodule import DataModule
@@ -45,6 +48,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Accelerator": "trainwright.engine.accelerator",
     "AdvancedProfiler": "trainwright.profilers",
+    "BasePredictionWriter": "trainwright.callbacks",
     "CSVLogger": "trainwright.loggers",
     "Callback": "trainwright.callbacks",
     "CheckpointError": "trainwright.errors",
@@ -70,10 +74,12 @@ _HOMES = {
     "Strategy": "trainwright.strategies",
     "TQDMProgressBar": "trainwright.callbacks",
     "TensorBoardLogger": "trainwright.loggers",
+    "TensorPredictionWriter": "trainwright.callbacks",
     "Timer": "trainwright.callbacks",
     "Trainer": "trainwright.trainer.trainer",
     "TrainwrightError": "trainwright.errors",
     "isolate_rng": "trainwright.data.seeding",
+    "load_predictions": "trainwright.callbacks",
     "rank_zero_info": "trainwright.rank_zero",
     "rank_zero_only": "trainwright.rank_zero",
     "rank_zero_warn": "trainwright.rank_zero",
@@ -84,6 +90,7 @@ _HOMES = {
 __all__ = [
     "Accelerator",
     "AdvancedProfiler",
+    "BasePredictionWriter",
     "CSVLogger",
     "Callback",
     "CheckpointError",
@@ -109,11 +116,13 @@ __all__ = [
     "Strategy",
     "TQDMProgressBar",
     "TensorBoardLogger",
+    "TensorPredictionWriter",
     "Timer",
     "Trainer",
     "TrainwrightError",
     "__version__",
     "isolate_rng",
+    "load_predictions",
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",

@@ -255,7 +255,8 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return each tensor of a nested structure with those of all ranks, stacked along a new first dimension.
 
-        Numbers become tensors. On one process a tensor is returned as it is. With sync_grads the gradients go back to the rank that they belong to.
+        Numbers become tensors. On one process a tensor is returned as it is. With sync_grads the gradients go back to the rank
+        that they belong to.
         Collective: call on every rank, with equal shapes.
         """
         if group is not None:

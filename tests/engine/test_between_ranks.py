@@ -69,7 +69,7 @@ def job(folder: Path) -> dict[str, Any]:
     last = accelerator.num_processes - 1
     found["sent by the last"] = accelerator.broadcast({"from": rank, "tensor": torch.tensor([rank])}, from_process=last)
     if accelerator.num_processes > 1:
-        with pytest.raises(TypeError, match="broadcast from rank 0: obj .*"):
+        with pytest.raises(TypeError, match="broadcast from rank 0: obj"):
             engine.broadcast(object() if rank == 0 else None)
     with pytest.raises(ValueError, match="src=7 is not a rank; choose from 0 to"):
         engine.broadcast(1, src=7)
@@ -152,7 +152,7 @@ def test_parts_make_up_the_whole(items: int, ranks: int, pad: bool) -> None:
 
 
 def test_dicts_are_divided_by_value_and_others_refused() -> None:
-    assert portion({"a": [1, 2, 3], "b": "x y z".split()}, 1, 2, False) == {"a": [3], "b": ["z"]}
+    assert portion({"a": [1, 2, 3], "b": ["x", "y", "z"]}, 1, 2, False) == {"a": [3], "b": ["z"]}
     with pytest.raises(ValueError, match=r"different lengths \({'a': 1, 'b': 2}\); give each of them the same"):
         portion({"a": [1], "b": [1, 2]}, 0, 2, False)
     with pytest.raises(TypeError, match="was given a str; accepted are a list, a tuple, a tensor, or a dict"):

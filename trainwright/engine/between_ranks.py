@@ -25,7 +25,8 @@ def broadcast(obj: Any, source: int, agreement: Agreement, device: torch.device,
         raise ValueError(f"src={source} is not a rank; choose from 0 to {agreement.world_size - 1}.")
     if agreement.world_size == 1:
         return obj
-    text, tensors = b"", {}
+    text = b""
+    tensors: dict[str, Tensor] = {}
     if agreement.rank == source:
         try:
             plain, tensors = encode(obj, "obj")
@@ -75,9 +76,8 @@ def portion(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:
         )
     size, larger = divmod(len(inputs), world_size)
     start = rank * size + min(rank, larger)
-    part = inputs[start : start + size + (rank < larger)]
-    missing = size + (larger > 0) - len(part)
-    if not pad or not missing:
-        return part
-    last = inputs[-1:]
-    return torch.cat([part, *[last] * missing]) if isinstance(inputs, Tensor) else part + last * missing
+    count = size + (rank < larger)
+    if not pad or count == size + (larger > 0):
+        return inputs[start : start + count]
+    places = [*range(start, start + count), len(inputs) - 1]
+    return inputs[places] if isinstance(inputs, Tensor) else type(inputs)(inputs[place] for place in places)

@@ -180,6 +180,8 @@ class Trainer(Status):
         self.is_evaluating = False
         self.is_mid_epoch_validation = False
         """Whether the validation that runs stands within a training epoch."""
+        self.batch_indices: list[Any] | None = None
+        """In predict, the dataset's indices of the samples of this batch; None where its loader has none."""
         self.num_training_batches: Batches = 0
         self.num_val_batches: list[Batches] = []
         self.num_sanity_val_batches: list[Batches] = []
@@ -303,7 +305,8 @@ class Trainer(Status):
         """Return what predict_step returns for each batch, on the host, in the order of the dataset. Collective.
 
         On several ranks each of them gets the outputs of all; the arguments are those of `test`. With
-        return_predictions=False nothing is kept: take the outputs in on_predict_batch_end.
+        return_predictions=False nothing is kept: a TensorPredictionWriter writes the outputs, or a callback of your own takes
+        them in on_predict_batch_end.
 
         Returns:
             A list with an entry for each batch; with several loaders a list of such lists.
