@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from trainwright.data.seeding import isolate_rng, seed_everything
     from trainwright.engine.accelerator import Accelerator
     from trainwright.engine.engine import Engine
+    from trainwright.engine.memory import estimate_memory
     from trainwright.errors import CheckpointError, LaunchError, TrainwrightError
     from trainwright.loggers import CSVLogger, Logger, TensorBoardLogger
     from trainwright.module import Module
@@ -78,6 +79,7 @@ _HOMES = {
     "Timer": "trainwright.callbacks",
     "Trainer": "trainwright.trainer.trainer",
     "TrainwrightError": "trainwright.errors",
+    "estimate_memory": "trainwright.engine.memory",
     "isolate_rng": "trainwright.data.seeding",
     "load_predictions": "trainwright.callbacks",
     "rank_zero_info": "trainwright.rank_zero",
@@ -121,6 +123,7 @@ __all__ = [
     "Trainer",
     "TrainwrightError",
     "__version__",
+    "estimate_memory",
     "isolate_rng",
     "load_predictions",
     "rank_zero_info",
