@@ -87,7 +87,7 @@ def taken(loaders: Any, interval: str = "batch_and_epoch", module: Any = None) -
 
 
 def written(folder: Path, loaders: Any, module: Any = None, **options: Any) -> Any:
-    writer = tw.TensorPredictionWriter(str(folder), **options)
+    writer = tw.TensorPredictionWriter(folder, **options)
     tw.Trainer(callbacks=[writer], **QUIET).predict(module or Forward(), loaders, return_predictions=False)
     return tw.load_predictions(str(folder))
 

@@ -230,7 +230,7 @@ def test_the_timeout_reaches_the_process_group(results: list[dict[str, Any]]) ->
     text, waited, seconds = results[0]["timeout"]
     assert seconds == 1.5
     assert "tim" in text.lower()
-    assert 1.4 < waited < 6.0
+    assert 1.4 < waited < 20.0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ A sample's key is its index in the dataset; without indices it is its place in t
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         ValueError: a size that is not positive.
     """
 
-    def __init__(self, dirpath: str, file_megabytes: float = 64.0) -> None:
+    def __init__(self, dirpath: str | os.PathLike[str], file_megabytes: float = 64.0) -> None:
         super().__init__("batch")
         if not file_megabytes > 0:
             raise ValueError(f"file_megabytes={file_megabytes!r} is not accepted; pass a number above 0.")
@@ -166,7 +167,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         self._streams = []
 
 
-def load_predictions(dirpath: str) -> Any:
+def load_predictions(dirpath: str | os.PathLike[str]) -> Any:
     """Return what a TensorPredictionWriter has written: each sample once, in the order of the dataset.
 
     The tensors are nested as predict_step returned them, with a row for each sample of the dataset; of several loaders it is

@@ -103,8 +103,8 @@ class Engine:
         asked_seconds = timeout_seconds if timeout_seconds is not None else self.strategy.timeout_seconds
         self.timeout_seconds = 1800.0 if asked_seconds is None else asked_seconds
         self.connection = open_process_group(environment, pick_backend(device_type), self.timeout_seconds)
-        if asked_seconds is not None:
-            collectives.set_timeout(asked_seconds)  # the group may have been opened before, with another
+        if asked_seconds is not None or self.connection.owns_group:
+            collectives.set_timeout(self.timeout_seconds)  # the group may have been opened before, with another
         self.connection.before_close(self.strategy.close)
         self.agreement = self.connection.agreement
         self.strategy.connect(environment.rank, environment.world_size, self.device, asked)
