@@ -21,8 +21,8 @@ TRAINER = """accelerator strategy devices num_nodes precision logger callbacks f
     barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir enable_autolog_hparams
     compile fused_optimizers unknown"""
 METHODS = {
-    tw.Engine: """agreed backward barrier broadcast clipper close gather load open prepare_loader prepare_module
-        prepare_optimizers rank_zero_first reduce run save step sync_gradients take_seed""",
+    tw.Engine: """agreed backward barrier broadcast clipper close follow_parameters gather load open prepare_loader
+        prepare_module prepare_optimizers rank_zero_first reduce run save step sync_gradients take_seed""",
     tw.Accelerator: """accumulate autocast backward broadcast clip_grad_norm_ clip_grad_value_ gather gather_for_metrics
         load_state local_main_process_first main_process_first prepare print reduce save_state split_between_processes step
         unwrap_model wait_for_everyone""",

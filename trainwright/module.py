@@ -267,7 +267,10 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         def joined(leaf: Any) -> Any:
             if isinstance(leaf, (int, float)):
                 leaf = torch.tensor(leaf, device=self.device)
-            return torch.stack(gather(leaf)) if isinstance(leaf, Tensor) and not is_alone else leaf
+            if is_alone or not isinstance(leaf, Tensor):
+                return leaf
+            collectives.refuse_unequal(leaf)
+            return torch.stack(gather(leaf))
 
         return map_leaves(joined, data)
 

@@ -39,7 +39,12 @@ class Gathering(Classifier):
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
         own = {"pair": (torch.full((2,), float(rank)), [rank, 0.5]), "text": "kept"}
         self.seen["nested"] = self.all_gather(own)
-        self.weight.grad = None
+        if world_size > 1:
+            with pytest.raises(ValueError) as caught:
+                self.all_gather(torch.ones(2 + rank))
+            with pytest.raises(TypeError, match="all_gather got another dtype on"):
+                self.all_gather(torch.ones(2, dtype=[torch.float32, torch.int64][rank]))
+            self.seen["refused"] = str(caught.value)
         gathered = self.all_gather(self.weight * (rank + 1.0), sync_grads=True).reshape(-1, 2)
         scales = torch.arange(1.0, world_size + 1.0).reshape(-1, 1)
         (gradient,) = torch.autograd.grad((gathered * scales).sum(), self.weight)
@@ -123,6 +128,7 @@ def check(found: dict[str, Any], ranks: int) -> None:
     assert torch.equal(nested["pair"][0], stacked([[0.0, 0.0], [1.0, 1.0]][:ranks]))
     assert torch.equal(nested["pair"][1][0], stacked([0, 1][:ranks]))
     assert torch.equal(nested["pair"][1][1], stacked([0.5, 0.5][:ranks]))
+    assert ranks == 1 or "different shapes (rank 0: (2,), rank 1: (3,)); they have to be equal" in found["refused"]
     # Each rank's loss scales rank r's part by r + 1, and that part is (r + 1) times the weight.
     assert torch.equal(found["gradient"], torch.full((2,), float(ranks * (rank + 1) ** 2)))
 

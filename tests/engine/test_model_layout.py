@@ -39,6 +39,12 @@ class Other(Classifier):
             self.one_more = nn.Linear(1, 1)
 
 
+class FreezesAlone(Classifier):
+    def on_train_epoch_start(self) -> None:
+        if self.trainer.current_epoch == 1 and dist.get_rank() == 1:
+            self.net[0].requires_grad_(False)
+
+
 TOLD = {
     "shape": "rank 0 has 'extra.weight', a parameter of shape (3, 3) and torch.float32 where rank 1 has 'extra.weight', "
     "a parameter of shape (4, 3) and torch.float32",
@@ -65,6 +71,10 @@ def job(folder: Path) -> dict[str, Any]:
     with pytest.raises(ValueError) as caught:
         tw.Accelerator(cpu=True).prepare(net)
     told["accelerator"] = str(caught.value)
+    trainer = tw.Trainer(max_epochs=2, **QUIET)
+    with pytest.raises(ValueError) as caught:
+        trainer.fit(FreezesAlone(), make_loader())
+    told["frozen later"] = f"{trainer.global_step} {caught.value}"
     took = time.monotonic() - began
     trainer = tw.Trainer(max_epochs=1, **QUIET)
     trainer.fit(Classifier(), make_loader())  # the job goes on
@@ -79,6 +89,11 @@ def test_different_models_are_named_and_hang_nobody(tmp_path: Path) -> None:
         assert said.startswith("the Other of rank 1 is another one than rank 0's: ")
         for part in text.split(".*"):
             assert part in said
+    assert zero["told"]["frozen later"].startswith("6 the FreezesAlone of rank 1 is another one than rank 0's: ")
+    assert (
+        "rank 1 has 'net.0.weight', a parameter of shape (13, 8) and torch.float32, frozen"
+        in zero["told"]["frozen later"]
+    )
     assert "Every rank has to make the same model" in zero["told"]["accelerator"]
     assert zero["seconds"] < 60.0
     assert zero["steps"] == one["steps"] == 6

@@ -153,6 +153,16 @@ class Engine:
         self.strategy.setup_module(module, optimization)
         self.modules.append(module)
 
+    def follow_parameters(self) -> None:
+        """Let the strategy know which parameters require gradients now. Collective: call at each epoch's start.
+
+        Raises:
+            ValueError: on every rank alike, where they were not frozen or unfrozen alike.
+        """
+        for module in self.modules:
+            refuse_unlike_models(module, self.agreement, self.timeout_seconds)
+        self.strategy.follow_parameters(self.modules)
+
     def prepare_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Let the strategy prepare the optimizers of the prepared modules; return those to step, in the same order."""
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
