@@ -74,8 +74,12 @@ class Strategy:
     """True where a forward needs every rank, so that a rank out of evaluation batches has to go on taking part."""
     takes_closure = True
     """True where an optimizer's step may run forwards and backwards of its own, through a closure."""
+    takes_compile = True
+    """True where torch.compile can trace what its engine does around the modules."""
     needs_group = False
     """True where its engine wants a process group, on one process too."""
+    timeout_seconds: float | None = None
+    """How long a rank waits for the others; None leaves it to the Engine."""
 
     def __init__(self) -> None:
         self.rank = 0

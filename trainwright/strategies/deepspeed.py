@@ -80,6 +80,7 @@ class DeepSpeedStrategy(Strategy):
                 f"the DeepSpeed config says stage={told}, and the strategy stage={stage}: the config's is used."
             )
         self.stage = told if told is not None else 2 if stage is None else stage
+        self.name = f"deepspeed_stage_{self.stage}"
         if self.stage not in STAGES:
             raise ValueError(
                 f"stage={self.stage!r} is not accepted; choose from 1, 2 and 3 (ddp is what stage 0 would be)."
@@ -92,6 +93,7 @@ class DeepSpeedStrategy(Strategy):
         self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
         self.zero = zero
         self.forward_is_collective = self.stage == 3
+        self.takes_compile = self.stage < 3  # the compiler sees the parameters before they are gathered
         self.wrapped: dict[nn.Module, None] = {}
         self._engines: dict[Optimizer, Any] = {}
         self._parts: dict[nn.Module, list[Any]] = {}

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from trainwright.engine.compilation import compile_module
 from trainwright.engine.fused import use_fused
+from trainwright.engine.memory import warn_of_memory
 from trainwright.engine.optimizers import read_optimizers
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.module import Module, is_overridden
@@ -121,6 +122,7 @@ def _prepare_optimizers(run: TrainingRun) -> None:
         for optimizer in optimizers:
             use_fused(optimizer, [module])
     trainer.optimizers = engine.prepare_optimizers(optimizers)
+    warn_of_memory(engine, module, optimizers)
 
     def count(result: StepResult) -> None:
         if run.is_manual:
