@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from trainwright.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
     from trainwright.strategies import Strategy
     from trainwright.strategies.ddp import DDPStrategy
+    from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
+    from trainwright.strategies.deepspeed import DeepSpeedStrategy
+    from trainwright.strategies.fsdp import FSDPStrategy
     from trainwright.trainer.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -56,8 +59,10 @@ _HOMES = {
     "CombinedLoader": "trainwright.data.combined",
     "DDPStrategy": "trainwright.strategies.ddp",
     "DataModule": "trainwright.data.datamodule",
+    "DeepSpeedStrategy": "trainwright.strategies.deepspeed",
     "EarlyStopping": "trainwright.callbacks",
     "Engine": "trainwright.engine.engine",
+    "FSDPStrategy": "trainwright.strategies.fsdp",
     "GradientAccumulationScheduler": "trainwright.callbacks",
     "LambdaCallback": "trainwright.callbacks",
     "LaunchError": "trainwright.errors",
@@ -71,6 +76,7 @@ _HOMES = {
     "Precision": "trainwright.precision",
     "Profiler": "trainwright.profilers",
     "PyTorchProfiler": "trainwright.profilers",
+    "ShardedDDPStrategy": "trainwright.strategies.ddp_sharded",
     "SimpleProfiler": "trainwright.profilers",
     "Strategy": "trainwright.strategies",
     "TQDMProgressBar": "trainwright.callbacks",
@@ -99,8 +105,10 @@ __all__ = [
     "CombinedLoader",
     "DDPStrategy",
     "DataModule",
+    "DeepSpeedStrategy",
     "EarlyStopping",
     "Engine",
+    "FSDPStrategy",
     "GradientAccumulationScheduler",
     "LambdaCallback",
     "LaunchError",
@@ -114,6 +122,7 @@ __all__ = [
     "Precision",
     "Profiler",
     "PyTorchProfiler",
+    "ShardedDDPStrategy",
     "SimpleProfiler",
     "Strategy",
     "TQDMProgressBar",

@@ -65,8 +65,8 @@ class Environment:
 
 def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
     """Read the variables that torch elastic sets, under torchrun and under our own launcher."""
-    if not any(name in variables for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
-        return None
+    if not any(name in variables for name in ("RANK", "WORLD_SIZE")) and variables.get("LOCAL_RANK") in (None, "0"):
+        return None  # a first rank alone is what `announce_place` tells
     needed = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     if variables.get("WORLD_SIZE") == "1":
         needed = needed[:4]
@@ -119,6 +119,12 @@ def _read_number(variables: Mapping[str, str], name: str) -> int:
 def prepare_deterministic() -> None:
     """Let cuBLAS compute the same each time, unless the environment says how already; before CUDA is first used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def announce_place(local_rank: int, **more: str) -> None:
+    """Tell a library that reads the environment this process's local rank, and what else is given, where it is not there."""
+    for name, value in {"LOCAL_RANK": str(local_rank), **more}.items():
+        os.environ.setdefault(name, value)
 
 
 # The first reader that finds itself at home wins. Other launchers (SLURM, MPI) are one more line here.

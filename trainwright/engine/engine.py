@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,9 @@ from trainwright.precision import Precision, StepResult, resolve_precision
 from trainwright.precision.base import Clipper, Closure, Sender
 from trainwright.strategies import Strategy, resolve_strategy
 from trainwright.strategies.base import Optimization, clean_name
+
+_holders: WeakKeyDictionary[nn.Module, ref[Strategy]] = WeakKeyDictionary()
+"""The strategy that a module was set up by last, in this process."""
 
 
 class Restored(NamedTuple):
@@ -152,6 +156,10 @@ class Engine:
         refuse_unlike_models(module, self.agreement, self.timeout_seconds)
         if optimization is not None:
             self.optimization = optimization
+        holder = _holders.get(module)
+        if holder is not None and (earlier := holder()) not in (None, self.strategy):
+            earlier.close()  # of another Trainer; what its engine has hung on the module would work on
+        _holders[module] = ref(self.strategy)
         self.precision.convert_module(module)
         self.strategy.setup_module(module, optimization)
         self.modules.append(module)

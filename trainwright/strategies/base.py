@@ -74,6 +74,8 @@ class Strategy:
     """True where a forward needs every rank, so that a rank out of evaluation batches has to go on taking part."""
     takes_closure = True
     """True where an optimizer's step may run forwards and backwards of its own, through a closure."""
+    makes_optimizer = False
+    """True where its engine's own configuration says which optimizer to make, so that the module makes none."""
     takes_compile = True
     """True where torch.compile can trace what its engine does around the modules."""
     needs_group = False

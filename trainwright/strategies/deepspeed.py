@@ -5,10 +5,9 @@ Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion P
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-import logging
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -26,7 +25,7 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import zero_state
 from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step
 from trainwright.strategies.deepspeed_config import build_config, low_precision, read_config, settle
-from trainwright.strategies.materialize import materialize
+from trainwright.strategies.deepspeed_engine import make_engine
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, owned
 
 STAGES = (1, 2, 3)
@@ -93,6 +92,7 @@ class DeepSpeedStrategy(Strategy):
         self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
         self.zero = zero
         self.forward_is_collective = self.stage == 3
+        self.makes_optimizer = "optimizer" in self.own_config
         self.takes_compile = self.stage < 3  # the compiler sees the parameters before they are gathered
         self.wrapped: dict[nn.Module, None] = {}
         self._engines: dict[Optimizer, Any] = {}
@@ -109,12 +109,13 @@ class DeepSpeedStrategy(Strategy):
             raise ValueError(
                 f"precision={precision.name!r}: DeepSpeed computes in 32 or 16 bits; choose one of these, or 'fsdp'."
             )
-        if self._asked_precision is not None and not precision.name.startswith(self._asked_precision.partition("-")[0]):
+        told = self._asked_precision
+        if told is not None and precision.name not in ("32-true", told, told.replace("mixed", "true")):
             rank_zero_warn(
-                f"the DeepSpeed config says {self._asked_precision}, and precision= {precision.name}: the config's is used.",
+                f"the DeepSpeed config says {told}, and the Trainer {precision.name}: the config's is used.",
                 stacklevel=3,
             )
-        if device_type == "cpu" and (self._asked_precision or precision.name).startswith("16"):
+        if device_type == "cpu" and (told or precision.name).startswith("16"):
             rank_zero_warn("DeepSpeed has no float16 on the CPU: bfloat16 is used in its place.", stacklevel=3)
         if device_type == "cpu" and (self.offload_optimizer or self.offload_parameters):
             rank_zero_warn(
@@ -150,10 +151,11 @@ class DeepSpeedStrategy(Strategy):
         return (self.offload_optimizer and self.device.type != "cpu") or asked
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        sharded = [p for p in module.parameters() if hasattr(p, "ds_id")]
+        sharded = {name: p for name, p in module.named_parameters() if hasattr(p, "ds_id")}
         if self.stage < 3 or not sharded:
             self.place(module)
-        materialize(module, self.device)
+        else:
+            self._refuse_other_dtype(sharded)
         whole = [p for p in module.parameters() if not hasattr(p, "ds_id")]
         broadcast_tensors((*whole, *module.buffers()))
         self.wrapped[module] = None
@@ -161,12 +163,23 @@ class DeepSpeedStrategy(Strategy):
         if optimization is None and self.stage == 3:
             self._parts[module] = [self._initialize(Part([module]), None)]
 
+    def _refuse_other_dtype(self, sharded: Mapping[str, Any]) -> None:
+        """Refuse what an earlier run has sharded in another precision's dtype (ValueError)."""
+        low = self.precision.autocast_dtype
+        for name, parameter in sharded.items():
+            is_low = parameter.ds_tensor.dtype in (torch.bfloat16, torch.float16)
+            if parameter.ds_tensor.dtype != low and (low is not None or is_low):
+                raise ValueError(
+                    f"parameter {name!r} was sharded by a run in another precision, and this one is in {self.precision.name}; "
+                    "go on in that precision, or make the module anew and load a checkpoint."
+                )
+
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
     ) -> list[Optimizer]:
-        if not optimizers and not self._engines and "optimizer" in self.own_config:
+        if not optimizers and not self._engines and self.makes_optimizer:
             return [self._make_optimizer(modules)]
-        if optimizers and "optimizer" in self.own_config:
+        if optimizers and self.makes_optimizer:
             raise ValueError(
                 "configure_optimizers returned an optimizer, and the DeepSpeed config has an 'optimizer' section; return None "
                 "to use the config's, or leave it out of the config."
@@ -232,29 +245,7 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def _initialize(self, part: Part, optimizer: Optimizer | None, trained: Any = None) -> Any:
-        deepspeed = import_deepspeed(self.device.type)
-        # DeepSpeed broadcasts parameters as bytes, which fails where one has no dimensions. They are rank 0's already.
-        kind, name = deepspeed.DeepSpeedEngine, "_broadcast_model"
-        broadcast = getattr(kind, name)
-        setattr(kind, name, lambda engine: None)
-        scalars = [p for p in part.parameters() if p.dim() == 0 and not hasattr(p, "ds_id")] if self.stage == 3 else []
-        for parameter in scalars:
-            parameter.data = parameter.data.reshape(1)
-        try:
-            engine = deepspeed.initialize(
-                model=part,
-                optimizer=optimizer,
-                model_parameters=trained,
-                config=self._config(),
-                dist_init_required=False,
-            )[0]
-        finally:
-            setattr(kind, name, broadcast)
-        for parameter in scalars:
-            parameter.ds_shape = torch.Size([])  # type: ignore[attr-defined]
-            if parameter.numel() == 1:
-                parameter.data = parameter.data.reshape(())
-        return engine
+        return make_engine(part, optimizer, trained, self._config(), self.device.type)
 
     def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
         """Refuse a change of what is trained (RuntimeError): DeepSpeed has laid out its buffers by then."""
@@ -429,17 +420,3 @@ class DeepSpeedStrategy(Strategy):
         self._trained.clear()
         self._finished.clear()
         self.wrapped.clear()
-
-
-def import_deepspeed(device_type: str) -> Any:
-    """Return the package, set to this kind of device, and silent but for warnings."""
-    import deepspeed
-
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # DeepSpeed calls collectives by names that torch has others for by now; a user can do nothing about it.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    if device_type == "cpu" and deepspeed.accelerator.get_accelerator().device_name() != "cpu":
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-        deepspeed.accelerator.set_accelerator(CPU_Accelerator())
-    return deepspeed

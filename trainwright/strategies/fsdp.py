@@ -161,7 +161,7 @@ class FSDPStrategy(Strategy):
         self, group: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, is_root: bool = False
     ) -> None:
         """Give one group's parameters their values, rank 0's, and keep this rank's shard of them. Collective."""
-        materialize(group, self.device)
+        materialize(group.module if isinstance(group, Root) else group, self.device)
         group.to(self.device)
         whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
         broadcast_tensors((*whole, *(group.buffers() if is_root else ())))

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 CHAIN = re.compile(r"\b([A-Za-z_]\w*)((?:\.\w+|\[\d+\])+)")
@@ -89,14 +89,26 @@ def refuse_sharded_loss(loss: Tensor, module: nn.Module | None) -> None:
 
 def _refusal(module: nn.Module | None, names: list[str]) -> RuntimeError:
     which = " and ".join(repr(name) for name in sorted(set(names))[:3]) or "a parameter"
-    owners = sorted({name.rpartition(".")[0] for name in names})
     inside = f" of {type(module).__name__}" if module is not None else ""
-    called = f"self.{owners[0]}" if owners and owners[0] else "the module"
+    called = _as_code(_group_of(module, sorted(names)[0])) if module is not None and names else "its module"
     return RuntimeError(
         f"the step used {which}{inside} itself, but under fsdp each rank holds a part of it, and the whole is there only while "
-        f"{called} is called. Call {called}(...), or a method of it that uses the parameter; for a penalty on weights use the "
+        f"{called} is called. Call {called}, or a method of it that uses the parameter; for a penalty on weights use the "
         "optimizer's weight_decay; or keep that module whole: FSDPStrategy(auto_wrap_policy=...) without it."
     )
+
+
+def _group_of(module: nn.Module, parameter_name: str) -> str:
+    """Return the name of the innermost submodule with this parameter whose call gathers it."""
+    name = parameter_name.rpartition(".")[0]
+    while name and not isinstance(module.get_submodule(name), FSDPModule):
+        name = name.rpartition(".")[0]
+    return name or parameter_name.rpartition(".")[0]
+
+
+def _as_code(name: str) -> str:
+    """Return what a submodule's name is in a step: "blocks.1" is self.blocks[1]."""
+    return "self" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split(".")) + "(...)"
 
 
 def _touched(traceback: TracebackType | None, names: dict[int, str]) -> Iterator[str]:

@@ -111,7 +111,9 @@ def prepare_module(trainer: Trainer, module: Module) -> None:
 def _prepare_optimizers(run: TrainingRun) -> None:
     """Make the module's optimizers and schedulers, and have the strategy prepare them. Collective."""
     trainer, engine, module, state = run.trainer, run.engine, run.module, run.state
-    optimizers, run.schedulers = read_optimizers(module.configure_optimizers())
+    returned = module.configure_optimizers()
+    makes_none = returned is None and engine.strategy.makes_optimizer
+    optimizers, run.schedulers = ([], []) if makes_none else read_optimizers(returned)
     trainer.lr_scheduler_configs = run.schedulers
     if not run.is_manual and len(optimizers) > 1:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""The strategy contract carries the real engines: FSDP2, DeepSpeed ZeRO-2 and ZeRO-3, on two ranks over gloo.
+"""What the Engine asks of every strategy, step by step, and state out of each and into others, on two ranks over gloo.
 
-One job a strategy makes all the checks of spike_job.py; any that fails ends it with an error.
+One job a strategy makes all the checks of seam_job.py; any that fails ends it with an error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-JOB = Path(__file__).with_name("spike_job.py")
+JOB = Path(__file__).with_name("seam_job.py")
 FIGURES = [
     "automatic norm losses",
     "automatic norm state",
@@ -54,8 +54,8 @@ def run_job(name: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero2", "zero3"])
-def test_contract_carries_the_engine(name: str) -> None:
+@pytest.mark.parametrize("name", ["ddp", "ddp_sharded", "fsdp", "zero1", "zero2", "zero3"])
+def test_seam(name: str) -> None:
     printed = run_job(name)
     for figure in FIGURES:
         assert re.search(rf"^{re.escape(figure.format(name=name))}: ", printed, re.MULTILINE), figure

@@ -1,0 +1,146 @@
+"""Every strategy trains and evaluates as one process does on the same global batches, on two real gloo ranks and on more.
+
+Each strategy is started once, and contract_job.py makes all its checks in that job.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import contract_job
+import pytest
+import torch
+from contract_job import CASES, Classifies, Players, alone, contract, more_ranks, relative_distance
+from jobs import run_job
+
+import trainwright as tw
+from trainwright.strategies import STRATEGIES, VARIANTS
+
+CLOSE = 1e-5
+PARALLEL = ["ddp", "ddp_sharded", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
+LOW_TOLERANCE = 0.05  # two or three significant digits in bfloat16
+SHARE = {"ddp": 1.0}
+"""The part of the optimizer's state that a rank of two holds, where it is not a half."""
+
+
+def test_every_name_is_checked() -> None:
+    parallel = {name for name in STRATEGIES if name != "single_device"}
+    kinds = {VARIANTS.get(name, (name, {}))[0] for name in PARALLEL}
+    assert parallel == kinds
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp("alone")
+    return alone(2, folder), folder
+
+
+@pytest.fixture(scope="module", params=PARALLEL)
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("contract") / request.param
+    return request.param, run_job(contract, 2, folder), folder
+
+
+def weights(kind: type[tw.Module], path: Path) -> dict[str, torch.Tensor]:
+    return kind.load_from_checkpoint(str(path)).state_dict()
+
+
+def assert_same_run(found: dict[str, Any], expected: dict[str, Any], path: Path, other: Path) -> None:
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=CLOSE, atol=CLOSE)
+    torch.testing.assert_close(found["norms"], expected["norms"], rtol=CLOSE, atol=CLOSE)
+    torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-6, atol=1e-6)
+    assert (found["steps"], found["lr"]) == (expected["steps"], pytest.approx(expected["lr"]))
+    assert dict(relative_distance(weights(Classifies, path), weights(Classifies, other))) == pytest.approx(
+        dict.fromkeys((n for n, v in weights(Classifies, other).items() if v.is_floating_point()), 0.0), abs=CLOSE
+    )
+
+
+def assert_same_evaluation(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for stage in ("validate", "test"):
+        assert found[stage] == pytest.approx(expected[stage], abs=1e-6, rel=1e-6)
+    assert torch.equal(found["predict"], expected["predict"])
+
+
+def test_contract(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
+    _, ranks, folder = job
+    one, other = expected
+    for rank in ranks:
+        for case in CASES:
+            assert_same_run(rank[case], one[case], folder / f"{case}.ckpt", other / f"{case}.ckpt")
+        assert len(ranks[0]["norm"]["norms"]) == contract_job.STEPS
+        assert_same_evaluation(rank["evaluation"], one["evaluation"])
+        # With a rate of 1 the first step's change is the gradient.
+        for steps in (1, 3):
+            found = weights(Players, folder / f"players-{steps}.ckpt")
+            wanted = weights(Players, other / f"players-{steps}.ckpt")
+            assert max(distance for _, distance in relative_distance(found, wanted)) < CLOSE, steps
+        if "compiled" in rank:
+            assert_same_run(rank["compiled"], one["plain"], folder / "compiled.ckpt", other / "plain.ckpt")
+
+
+def test_optimizer_bytes(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
+    strategy, ranks, _ = job
+    whole = expected[0]["bytes"]
+    shares = [rank["bytes"] / whole for rank in ranks]
+    assert max(shares) <= SHARE.get(strategy, 0.5) + 0.05
+    assert sum(shares) >= 1.0  # else the state is not where it was looked for
+
+
+def test_low_precision(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
+    """Both mixed precisions train; a gradient that overflows on one rank skips the step on all."""
+    strategy, ranks, folder = job
+    is_deepspeed = strategy.startswith("deepspeed")
+    reference = expected[0]["plain"]["losses"]
+    for rank in ranks:
+        low, half = rank["low"]["bf16-mixed"], rank["low"]["16-mixed"]
+        torch.testing.assert_close(low["losses"], reference, rtol=LOW_TOLERANCE, atol=LOW_TOLERANCE)
+        torch.testing.assert_close(half["losses"][:2], reference[:2], rtol=LOW_TOLERANCE, atol=LOW_TOLERANCE)
+        assert half["losses"].isfinite().all()
+        assert (low["used"], half["used"]) == ("bf16-mixed", "bf16-mixed" if is_deepspeed else "16-mixed")
+        assert (low["skipped"], half["skipped"]) == (0, 1)
+        assert half["scale"] == (None if is_deepspeed else 2.0**15)
+    assert [rank["low"]["16-mixed"]["told"] for rank in ranks] == [int(is_deepspeed), 0]
+    found = weights(Classifies, folder / "bf16-mixed.ckpt")
+    assert all(value.dtype == torch.float32 for value in found.values() if value.is_floating_point())
+
+
+@pytest.mark.parametrize("strategy", PARALLEL)
+def test_failing_rank(strategy: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import sys\nsys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}\n"
+        "from pathlib import Path\nfrom contract_job import fail\n"
+        f"import trainwright as tw\nif __name__ == '__main__':\n"
+        f"    tw.Trainer(devices=2, accelerator='cpu', barebones=True)\n    fail(Path({strategy!r}))\n"
+    )
+    started = time.monotonic()
+    root = str(Path(tw.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "trainwright: rank 1 of 2 failed first (ArithmeticError: the third batch is bad)" in done.stderr
+    assert time.monotonic() - started < 90.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("strategy", PARALLEL)
+def test_more_ranks(strategy: str, ranks: int, tmp_path: Path) -> None:
+    folder, other = tmp_path / f"{strategy}@{ranks}", tmp_path / "alone"
+    found = run_job(more_ranks, ranks, folder)
+    wanted = contract_job.train("single_device", ranks, ranks, other / "run.ckpt", **CASES["norm, 4 batches"])
+    for rank in found:
+        assert_same_run(rank["norm, 4 batches"], wanted, folder / "run.ckpt", other / "run.ckpt")
+        assert_same_evaluation(rank["evaluation"], contract_job.evaluate("single_device", ranks, other / "run.ckpt"))

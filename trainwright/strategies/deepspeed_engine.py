@@ -1,0 +1,84 @@
+"""DeepSpeed's engine, made around a module, and the package itself, kept from what a user can do nothing about."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainwright.distributed.environment import Environment, announce_place
+
+
+def make_engine(
+    part: nn.Module, optimizer: Optimizer | None, trained: Any, config: dict[str, Any], device_type: str
+) -> Any:
+    """Return DeepSpeed's engine around a module whose weights are rank 0's on every rank already. Collective.
+
+    Raises:
+        ValueError: DeepSpeed refuses a setting.
+    """
+    announce_place(Environment.detect().local_rank, **({"DS_ACCELERATOR": "cpu"} if device_type == "cpu" else {}))
+    deepspeed = import_deepspeed(device_type)
+    # DeepSpeed broadcasts parameters as bytes, which fails where one has no dimensions. They are rank 0's already.
+    kind, name = deepspeed.DeepSpeedEngine, "_broadcast_model"
+    broadcast = getattr(kind, name)
+    setattr(kind, name, lambda engine: None)
+    is_sharding = config["zero_optimization"]["stage"] == 3
+    scalars = [p for p in part.parameters() if p.dim() == 0 and not hasattr(p, "ds_id")] if is_sharding else []
+    for parameter in scalars:
+        parameter.data = parameter.data.reshape(1)
+    try:
+        engine = deepspeed.initialize(
+            model=part, optimizer=optimizer, model_parameters=trained, config=config, dist_init_required=False
+        )[0]
+    except pydantic_error() as error:
+        raise ValueError(
+            f"DeepSpeed refuses a setting of the strategy or its config: {error}. Its settings are listed at "
+            "https://www.deepspeed.ai/docs/config-json."
+        ) from error
+    finally:
+        setattr(kind, name, broadcast)
+    for parameter in scalars:
+        parameter.ds_shape = torch.Size([])  # type: ignore[attr-defined]
+        if parameter.numel() == 1:
+            parameter.data = parameter.data.reshape(())
+    return engine
+
+
+def _is_worth_telling(record: logging.LogRecord) -> bool:
+    told = record.getMessage()
+    return not any(
+        text in told for text in ("untested optimizer", "learning rate from scheduler before it has started")
+    )
+
+
+def pydantic_error() -> type[Exception]:
+    """Return what DeepSpeed's settings are refused with."""
+    from pydantic import ValidationError
+
+    return ValidationError
+
+
+def import_deepspeed(device_type: str) -> Any:
+    """Return the package, set to this kind of device, and silent but for warnings."""
+    import deepspeed
+
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(logging.WARNING)
+    if _is_worth_telling not in logger.filters:
+        logger.addFilter(_is_worth_telling)
+    # DeepSpeed calls collectives by names that torch has others for by now; a user can do nothing about it.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    if device_type == "cpu":
+        if deepspeed.accelerator.get_accelerator().device_name() != "cpu":
+            from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+            deepspeed.accelerator.set_accelerator(CPU_Accelerator())
+        # Its own collectives for the CPU want a compiler, and leave shared memory behind when they are killed.
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    return deepspeed
