@@ -185,15 +185,10 @@ def choose_root(default_root_dir: Any) -> str:
 
 
 def check_nodes(num_nodes: int) -> None:
-    """Refuse a number of nodes that this job does not have (ValueError)."""
+    """Refuse a number of nodes that the job which this process was launched in does not have (ValueError)."""
     environment = Environment.detect()
-    if num_nodes == 1 or num_nodes == environment.num_nodes:
+    if environment.launched_by == "single" or num_nodes in (1, environment.num_nodes):
         return
-    if environment.launched_by == "single":
-        raise ValueError(
-            f"num_nodes={num_nodes} was asked for, but this process was started alone; start the script on each node with "
-            f"torchrun --nnodes {num_nodes} --nproc-per-node ... --rdzv-endpoint host:port."
-        )
     raise ValueError(
         f"num_nodes={num_nodes} was asked for, but this job was launched on {environment.num_nodes}; leave num_nodes out, or "
         f"launch {num_nodes}."
