@@ -116,3 +116,13 @@ def device_index(devices: Any, environment: Environment) -> int:
 def _has_own_gpu(environment: Environment) -> bool:
     """Whether the cluster's launcher shows each process the one GPU that is its own (srun --gpus-per-task=1)."""
     return environment.launched_by in ("slurm", "mpi") and torch.cuda.device_count() == 1
+
+
+def check_nodes(num_nodes: int, environment: Environment) -> None:
+    """Refuse a number of nodes that the job which this process was launched in does not have (ValueError)."""
+    if environment.launched_by == "single" or num_nodes in (1, environment.num_nodes):
+        return
+    raise ValueError(
+        f"num_nodes={num_nodes} was asked for, but this job was launched on {environment.num_nodes}; leave num_nodes out, or "
+        f"launch {num_nodes}."
+    )

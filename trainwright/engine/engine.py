@@ -31,7 +31,7 @@ from trainwright.data.seeding import rng_state
 from trainwright.distributed import collectives
 from trainwright.distributed.environment import Environment, open_process_group, pick_backend
 from trainwright.engine.command_line import fill_open
-from trainwright.engine.devices import device_index, resolve_device_type, resolve_num_processes
+from trainwright.engine.devices import check_nodes, device_index, resolve_device_type, resolve_num_processes
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult, resolve_precision
 from trainwright.precision.base import Clipper, Closure, Sender
@@ -86,12 +86,15 @@ class Engine:
     ) -> None:
         environment = Environment.detect()
         accelerator, strategy, precision = fill_open(environment, accelerator, strategy, precision)
+        check_nodes(num_nodes, environment)
         device_type = resolve_device_type(accelerator)
         num_processes = resolve_num_processes(devices, device_type, environment)
         alone = environment.launched_by == "single"
-        self.strategy = resolve_strategy(strategy, num_processes * num_nodes if alone else environment.world_size)
+        self.strategy = resolve_strategy(
+            strategy, num_processes * max(num_nodes, 1) if alone else environment.world_size
+        )
         asked = resolve_precision(precision, device_type)
-        if alone and num_processes * num_nodes > 1:
+        if alone and (num_processes > 1 or num_nodes != 1):
             from trainwright.launch.processes import launch
 
             launch(num_processes, num_nodes=num_nodes, reason=f"devices={num_processes}")

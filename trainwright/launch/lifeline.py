@@ -63,6 +63,12 @@ class Lifeline:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         self._peers[rank] = peer
 
+    def close(self) -> None:
+        """Close the connections."""
+        for each in (self._listener, *self._peers.values()):
+            if each is not None:
+                each.close()
+
     def lost(self) -> list[int]:
         """Return the numbers of the nodes whose launcher has gone."""
         return [rank for rank, peer in self._peers.items() if not _is_open(peer)]

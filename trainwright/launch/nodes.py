@@ -29,8 +29,8 @@ class Nodes:
     port: int = 0
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"num_nodes={self.count} is below 1; pass how many machines the job has.")
+        if not isinstance(self.count, int) or self.count < 1:
+            raise ValueError(f"num_nodes={self.count!r} is no whole number from 1; pass how many machines the job has.")
         if not 0 <= self.rank < self.count:
             raise ValueError(
                 f"node_rank={self.rank} is out of range for num_nodes={self.count}; nodes are numbered from 0 to "
@@ -46,8 +46,8 @@ def nodes_of(num_nodes: int, variables: Mapping[str, str]) -> Nodes:
     Raises:
         ValueError: one of them is missing or wrong.
     """
-    if num_nodes == 1:
-        return Nodes()
+    if not isinstance(num_nodes, int) or num_nodes < 2:
+        return Nodes(num_nodes)  # which refuses what is no number of nodes
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not variables.get(name)]
     if missing:
         raise ValueError(

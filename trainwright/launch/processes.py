@@ -32,7 +32,7 @@ def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script
     be run again. `reason` begins that message: what asked for the processes. With several nodes the place of this one is
     read from NODE_RANK, MASTER_ADDR and MASTER_PORT (ValueError where they are missing).
     """
-    if num_processes * num_nodes < 2:
+    if num_processes < 2 and num_nodes == 1:
         raise ValueError(f"num_processes={num_processes}; 2 or more are accepted. One process needs no launcher.")
     nodes = nodes_of(num_nodes, os.environ)
     command = own_command(reason)

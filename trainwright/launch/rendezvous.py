@@ -57,10 +57,10 @@ class StaticRendezvous(RendezvousHandler):
     def __init__(self, nodes: Nodes, num_processes: int) -> None:
         self.nodes = nodes
         self.members = [Member(socket.gethostname(), num_processes)]
-        self.lifeline = Lifeline(nodes.rank, nodes.address) if nodes.count > 1 else None
         self._stores = cast(Any, dist)
         self._port = nodes.port
         self.store = self._hold_store() if nodes.rank == 0 else self._find_store()
+        self.lifeline = Lifeline(nodes.rank, nodes.address) if nodes.count > 1 else None
         self._agents = self._stores.PrefixStore("agent", self.store)
         self._has_met = False
 
@@ -162,16 +162,19 @@ class StaticRendezvous(RendezvousHandler):
 
     def leave(self) -> None:
         """Leave the others; the main node keeps the store until all have read what they need of it."""
-        if self.nodes.count == 1 or not self._has_met:
+        if self.lifeline is None:
             return
-        self._agents.set(f"left/{self.nodes.rank}", "1")
-        deadline = time.monotonic() + LEAVE_SECONDS
-        assert self.lifeline is not None
-        while self.nodes.rank == 0 and time.monotonic() < deadline:
-            gone = self.lifeline.lost()
-            if self._agents.check([f"left/{rank}" for rank in range(self.nodes.count) if rank not in gone]):
-                return
-            time.sleep(0.02)
+        try:
+            if self._has_met:
+                self._agents.set(f"left/{self.nodes.rank}", "1")
+            deadline = time.monotonic() + LEAVE_SECONDS
+            while self._has_met and self.nodes.rank == 0 and time.monotonic() < deadline:
+                gone = self.lifeline.lost()
+                if all(self.has_left(rank) for rank in range(self.nodes.count) if rank not in gone):
+                    break
+                time.sleep(0.02)
+        finally:
+            self.lifeline.close()
 
     @property
     def use_agent_store(self) -> bool:

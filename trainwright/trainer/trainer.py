@@ -31,7 +31,7 @@ from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation, evaluate
 from trainwright.trainer.fit import TrainingRun, fit
 from trainwright.trainer.hooks import HookTable
-from trainwright.trainer.inputs import check_module, check_nodes, choose_checkpoint, choose_precision, choose_root
+from trainwright.trainer.inputs import check_module, choose_checkpoint, choose_precision, choose_root
 from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.parts import arranged_callbacks, arranged_loggers, making_modules, set_switches
 from trainwright.trainer.predict import predict
@@ -156,7 +156,6 @@ class Trainer(Status):
         self.callbacks = arranged_callbacks(callbacks, self.settings)
         self.loggers = arranged_loggers(logger, self.default_root_dir, self.settings)
         precision = choose_precision(precision, plugins)
-        check_nodes(num_nodes)
         self.engine = Engine(
             devices=devices, strategy=strategy, precision=precision, accelerator=accelerator, num_nodes=num_nodes
         )
