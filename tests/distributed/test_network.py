@@ -31,3 +31,13 @@ def test_an_address_of_another_machine_is_refused() -> None:
 def test_the_interface_towards_an_address() -> None:
     assert interface_towards("127.0.0.1") == loopback_interface()
     assert loopback_interface() in [name for _, name in socket.if_nameindex()]
+
+
+def test_a_name_that_stands_for_loopback_on_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]  # as Debian answers for its own name
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
+    with listen_at("node01", 0, else_everywhere=True) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+    assert interface_towards("node01") != loopback_interface()
+    with listen_at("localhost", 0, else_everywhere=True) as listener:
+        assert listener.getsockname()[0] == "127.0.1.1"

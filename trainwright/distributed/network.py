@@ -13,6 +13,8 @@ from trainwright.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
+ELSEWHERE = "192.0.2.1"
+"""An address that is nobody's, by RFC 5737, so the way to it is the default route."""
 SIOCGIFADDR = 0x8915  # Linux: the first IPv4 address of an interface
 
 
@@ -33,18 +35,10 @@ def resolve(address: str) -> tuple[socket.AddressFamily, str]:
     return family, str(place[0])
 
 
-def is_number(address: str) -> bool:
-    """Whether an address is an IP address rather than a name."""
-    try:
-        ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    return True
-
-
-def is_loopback(place: str) -> bool:
-    """Whether only this machine reaches an IP address."""
-    return ipaddress.ip_address(place.partition("%")[0]).is_loopback
+def is_own_name(address: str, place: str) -> bool:
+    """Whether an address is a machine's name that stands for loopback on the machine itself, as Debian sets it up."""
+    is_loopback = ipaddress.ip_address(place.partition("%")[0]).is_loopback
+    return is_loopback and address not in (place, "localhost")
 
 
 def listen_at(address: str, port: int, *, else_everywhere: bool = False) -> socket.socket:
@@ -57,7 +51,7 @@ def listen_at(address: str, port: int, *, else_everywhere: bool = False) -> sock
         LaunchError: the port is taken, or the address is not this machine's.
     """
     family, place = resolve(address)
-    if else_everywhere and is_loopback(place) and not is_number(address):
+    if else_everywhere and is_own_name(address, place):
         place = ""
     for host in (place, "") if else_everywhere and place else (place,):
         listener = socket.socket(family)
@@ -88,6 +82,8 @@ def loopback_interface() -> str | None:
 def interface_towards(address: str) -> str | None:
     """Return the interface over which this machine reaches an address; None where that cannot be found out."""
     family, place = resolve(address)
+    if is_own_name(address, place):
+        place = ELSEWHERE
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((place, DEFAULT_PORT))  # a datagram socket only looks up its way

@@ -37,7 +37,7 @@ TIDY_SECONDS = 0.5
 
 REPORT_SECONDS = 5.0
 """How long a node whose ranks have left because of another's waits for that node's report."""
-CLEANUP = (RuntimeError, OSError)
+GONE = (RuntimeError, OSError)
 """What an attempt to reach the main node raises once it has gone; there is nobody to tell then."""
 
 
@@ -170,7 +170,7 @@ class JobAgent(LocalElasticAgent):
                 self.board.post(self.rendezvous.first_rank(lost[0]), "the launcher of its node has gone")
                 self.board.mark_printed()  # there is nothing to wait for
                 return True
-        except CLEANUP:
+        except GONE:
             self._has_lost_main = True
         return self._has_lost_main
 
@@ -178,7 +178,7 @@ class JobAgent(LocalElasticAgent):
         """Wait for the other nodes, whose ranks may have more to do, or fail: this launcher may hold the store."""
         if self.rendezvous.nodes.count == 1:
             return
-        with contextlib.suppress(*CLEANUP):
+        with contextlib.suppress(*GONE):
             self.rendezvous.say_finished()
             while not self.rendezvous.all_finished() and not self._job_has_failed():
                 time.sleep(0.05)
@@ -204,13 +204,13 @@ class JobAgent(LocalElasticAgent):
         if not self._first_codes and failed:
             self._first_codes = failed
             self._kill_groups(failed)
-            with contextlib.suppress(*CLEANUP):
+            with contextlib.suppress(*GONE):
                 self._post_first_failure()
             deadline = time.monotonic() + LEAVE_SECONDS
             while len(self.exit_codes()) < len(self._handlers()) and time.monotonic() < deadline:
                 time.sleep(0.01)
         elif not failed:
-            with contextlib.suppress(*CLEANUP):
+            with contextlib.suppress(*GONE):
                 self.board.announce_end()
         running = set(self._handlers()) - set(self.exit_codes())
         assert self._pcontext is not None
@@ -255,7 +255,7 @@ class JobAgent(LocalElasticAgent):
     def tell_others(self, summary: str) -> None:
         """Let the other nodes, if there are any, end because of this one."""
         if self.rendezvous.nodes.count > 1:
-            with contextlib.suppress(*CLEANUP):
+            with contextlib.suppress(*GONE):
                 self.board.post(self._own_first_rank(), summary)
                 self.board.mark_printed()
 
@@ -268,7 +268,7 @@ class JobAgent(LocalElasticAgent):
         world = sum(member.num_processes for member in self.rendezvous.members)
         try:
             report = self._first_report()
-        except CLEANUP:
+        except GONE:
             return 1, "trainwright: the launcher of node 0, the main one, has gone; the job was ended.\n"
         if report is None:
             return 1, f"trainwright: a rank of {world} failed, but left no report; the job was ended.\n"
@@ -338,8 +338,8 @@ def run(
         return _say(1, f"trainwright: {error}\n")
     code, text = 0, ""
     try:
-        agent.run()
-        if agent.has_failed():
+        result = agent.run()
+        if (result is not None and result.is_failed()) or agent.has_failed():
             code, text = agent.summarize()
     except SignalException as error:
         code = 128 + int(error.sigval)
@@ -349,7 +349,7 @@ def run(
     finally:
         agent.kill_all()
         agent.output.finish()
-        with contextlib.suppress(*CLEANUP):
+        with contextlib.suppress(*GONE):
             agent.rendezvous.leave()
     return _say(code, text)
 

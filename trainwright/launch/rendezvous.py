@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from trainwright.distributed.agreement import FailureBoard, Store
 from trainwright.distributed.environment import STORE_PREFIX
-from trainwright.distributed.network import is_loopback, is_number, listen_at, resolve
+from trainwright.distributed.network import is_own_name, listen_at, resolve
 from trainwright.errors import LaunchError
 from trainwright.launch.lifeline import Lifeline
 from trainwright.launch.nodes import Nodes
@@ -66,7 +66,7 @@ class StaticRendezvous(RendezvousHandler):
 
     def _hold_store(self) -> Any:
         _, place = resolve(self.nodes.address)
-        if self.nodes.count > 1 and is_loopback(place) and not is_number(self.nodes.address):
+        if self.nodes.count > 1 and is_own_name(self.nodes.address, place):
             raise LaunchError(
                 f"the main address {self.nodes.address!r} stands for {place} on this node, which no other node reaches; give "
                 "this node's IP address as the main address."
