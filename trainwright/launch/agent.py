@@ -140,11 +140,9 @@ class JobAgent(LocalElasticAgent):
         self._stop_workers(worker_group)
         self.kill_all()
         self.output.finish()
-        _, text = self.summarize()
         most = worker_group.spec.max_restarts
-        sys.stderr.write(
-            text + f"trainwright: starting all ranks anew, restart {most - self._remaining_restarts} of {most}.\n"
-        )
+        restart = most - self._remaining_restarts
+        sys.stderr.write(self.summarize(f"starting all ranks anew, restart {restart} of {most}")[1])
         sys.stderr.flush()
         super()._restart_workers(worker_group)
 
@@ -263,15 +261,15 @@ class JobAgent(LocalElasticAgent):
         """Whether a rank of this node or of another has failed."""
         return bool(self._first_codes) or self._job_has_failed()
 
-    def summarize(self) -> tuple[int, str]:
+    def summarize(self, consequence: str = "the job was ended") -> tuple[int, str]:
         """Return the exit code of the job, and who failed first."""
         world = sum(member.num_processes for member in self.rendezvous.members)
         try:
             report = self._first_report()
         except GONE:
-            return 1, "trainwright: the launcher of node 0, the main one, has gone; the job was ended.\n"
+            return 1, f"trainwright: the launcher of node 0, the main one, has gone; {consequence}.\n"
         if report is None:
-            return 1, f"trainwright: a rank of {world} failed, but left no report; the job was ended.\n"
+            return 1, f"trainwright: a rank of {world} failed, but left no report; {consequence}.\n"
         local_rank = report.rank - self._own_first_rank()
         code = self._first_codes.get(local_rank, 1)
         if code < 0:
@@ -283,9 +281,7 @@ class JobAgent(LocalElasticAgent):
         if self.rendezvous.nodes.count > 1:
             node = self.rendezvous.node_of(report.rank)
             where = f", on node {node} ({self.rendezvous.members[node].host}),"
-        text = (
-            f"trainwright: rank {report.rank} of {world}{where} failed first ({report.summary}); the job was ended.\n"
-        )
+        text = f"trainwright: rank {report.rank} of {world}{where} failed first ({report.summary}); {consequence}.\n"
         # A rank of another node has printed its traceback there, not here.
         is_shown = report.was_printed and local_rank in self._handlers()
         return code, text if is_shown else text + report.traceback

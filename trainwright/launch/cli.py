@@ -131,6 +131,8 @@ def _split(parser: Parser, actions: Sequence[argparse.Action], arguments: Sequen
             if not command or not command[0]:
                 parser.error(f"{flag} needs the name of a module after it.")
             return list(arguments[:place]), ["-m", *command]
+        if arguments[place] == "--":
+            return list(arguments[:place]), list(arguments[place + 1 :])
         if not flag.startswith("-") or flag == "-":
             return list(arguments[:place]), list(arguments[place:])
         if flag not in flags:
