@@ -104,7 +104,7 @@ def network(tmp_path: Path) -> Iterator[Network]:
             network.close()
             return
         reasons.append(network.process.communicate(timeout=60)[1].strip())
-    reason = f"two network namespaces cannot be made here, as neither root nor user namespaces are allowed: {reasons}"
+    reason = f"two network namespaces cannot be made here; they need root or user namespaces: {reasons}"
     if NEEDED in os.environ:
         pytest.fail(reason)
     pytest.skip(reason)
