@@ -8,11 +8,11 @@ import pytest
 
 import trainwright as tw
 
-NAMES = """Accelerator AdvancedProfiler CSVLogger Callback CheckpointError CombinedLoader DDPStrategy DataModule
-    EarlyStopping Engine GradientAccumulationScheduler LambdaCallback LaunchError LearningRateMonitor
-    LightningDataModule LightningModule Logger ModelCheckpoint ModelSummary Module Precision Profiler
-    PyTorchProfiler SimpleProfiler Strategy TQDMProgressBar TensorBoardLogger Timer Trainer TrainwrightError
-    __version__ isolate_rng rank_zero_info rank_zero_only rank_zero_warn seed_everything"""
+NAMES = """Accelerator AdvancedProfiler BasePredictionWriter CSVLogger Callback CheckpointError CombinedLoader DDPStrategy
+    DataModule EarlyStopping Engine GradientAccumulationScheduler LambdaCallback LaunchError LearningRateMonitor
+    LightningDataModule LightningModule Logger ModelCheckpoint ModelSummary Module Precision Profiler PyTorchProfiler
+    SimpleProfiler Strategy TQDMProgressBar TensorBoardLogger TensorPredictionWriter Timer Trainer TrainwrightError
+    __version__ estimate_memory isolate_rng load_predictions rank_zero_info rank_zero_only rank_zero_warn seed_everything"""
 TRAINER = """accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs min_epochs max_steps
     min_steps max_time limit_train_batches limit_val_batches limit_test_batches limit_predict_batches
     overfit_batches val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps
@@ -21,10 +21,11 @@ TRAINER = """accelerator strategy devices num_nodes precision logger callbacks f
     barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir enable_autolog_hparams
     compile fused_optimizers unknown"""
 METHODS = {
-    tw.Engine: """agreed backward clipper close gather load open prepare_loader prepare_module prepare_optimizers reduce run
-        save step sync_gradients take_seed""",
-    tw.Accelerator: """accumulate autocast backward clip_grad_norm_ clip_grad_value_ gather gather_for_metrics load_state
-        prepare print reduce save_state step unwrap_model wait_for_everyone""",
+    tw.Engine: """agreed backward barrier broadcast clipper close follow_parameters gather load open prepare_loader
+        prepare_module prepare_optimizers rank_zero_first reduce run save step sync_gradients take_seed""",
+    tw.Accelerator: """accumulate autocast backward broadcast clip_grad_norm_ clip_grad_value_ gather gather_for_metrics
+        load_state local_main_process_first main_process_first prepare print reduce save_state split_between_processes step
+        unwrap_model wait_for_everyone""",
     tw.Strategy: """after_load allocate_optimizer_state backward before_evaluation clip_gradients close connect
         follow_parameters model_pieces optimizer_pieces piece run setup_module setup_optimizers step sync_gradients
         unscale""",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainwright.callbacks import (
+        BasePredictionWriter,
         Callback,
         EarlyStopping,
         GradientAccumulationScheduler,
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
         LearningRateMonitor,
         ModelCheckpoint,
         ModelSummary,
+        TensorPredictionWriter,
         Timer,
         TQDMProgressBar,
+        load_predictions,
     )
     from trainwright.data.combined import CombinedLoader
     from trainwright.data.datamodule import DataModule
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from trainwright.data.seeding import isolate_rng, seed_everything
     from trainwright.engine.accelerator import Accelerator
     from trainwright.engine.engine import Engine
+    from trainwright.engine.memory import estimate_memory
     from trainwright.errors import CheckpointError, LaunchError, TrainwrightError
     from trainwright.loggers import CSVLogger, Logger, TensorBoardLogger
     from trainwright.module import Module
@@ -45,6 +49,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Accelerator": "trainwright.engine.accelerator",
     "AdvancedProfiler": "trainwright.profilers",
+    "BasePredictionWriter": "trainwright.callbacks",
     "CSVLogger": "trainwright.loggers",
     "Callback": "trainwright.callbacks",
     "CheckpointError": "trainwright.errors",
@@ -70,10 +75,13 @@ _HOMES = {
     "Strategy": "trainwright.strategies",
     "TQDMProgressBar": "trainwright.callbacks",
     "TensorBoardLogger": "trainwright.loggers",
+    "TensorPredictionWriter": "trainwright.callbacks",
     "Timer": "trainwright.callbacks",
     "Trainer": "trainwright.trainer.trainer",
     "TrainwrightError": "trainwright.errors",
+    "estimate_memory": "trainwright.engine.memory",
     "isolate_rng": "trainwright.data.seeding",
+    "load_predictions": "trainwright.callbacks",
     "rank_zero_info": "trainwright.rank_zero",
     "rank_zero_only": "trainwright.rank_zero",
     "rank_zero_warn": "trainwright.rank_zero",
@@ -84,6 +92,7 @@ _HOMES = {
 __all__ = [
     "Accelerator",
     "AdvancedProfiler",
+    "BasePredictionWriter",
     "CSVLogger",
     "Callback",
     "CheckpointError",
@@ -109,11 +118,14 @@ __all__ = [
     "Strategy",
     "TQDMProgressBar",
     "TensorBoardLogger",
+    "TensorPredictionWriter",
     "Timer",
     "Trainer",
     "TrainwrightError",
     "__version__",
+    "estimate_memory",
     "isolate_rng",
+    "load_predictions",
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",

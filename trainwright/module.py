@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.exchange import read_weights
 from trainwright.compiled_names import register_clean_names
-from trainwright.data.transfer import map_tensors, to_device
+from trainwright.data.transfer import map_leaves, to_device
 from trainwright.distributed import collectives
 from trainwright.hyperparameters import HyperParameters, build, classonly, read_hyper_parameters
 from trainwright.metric_kinds import is_collection
@@ -255,15 +255,24 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return each tensor of a nested structure with those of all ranks, stacked along a new first dimension.
 
-        On one process it is returned as it is. With sync_grads the gradients go back to the rank that they belong to.
+        Numbers become tensors. On one process a tensor is returned as it is. With sync_grads the gradients go back to the rank
+        that they belong to.
         Collective: call on every rank, with equal shapes.
         """
         if group is not None:
             raise ValueError("all_gather was given a group; accepted is None: all ranks of the job take part.")
-        if self.trainer.world_size == 1:
-            return data
         gather = collectives.all_gather_with_gradients if sync_grads else collectives.all_gather
-        return map_tensors(lambda tensor: torch.stack(list(gather(tensor))), data)
+        is_alone = self.trainer.world_size == 1
+
+        def joined(leaf: Any) -> Any:
+            if isinstance(leaf, (int, float)):
+                leaf = torch.tensor(leaf, device=self.device)
+            if is_alone or not isinstance(leaf, Tensor):
+                return leaf
+            collectives.refuse_unequal(leaf)
+            return torch.stack(gather(leaf))
+
+        return map_leaves(joined, data)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only."""

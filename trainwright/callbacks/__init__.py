@@ -7,10 +7,13 @@ from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.callbacks.learning_rate_monitor import LearningRateMonitor
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import ModelSummary
+from trainwright.callbacks.prediction_writer import BasePredictionWriter
 from trainwright.callbacks.progress_bar import TQDMProgressBar
+from trainwright.callbacks.tensor_prediction_writer import TensorPredictionWriter, load_predictions
 from trainwright.callbacks.timer import Timer
 
 __all__ = [
+    "BasePredictionWriter",
     "Callback",
     "EarlyStopping",
     "EarlyStoppingReason",
@@ -20,5 +23,7 @@ __all__ = [
     "ModelCheckpoint",
     "ModelSummary",
     "TQDMProgressBar",
+    "TensorPredictionWriter",
     "Timer",
+    "load_predictions",
 ]

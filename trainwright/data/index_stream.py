@@ -8,6 +8,7 @@ A short or uneven last round of training is re-split evenly, sample by sample.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -43,6 +44,8 @@ class IndexStream(Share):
         self.seed_rank = rank if seed_rank is None else seed_rank
         self.gives_seeds = False
         """Whether each item carries a seed for the worker that fetches it."""
+        self.noted: deque[list[Any]] | None = None
+        """Where each iteration that begins from now on notes the indices of the batches that it gives; None for nowhere."""
         self._refuse_what_cannot_be_shared()
 
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
@@ -53,7 +56,7 @@ class IndexStream(Share):
                 set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        share = self.items()
+        share = self.items() if self.noted is None else self._noting(self.items(), self.noted)
         return self._seeded(share) if self.gives_seeds else share
 
     def __len__(self) -> int:
@@ -112,6 +115,11 @@ class IndexStream(Share):
         least = max(self.real_sizes) if self.mode == "even" else 1
         part = part + samples[: max(0, least - len(part))]
         return part if self.batched else part[0]
+
+    def _noting(self, share: Iterator[Any], noted: deque[list[Any]]) -> Iterator[Any]:
+        for item in share:
+            noted.append(list(item) if self.batched else [item])
+            yield item
 
     def _seeded(self, share: Iterator[Any]) -> Iterator[Any]:
         for place, item in enumerate(share, start=self.start_batch):

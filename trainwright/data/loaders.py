@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from itertools import islice
@@ -153,6 +154,17 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._source) if self.stream is not None else self.share.items()
+
+    def note_indices(self) -> deque[list[Any]] | None:
+        """Return where the next `iter` notes the dataset's indices of each batch, in the order of the batches.
+
+        Workers read ahead, so it may be some batches ahead too. None where the loader has no indices, or gives batches in
+        another order than it drew them in.
+        """
+        if self.stream is None or getattr(self.loader, "in_order", True) is False:
+            return None
+        self.stream.noted = deque()
+        return self.stream.noted
 
     @property
     def length(self) -> int | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -37,6 +38,25 @@ def all_gather_with_gradients(tensor: Tensor) -> list[Tensor]:
     return list(_GatherWithGradients.apply(tensor))  # type: ignore[no-untyped-call]
 
 
+def refuse_unequal(tensor: Tensor) -> None:
+    """Refuse a tensor whose shape or dtype is not that of every rank, on all alike. Collective: call on every rank.
+
+    Under gloo only, which ends the process at such a gather; asking would let the host wait for a device.
+
+    Raises:
+        ValueError, TypeError: they differ.
+    """
+    if _world_size() == 1 or dist.get_backend() != "gloo" or tensor.dim() > _MAX_DIMS:
+        return
+    shapes = _gather_shapes(tensor, "all_gather")
+    if any(shape != shapes[0] for shape in shapes):
+        listed = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
+        raise ValueError(
+            f"all_gather got tensors of different shapes ({listed}); they have to be equal. Pad them first, or gather them one "
+            "after the other along their first dimension with trainer.engine.gather."
+        )
+
+
 def gather_uneven(tensor: Tensor) -> list[Tensor]:
     """Return the tensors of all ranks, by rank; the first dimension may differ. Collective: call on every rank."""
     if not 0 < tensor.dim() <= _MAX_DIMS:
@@ -46,7 +66,7 @@ def gather_uneven(tensor: Tensor) -> list[Tensor]:
         )
     if _world_size() == 1:
         return [tensor]
-    shapes = _gather_shapes(tensor)
+    shapes = _gather_shapes(tensor, "gather_uneven")
     if any(shape[1:] != shapes[0][1:] for shape in shapes):
         listed = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
         raise ValueError(
@@ -111,6 +131,14 @@ def barrier() -> None:
     token.item()  # NOTE: waits for the device too
 
 
+def set_timeout(seconds: float) -> None:
+    """Let collectives from now on wait so long for the other ranks."""
+    if _world_size() > 1:
+        from torch.distributed.distributed_c10d import _set_pg_timeout
+
+        _set_pg_timeout(timedelta(seconds=seconds))
+
+
 class _GatherWithGradients(torch.autograd.Function):
     """all_gather, whose backward sums each rank's gradients where the tensor came from."""
 
@@ -138,7 +166,7 @@ def _to_group(tensor: Tensor) -> Tensor:
     return tensor.to(torch.device(devices[0], torch.get_device_module(devices[0]).current_device())).contiguous()
 
 
-def _gather_shapes(tensor: Tensor) -> list[tuple[int, ...]]:
+def _gather_shapes(tensor: Tensor, name: str) -> list[tuple[int, ...]]:
     # The dtype travels as a checksum of its name: bytes of different dtypes would be read wrongly, or wait for ever.
     numbers = [tensor.dim(), *tensor.shape] + [-1] * (_MAX_DIMS - tensor.dim())
     packed = torch.tensor([*numbers, zlib.crc32(str(tensor.dtype).encode())])
@@ -146,7 +174,7 @@ def _gather_shapes(tensor: Tensor) -> list[tuple[int, ...]]:
     others = [rank for rank, row in enumerate(rows) if row[-1] != rows[0][-1]]
     if others:
         raise TypeError(
-            f"gather_uneven got another dtype on rank(s) {others} than on rank 0 (here {tensor.dtype}); all must be "
+            f"{name} got another dtype on rank(s) {others} than on rank 0 (here {tensor.dtype}); all must be "
             "equal. Convert the tensors first."
         )
     return [tuple(row[1 : 1 + row[0]]) for row in rows]

@@ -215,13 +215,19 @@ _hosted_store: Store | None = None  # kept until the process ends: the other ran
 _generation = 0  # how often this process opened a group; equal on all ranks, as opening is collective
 
 
-def open_process_group(environment: Environment, backend: str, timeout_seconds: float = 1800.0) -> Connection:
+def open_process_group(
+    environment: Environment, backend: str, timeout_seconds: float = 1800.0, *, needs_group: bool = False
+) -> Connection:
     """Open this process's connection to its job, or return the one already open. Collective: call on every rank.
 
-    A group that the script opened itself is joined and left open at the end. One process alone opens nothing.
+    A group that the script opened itself is joined and left open at the end. One process alone opens nothing, unless it
+    `needs_group`: then one of this process alone, over which nothing is sent.
     """
     global _connection, _generation
     if environment.world_size == 1:
+        if needs_group:
+            _choose_interface(environment)
+            _open_group_of_one(backend)
         return Connection(environment, None, Agreement(None, environment.rank, 1))
     if _connection is not None:
         if _connection.environment != environment:
@@ -272,6 +278,21 @@ def open_process_group(environment: Environment, backend: str, timeout_seconds: 
     _connection = opened
     atexit.register(opened.close)
     return opened
+
+
+def _open_group_of_one(backend: str) -> None:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        atexit.register(_close_group_of_one)
+
+
+def _close_group_of_one() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _start_watch(

@@ -14,8 +14,8 @@ for batch, target in loader:
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from trainwright.data.seeding import set_rng_state
 from trainwright.data.transfer import map_tensors
-from trainwright.distributed import collectives
+from trainwright.engine.between_ranks import portion
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedLoader, PreparedModule, PreparedOptimizer, PreparedScheduler
 from trainwright.engine.window import AccumulationWindow
@@ -224,7 +224,27 @@ class Accelerator:
 
     def wait_for_everyone(self) -> None:
         """Wait until every rank has come here. Collective: call on every rank."""
-        collectives.barrier()
+        self.engine.barrier()
+
+    def broadcast(self, obj: Any, from_process: int = 0) -> Any:
+        """Return one process's plain data and tensors on every process. Collective: call on every rank."""
+        return self.engine.broadcast(obj, from_process)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Return a context that rank 0 goes through before the others begin it. Collective: enter it on every rank."""
+        return self.engine.rank_zero_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Return a context that each node's first process goes through before the others begin it. Collective."""
+        return self.engine.rank_zero_first(local=True)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Give this process its part of a list, a tuple, a tensor, or a dict of these; nothing is communicated.
+
+        The parts are contiguous and differ by one item at most; with apply_padding the last item fills the shorter ones up.
+        """
+        yield portion(inputs, self.process_index, self.num_processes, apply_padding)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only."""

@@ -7,6 +7,7 @@ What a method does on several ranks is the strategy's; the Engine itself asks fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +18,6 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.contents import (
     check_optimizer,
-    describe_optimizer,
     extra_states,
     restore_optimizer,
     set_extra_states,
@@ -30,13 +30,15 @@ from trainwright.data.loaders import ShardedLoader
 from trainwright.data.seeding import rng_state
 from trainwright.distributed import collectives
 from trainwright.distributed.environment import Environment, open_process_group, pick_backend
+from trainwright.engine.between_ranks import broadcast, first_here
 from trainwright.engine.command_line import fill_open
 from trainwright.engine.devices import check_nodes, device_index, resolve_device_type, resolve_num_processes
+from trainwright.engine.model_layout import refuse_unlike_models
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult, resolve_precision
 from trainwright.precision.base import Clipper, Closure, Sender
 from trainwright.strategies import Strategy, resolve_strategy
-from trainwright.strategies.base import STORED_NEVER, Optimization, clean_name
+from trainwright.strategies.base import Optimization, clean_name
 
 
 class Restored(NamedTuple):
@@ -66,7 +68,7 @@ class Engine:
         strategy: a name or a Strategy.
         precision: a name, 16 or 32, or a Precision.
         accelerator: "auto", "cpu" or "cuda".
-        timeout_seconds: how long a rank waits for the others in a collective.
+        timeout_seconds: how long a rank waits for the others in a collective; None is the strategy's own, else half an hour.
         num_nodes: machines of the job that this process would start, each by its own start of the script.
 
     Raises:
@@ -81,7 +83,7 @@ class Engine:
         strategy: str | Strategy = "auto",
         precision: str | int | Precision | None = None,
         accelerator: str = "auto",
-        timeout_seconds: float = 1800.0,
+        timeout_seconds: float | None = None,
         num_nodes: int = 1,
     ) -> None:
         environment = Environment.detect()
@@ -90,10 +92,10 @@ class Engine:
         device_type = resolve_device_type(accelerator)
         num_processes = resolve_num_processes(devices, device_type, environment)
         alone = environment.launched_by == "single"
-        self.strategy = resolve_strategy(
-            strategy, num_processes * max(num_nodes, 1) if alone else environment.world_size
-        )
+        world_size = num_processes * max(num_nodes, 1) if alone else environment.world_size
+        self.strategy = resolve_strategy(strategy, world_size)
         asked = resolve_precision(precision, device_type)
+        self.strategy.check(device_type, world_size, asked)
         if alone and (num_processes > 1 or num_nodes != 1):
             from trainwright.launch.processes import launch
 
@@ -103,10 +105,15 @@ class Engine:
         if device_type == "cuda":
             self.device = torch.device(device_type, device_index(devices, environment))
             torch.cuda.set_device(self.device)
-        self.connection = open_process_group(environment, pick_backend(device_type), timeout_seconds)
+        asked_seconds = timeout_seconds if timeout_seconds is not None else self.strategy.timeout_seconds
+        self.timeout_seconds = 1800.0 if asked_seconds is None else asked_seconds
+        self.connection = open_process_group(
+            environment, pick_backend(device_type), self.timeout_seconds, needs_group=self.strategy.needs_group
+        )
+        if asked_seconds is not None or self.connection.owns_group:
+            collectives.set_timeout(self.timeout_seconds)  # the group may have been opened before, with another
         self.connection.before_close(self.strategy.close)
         self.agreement = self.connection.agreement
-        self.timeout_seconds = timeout_seconds
         self.strategy.connect(environment.rank, environment.world_size, self.device, asked)
         self.seed = 0
         """What the order of the data starts from, alike on every rank: see `take_seed`."""
@@ -142,12 +149,26 @@ class Engine:
         """Let the strategy place and wrap a module. Collective: call on every rank.
 
         `optimization` says how it will be trained; None where it will be evaluated only.
+
+        Raises:
+            ValueError: on every rank alike, where the ranks have different models.
         """
+        refuse_unlike_models(module, self.agreement, self.timeout_seconds)
         if optimization is not None:
             self.optimization = optimization
         self.precision.convert_module(module)
         self.strategy.setup_module(module, optimization)
         self.modules.append(module)
+
+    def follow_parameters(self) -> None:
+        """Let the strategy know which parameters require gradients now. Collective: call at each epoch's start.
+
+        Raises:
+            ValueError: on every rank alike, where they were not frozen or unfrozen alike.
+        """
+        for module in self.modules:
+            refuse_unlike_models(module, self.agreement, self.timeout_seconds)
+        self.strategy.follow_parameters(self.modules)
 
     def prepare_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Let the strategy prepare the optimizers of the prepared modules; return those to step, in the same order."""
@@ -206,6 +227,25 @@ class Engine:
         """Return rank 0's text on every rank, over the key-value store. Collective: call on every rank."""
         return self.agreement.broadcast(text.encode(), self.timeout_seconds).decode()
 
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank `src`'s object on every rank: plain data, tensors (which come on this rank's device), and nests of them.
+
+        Collective: call on every rank. One process gets it back as it is, and so does `src`.
+        """
+        return broadcast(obj, src, self.agreement, self.device, self.timeout_seconds)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here. Collective: call on every rank."""
+        collectives.barrier()
+
+    def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
+        """Return a context that rank 0 goes through before the others begin it, such as around a download.
+
+        With `local` it is the first rank of each node. Collective: enter it on every rank.
+        """
+        place = self.local_rank if local else self.rank
+        return first_here(place == 0, self.agreement, self.timeout_seconds)
+
     # -- state -------------------------------------------------------------------------------------------------------
 
     def save(
@@ -238,7 +278,7 @@ class Engine:
             contents["precision"] = self.precision.state_dict()
             contents["strategy"] = self.strategy.state
             contents["optimizers"] = [
-                describe_optimizer(optimizer, names, STORED_NEVER) for optimizer, names in self._named_optimizers()
+                self.strategy.describe_optimizer(optimizer, names) for optimizer, names in self._named_optimizers()
             ]
         write_checkpoint(
             path,

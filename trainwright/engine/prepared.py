@@ -137,7 +137,7 @@ class PreparedOptimizer(Optimizer):
         if self._window is None or self._window.may_clear:
             self.optimizer.zero_grad(set_to_none)
             if self.is_unscaled:
-                self._engine.precision.forget(self.optimizer)
+                self._engine.strategy.forget(self.optimizer)
                 self.is_unscaled = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

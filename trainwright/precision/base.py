@@ -20,6 +20,9 @@ Sender = Callable[..., Any]
 Closure = Callable[[], Any]
 """Computes the loss and its gradients anew, for an optimizer that looks at them several times in a step."""
 
+Agree = Callable[[Tensor], Any]
+"""Puts the maximum over the ranks into a tensor, in place."""
+
 
 class StepResult(NamedTuple):
     """What one optimizer step did.
@@ -76,8 +79,12 @@ class Precision:
             optimizer.step(closure)
         return PLAIN_STEP if norm is None else StepResult(norm, False)
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of this optimizer by the loss scale, once a step; nothing here."""
+    def unscale(self, optimizer: Optimizer, agree: Agree | None = None) -> None:
+        """Divide the gradients of this optimizer by the loss scale, once a step; nothing here.
+
+        `agree` is for ranks that hold different gradients: it is given a tensor that is 1 where one of this rank's is not
+        finite, and leaves in it the maximum over the ranks.
+        """
 
     def forget(self, optimizer: Optimizer) -> None:
         """Take note that this optimizer's gradients were dropped, perhaps without a step; nothing here."""

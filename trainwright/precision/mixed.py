@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
+from trainwright.precision.base import Agree, Clipper, Closure, Precision, Sender, StepResult
 
 
 class MixedPrecision(Precision):
@@ -46,10 +46,18 @@ class MixedPrecision(Precision):
             loss = self.scaler.scale(loss)
         super().backward(loss, send, **options)
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        if self.scaler is not None and self._has_scaled and id(optimizer) not in self._unscaled:
-            self.scaler.unscale_(optimizer)
-            self._unscaled.add(id(optimizer))
+    def unscale(self, optimizer: Optimizer, agree: Agree | None = None) -> None:
+        if self.scaler is None or not self._has_scaled or id(optimizer) in self._unscaled:
+            return
+        self.scaler.unscale_(optimizer)
+        self._unscaled.add(id(optimizer))
+        if agree is not None:
+            found: dict[Any, Tensor] = self.scaler._found_inf_per_device(optimizer)
+            if not found:  # this rank has no gradient of its own
+                assert self.scaler._scale is not None
+                found[self.scaler._scale.device] = torch.zeros_like(self.scaler._scale).reshape(1)
+            for value in found.values():
+                agree(value)
 
     def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
         """Unscale, clip, and step unless a gradient is not finite.

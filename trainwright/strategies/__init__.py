@@ -14,11 +14,21 @@ from trainwright.strategies.base import Strategy
 STRATEGIES = {
     "single_device": "trainwright.strategies.base:Strategy",
     "ddp": "trainwright.strategies.ddp:DDPStrategy",
+    "ddp_sharded": "trainwright.strategies.ddp_sharded:ShardedDDPStrategy",
+    "fsdp": "trainwright.strategies.fsdp:FSDPStrategy",
+    "deepspeed": "trainwright.strategies.deepspeed:DeepSpeedStrategy",
 }
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp_find_unused_parameters_true": ("ddp", {"find_unused_parameters": True}),
     "ddp_find_unused_parameters_false": ("ddp", {"find_unused_parameters": False}),
+    "fsdp_cpu_offload": ("fsdp", {"cpu_offload": True}),
+    "deepspeed_stage_1": ("deepspeed", {"stage": 1}),
+    "deepspeed_stage_1_offload": ("deepspeed", {"stage": 1, "offload_optimizer": True}),
+    "deepspeed_stage_2": ("deepspeed", {"stage": 2}),
+    "deepspeed_stage_2_offload": ("deepspeed", {"stage": 2, "offload_optimizer": True}),
+    "deepspeed_stage_3": ("deepspeed", {"stage": 3}),
+    "deepspeed_stage_3_offload": ("deepspeed", {"stage": 3, "offload_optimizer": True, "offload_parameters": True}),
 }
 """Names that stand for a strategy with options."""
 
@@ -35,7 +45,8 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
     """Return the strategy that a name or an instance stands for; "auto" is single_device, or ddp for several processes.
 
     Raises:
-        ValueError: the name is unknown, or the strategy cannot run on that many processes.
+        ValueError: the name is unknown.
+        ImportError: it needs a package that is not installed.
         TypeError: neither a name nor a Strategy.
     """
     if isinstance(strategy, str):
@@ -56,11 +67,6 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
         raise TypeError(
             f"strategy={strategy!r} is a {type(strategy).__name__}; accepted are a name ({', '.join(STRATEGIES)}) or a "
             "Strategy instance. Pass an instance, not its class."
-        )
-    if num_processes > 1 and not strategy.is_parallel:
-        raise ValueError(
-            f"strategy={strategy.name!r} runs on one process, but {num_processes} were asked for; pass devices=1, or a "
-            "strategy for several such as 'ddp'."
         )
     return strategy
 

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.contents import is_extra_state
+from trainwright.checkpoint.contents import describe_optimizer, is_extra_state
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name as clean_name
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
+from trainwright.strategies.materialize import materialize
 
 STORED_NEVER = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
 """Keys of a parameter group that a checkpoint leaves out: its tensors, and how the optimizer is computed here."""
@@ -72,6 +74,12 @@ class Strategy:
     """True where a forward needs every rank, so that a rank out of evaluation batches has to go on taking part."""
     takes_closure = True
     """True where an optimizer's step may run forwards and backwards of its own, through a closure."""
+    takes_compile = True
+    """True where torch.compile can trace what its engine does around the modules."""
+    needs_group = False
+    """True where its engine wants a process group, on one process too."""
+    timeout_seconds: float | None = None
+    """How long a rank waits for the others; None leaves it to the Engine."""
 
     def __init__(self) -> None:
         self.rank = 0
@@ -91,6 +99,22 @@ class Strategy:
         """
         self.rank, self.world_size, self.device, self.precision = rank, world_size, device, precision
 
+    def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
+        """Refuse a job that this strategy cannot run, before any process is started.
+
+        Raises:
+            ValueError: the device, the number of processes or the precision excludes it.
+        """
+        if num_processes > 1 and not self.is_parallel:
+            raise ValueError(
+                f"strategy={self.name!r} runs on one process, but {num_processes} were asked for; pass devices=1, or a "
+                "strategy for several such as 'ddp'."
+            )
+
+    def settle(self, optimization: Optimization) -> Optimization:
+        """Return the optimization as it will be done: an engine's own configuration may say otherwise than was asked for."""
+        return optimization
+
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         """Move a module to the device, and wrap or shard it; called before its optimizers are made.
 
@@ -98,6 +122,16 @@ class Strategy:
         evaluated only; no `setup_optimizers` follows then. A module comes again after `close`, sharded as it was left.
         Its parameters may be other objects from here on, so names are taken afterwards.
         """
+        self.place(module)
+
+    def place(self, module: nn.Module) -> None:
+        """Move a module to the device; give values to what was made on the meta device.
+
+        Raises:
+            ValueError: an engine has sharded it for another strategy, or it cannot be given values.
+        """
+        refuse_sharded(module, self.name)
+        materialize(module, self.device)
         module.to(self.device)
 
     def setup_optimizers(
@@ -147,6 +181,10 @@ class Strategy:
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the loss scale before the step does, so that they can be looked at."""
         self.precision.unscale(optimizer)
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Take note that this optimizer's gradients were looked at and then dropped, without a step."""
+        self.precision.forget(optimizer)
 
     def clip_gradients(
         self, optimizer: Optimizer, norm: float | None, value: float | None, scale: float = 1.0
@@ -222,6 +260,10 @@ class Strategy:
         """Return one tensor of the state as a piece; a sharded one as the range that this rank holds."""
         return Piece(name, tuple(value.shape), 0, value.detach(), writer)
 
+    def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+        """Return the optimizer's groups and what in its state is no tensor, alike on every rank. Collective."""
+        return describe_optimizer(optimizer, names, STORED_NEVER)
+
     @property
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs beside the pieces, as plain data alike on every rank."""
@@ -240,6 +282,17 @@ class Strategy:
 
         Called before the first run too. A sharded module stays sharded: whole, it might not fit.
         """
+
+
+def refuse_sharded(module: nn.Module, name: str) -> None:
+    """Refuse a module that another strategy's engine has sharded (ValueError)."""
+    for parameter_name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
+            raise ValueError(
+                f"parameter {parameter_name!r} of {type(module).__name__} is sharded, as fsdp or ZeRO stage 3 has left it, and "
+                f"strategy={name!r} needs it whole. Go on with the strategy that sharded it, or make the module anew and "
+                "load a checkpoint."
+            )
 
 
 def broadcast_tensors(tensors: Iterable[Tensor]) -> None:

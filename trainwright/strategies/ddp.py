@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -13,14 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 from torch.optim import Optimizer
 
-from trainwright.precision.base import Sender
+from trainwright.precision.base import Clipper, Closure, Sender, StepResult
+from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors
 
 UNUSED = (
-    "the step before left out parameters that require gradients, and ddp waits for those of all of them. Use each parameter in "
-    "the loss, freeze what is not used (requires_grad_(False) before the epoch), or let ddp look for them each step: "
+    "the step left out parameters that require gradients ({names}), and ddp waits for those of all of them. Use each parameter "
+    "in the loss, freeze what is not used (requires_grad_(False) before the epoch), or let ddp look for them each step: "
     "strategy='ddp_find_unused_parameters_true', or DDPStrategy(find_unused_parameters=True)."
 )
+MOST_NAMES = 10
+"""How many of the unused parameters a message names."""
+
+CommHook = Callable[[Any, Any], Any]
+COMM_HOOKS = ("fp16", "bf16", "power_sgd")
 
 
 class DDPStrategy(Strategy):
@@ -29,9 +37,19 @@ class DDPStrategy(Strategy):
     Args:
         find_unused_parameters: look for parameters that a step did not use; costs a walk over the graph each step. Always
             on under manual optimization, where one loss seldom uses every parameter.
-        static_graph: promise that each step uses the same parameters in the same way.
+        static_graph: promise that each step uses the same parameters in the same way; automatic optimization only. A run that
+            is resumed on three and more ranks may then differ in the last bits, with a warning.
         gradient_as_bucket_view: let gradients be views into the communication buckets, saving one copy of them.
         bucket_cap_mb: size of a bucket in MiB; None is torch's own default.
+        comm_hook: how gradients travel: "fp16" or "bf16" (half the bytes), "power_sgd" (low-rank factors), or a function of
+            (state, bucket) that torch's register_comm_hook takes; None sends them as they are.
+        comm_state: the state of a function; for "power_sgd" a dict of the arguments of torch's PowerSGDState, such as
+            {"matrix_approximation_rank": 2, "start_powerSGD_iter": 100}. A checkpoint holds no hook's state: a resumed run
+            begins with a new one, with a warning.
+        timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
+
+    Raises:
+        ValueError, TypeError: an option that is not accepted.
     """
 
     name = "ddp"
@@ -44,8 +62,20 @@ class DDPStrategy(Strategy):
         static_graph: bool = False,
         gradient_as_bucket_view: bool = False,
         bucket_cap_mb: float | None = None,
+        comm_hook: str | CommHook | None = None,
+        comm_state: Any = None,
+        timeout: float | timedelta | None = None,
     ) -> None:
         super().__init__()
+        self.timeout_seconds = seconds_of(timeout)
+        self.comm_hook, self.comm_state = comm_hook, comm_state
+        if comm_state is not None and comm_hook in (None, "fp16", "bf16"):
+            raise ValueError(
+                f"comm_state={comm_state!r} was given with comm_hook={comm_hook!r}, which keeps no state; pass it with a "
+                "function, or with 'power_sgd', or leave it out."
+            )
+        if comm_hook is not None:
+            resolve_comm_hook(comm_hook, comm_state)  # which refuses what it does not know
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -54,15 +84,22 @@ class DDPStrategy(Strategy):
         self._automatic = True
         self._orders: dict[nn.Module, ReadyOrder] = {}
         self._trained: dict[nn.Module, list[str]] = {}
+        self._to_check = False
+        """Whether the first step has yet to show that every parameter is used."""
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        module.to(self.device)
+        self.place(module)
         if self.world_size == 1:
             return
         if optimization is None:
             broadcast_tensors((*module.parameters(), *module.buffers()))
             return
         self._automatic = optimization.automatic
+        if self.static_graph and not self._automatic:
+            raise ValueError(
+                "static_graph=True is automatic optimization's, but this module steps its optimizers itself, each after a "
+                "backward of its own; leave static_graph at False."
+            )
         self._wrap(module)
 
     def _wrap(self, module: nn.Module) -> None:
@@ -77,7 +114,13 @@ class DDPStrategy(Strategy):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             bucket_cap_mb=self.bucket_cap_mb,
         )
+        if self.comm_hook is not None:
+            state, hook = resolve_comm_hook(self.comm_hook, self.comm_state)
+            # Around the function, because torch refuses one whose annotations are strings, and its own for bfloat16 under
+            # gloo, which can send it.
+            self.wrapped[module].register_comm_hook(state, lambda state, bucket: hook(state, bucket))
         self._orders[module] = ReadyOrder(self.wrapped[module])
+        self._to_check = not self.wrapped[module].find_unused_parameters and not self.static_graph
 
     def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
         """Wrap a module anew where parameters were frozen or unfrozen since: its reducer knows those of then."""
@@ -108,7 +151,9 @@ class DDPStrategy(Strategy):
                 return wrapped(name, *args, **kwargs)
         except RuntimeError as error:
             if "Expected to have finished reduction" in str(error):
-                raise RuntimeError(UNUSED) from error
+                found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+                indices = [int(each) for each in found[1].split()] if found else []
+                raise RuntimeError(self._unused(module, indices)) from error
             raise
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
@@ -122,7 +167,29 @@ class DDPStrategy(Strategy):
     def sync_gradients(self, enabled: bool) -> None:
         # The switch behind DDP.no_sync, without a context: forward and backward both read it.
         for wrapped in self.wrapped.values():
-            wrapped.require_backward_grad_sync = enabled
+            # NOTE: a static graph is learned in the first backward, which has to be a synchronised one; averaging that
+            # batch's gradients beforehand leaves the window's average as it is.
+            is_learning = wrapped.static_graph and not wrapped._static_graph_delay_allreduce_enqueued
+            wrapped.require_backward_grad_sync = enabled or is_learning
+
+    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
+        if self._to_check:
+            self._refuse_unused()
+        return self.precision.step(optimizer, clip, closure)
+
+    def _refuse_unused(self) -> None:
+        """Say at the first step what torch would say in the forward after it (RuntimeError): that step is not averaged."""
+        for module, order in self._orders.items():
+            missing = order.missing
+            if order.indices and missing:
+                raise RuntimeError(self._unused(module, missing))
+        self._to_check = any(not order.indices for order in self._orders.values())
+
+    def _unused(self, module: nn.Module, indices: Sequence[int]) -> str:
+        names = [self._trained[module][index] for index in indices[:MOST_NAMES]]
+        if len(indices) > MOST_NAMES:
+            names.append(f"and {len(indices) - MOST_NAMES} more")
+        return UNUSED.format(names=", ".join(names) or "in another step than the others")
 
     def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
         """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""
@@ -136,6 +203,19 @@ class DDPStrategy(Strategy):
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
     ) -> None:
         """Lay out the buckets as they were, so that three and more ranks sum in the order of the saved run."""
+        if self.wrapped and (self.comm_hook == "power_sgd" or self.comm_state is not None):
+            rank_zero_warn(
+                f"comm_hook={self.comm_hook!r} keeps a state of its own (for power_sgd, what compression has left out so far), "
+                "which no checkpoint holds: the run goes on with a new one, so close to an uninterrupted run but not bit for "
+                "bit. For that, choose 'fp16', 'bf16' or no comm_hook.",
+                stacklevel=2,
+            )
+        if self.wrapped and self.static_graph and self.world_size > 2:
+            rank_zero_warn(
+                f"static_graph=True on {self.world_size} ranks: the gradients' buckets are laid out while a run begins, so "
+                "a resumed run may differ from an uninterrupted one in the last bits. For that, leave static_graph at False.",
+                stacklevel=2,
+            )
         for order, indices in zip(self._orders.values(), state.get("ready_orders", []), strict=False):
             order.replay(indices)
 
@@ -145,6 +225,44 @@ class DDPStrategy(Strategy):
         self._orders.clear()
         self.wrapped.clear()
         self._trained.clear()
+
+
+def resolve_comm_hook(hook: str | CommHook, state: Any) -> tuple[Any, CommHook]:
+    """Return the state and the function to send with; ValueError or TypeError where there is none."""
+    if callable(hook):
+        return state, hook
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+
+    if hook == "fp16":
+        return None, fp16_compress_hook
+    if hook == "bf16":
+        return None, bf16_compress_hook
+    if hook != "power_sgd":
+        raise ValueError(f"comm_hook={hook!r} is unknown; choose from {', '.join(COMM_HOOKS)}, or pass a function.")
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    if not isinstance(state, dict | None):
+        raise TypeError(
+            f"comm_state={state!r} was given with comm_hook='power_sgd'; pass a dict of PowerSGDState's arguments."
+        )
+    try:
+        return PowerSGDState(None, **(state or {})), powerSGD_hook
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"comm_state={state!r} is not accepted by torch's PowerSGDState ({error}); pass arguments that it takes."
+        ) from error
+
+
+def seconds_of(timeout: float | timedelta | None) -> float | None:
+    """Return a timeout in seconds; ValueError or TypeError where it is none."""
+    if timeout is None:
+        return None
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"timeout={timeout!r} is not accepted; pass seconds, a timedelta, or None.")
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"timeout={timeout!r} is not accepted; pass a positive number of seconds, or None.")
+    return float(seconds)
 
 
 def trained(module: nn.Module) -> list[str]:
@@ -171,6 +289,11 @@ class ReadyOrder:
             self.indices.append(index)
         if len(self.indices) == len(self._parameters):
             self.close()
+
+    @property
+    def missing(self) -> list[int]:
+        """Return which parameters have had no gradient yet."""
+        return [index for index in range(len(self._parameters)) if index not in self._seen]
 
     def close(self) -> None:
         """Stop recording."""

@@ -161,15 +161,18 @@ def run_loader(
     length = loader.exact_length
     is_limited = most is not None or getattr(evaluation.trainer.settings, LIMITS[stage]) is not None
     count = evaluation.limit_of(loader, most) if is_limited else None  # else to its end, whatever it says of its length
+    evaluation.trainer.batch_indices = None
     if evaluation.arguments.pulls:
         run_pulled(evaluation, collector, place, loader, count, keep)
         return
+    noted = loader.note_indices() if stage == "predict" and isinstance(loader, ShardedLoader) else None
     batches: Iterator[Any] = islice(loader, count)
     if is_measuring(evaluation.trainer.profiler):
         batches = evaluation.trainer.profiler.timed_iterator(batches, f"{stage}_dataloader_next")
     for index, batch in enumerate(batches):
         if length is not None and index >= length:
             refuse_length(length)
+        evaluation.trainer.batch_indices = noted.popleft() if noted is not None else None
         if transfer is not None:
             batch = transfer(batch, place)
         collector.batch = batch
@@ -186,6 +189,7 @@ def run_loader(
             keep(place, index, outputs)
         hooks.call(f"on_{stage}_batch_end", outputs, batch, index, *several)
         evaluation.trainer.logbook.log_evaluation_step(index)
+    evaluation.trainer.batch_indices = None
 
 
 def run_pulled(

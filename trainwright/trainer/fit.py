@@ -197,7 +197,7 @@ def fit_epoch(run: TrainingRun) -> None:
     hooks.call("on_train_epoch_start")
     logbook.take_up_epoch()
     run.accumulate = trainer.accumulate_grad_batches
-    run.engine.strategy.follow_parameters(run.engine.modules)
+    run.engine.follow_parameters()
     run.engine.sync_gradients(True)
     if trainer.settings.fused_optimizers:
         for optimizer in trainer.optimizers:

@@ -181,3 +181,12 @@ def choose_root(default_root_dir: Any) -> str:
             "and None for the working directory."
         )
     return os.fspath(default_root_dir)
+
+
+def check_compile(compile: Any, strategy: Strategy) -> None:
+    """Refuse compile= under a strategy whose engine the compiler cannot follow (ValueError)."""
+    if compile and not strategy.takes_compile:
+        raise ValueError(
+            f"compile={compile!r} cannot hold under strategy={strategy.name!r} as it is set (DeepSpeed's stage 3 gathers "
+            "parameters in hooks that the compiler does not follow); leave compile out, or choose 'fsdp' or stage 2."
+        )

@@ -150,18 +150,18 @@ def step_by_module(
     else:
         prepared.step()
     if prepared.is_unscaled:  # the module left the step out, and with it these gradients
-        run.engine.precision.forget(optimizer)
+        run.engine.strategy.forget(optimizer)
         prepared.is_unscaled = False
 
 
 def clip_gradients(run: TrainingRun, optimizer: Optimizer) -> None:
     """Clip the gradients as the module or the settings say."""
-    settings, strategy = run.trainer.settings, run.engine.strategy
+    settings = run.trainer.settings
     if "configure_gradient_clipping" in run.own:
         algorithm = settings.gradient_clip_algorithm
         run.own["configure_gradient_clipping"](optimizer, settings.gradient_clip_val, algorithm)
-    elif settings.gradient_clip_val:
-        strategy.clip_gradients(optimizer, settings.clip_norm, settings.clip_value)
+    elif run.clip is not None:
+        run.clip(optimizer)
 
 
 class StepClosure:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from trainwright.engine.compilation import compile_module
 from trainwright.engine.fused import use_fused
+from trainwright.engine.memory import warn_of_memory
 from trainwright.engine.optimizers import read_optimizers
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.module import Module, is_overridden
@@ -55,9 +56,11 @@ def prepare_fit(trainer: Trainer, module: Module, source: LoaderSource, validati
     engine.take_seed()
     engine.precision.reset()
     prepare_module(trainer, module)
-    engine.prepare_module(
-        module, Optimization(automatic, settings.clip_norm, settings.clip_value, settings.accumulate_grad_batches)
+    optimization = engine.strategy.settle(
+        Optimization(automatic, settings.clip_norm, settings.clip_value, settings.accumulate_grad_batches)
     )
+    trainer.accumulate_grad_batches = optimization.accumulate
+    engine.prepare_module(module, optimization)
     trainer.run = run = TrainingRun(
         trainer=trainer,
         engine=engine,
@@ -69,8 +72,8 @@ def prepare_fit(trainer: Trainer, module: Module, source: LoaderSource, validati
         is_manual=not automatic,
         optimizer=None,
         schedulers=[],
-        accumulate=settings.accumulate_grad_batches,
-        clip=engine.clipper(settings.clip_norm, settings.clip_value),
+        accumulate=optimization.accumulate,
+        clip=engine.clipper(optimization.clip_norm, optimization.clip_value),
         transfer=find_transfer(engine, module, trainer.datamodule),
         takes_index=arguments.takes_index,
         pulls=arguments.pulls,
@@ -118,7 +121,8 @@ def _prepare_optimizers(run: TrainingRun) -> None:
     if trainer.settings.fused_optimizers:
         for optimizer in optimizers:
             use_fused(optimizer, [module])
-    trainer.optimizers = engine.prepare_optimizers(optimizers) if optimizers else []
+    trainer.optimizers = engine.prepare_optimizers(optimizers)
+    warn_of_memory(engine, module, optimizers)
 
     def count(result: StepResult) -> None:
         if run.is_manual:
@@ -137,10 +141,10 @@ def _prepare_optimizers(run: TrainingRun) -> None:
     ]
     if not run.is_manual and trainer.optimizers:
         run.optimizer = trainer.optimizers[0]
-        if closure_is_wanted(run.accumulate, engine, optimizers[0]):
+        if optimizers and closure_is_wanted(run.accumulate, engine, optimizers[0]):
             run.own["closure"] = True
     run.has_own_step = bool(run.own.keys() & {"optimizer_step", "configure_gradient_clipping", "closure"})
-    if run.is_manual and not optimizers:
+    if run.is_manual and not trainer.optimizers:
         rank_zero_warn(
             "automatic_optimization is False and configure_optimizers returned no optimizer: nothing is trained.",
             stacklevel=2,

@@ -31,7 +31,13 @@ from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation, evaluate
 from trainwright.trainer.fit import TrainingRun, fit
 from trainwright.trainer.hooks import HookTable
-from trainwright.trainer.inputs import check_module, choose_checkpoint, choose_precision, choose_root
+from trainwright.trainer.inputs import (
+    check_compile,
+    check_module,
+    choose_checkpoint,
+    choose_precision,
+    choose_root,
+)
 from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.parts import arranged_callbacks, arranged_loggers, making_modules, set_switches
 from trainwright.trainer.predict import predict
@@ -159,6 +165,7 @@ class Trainer(Status):
         self.engine = Engine(
             devices=devices, strategy=strategy, precision=precision, accelerator=accelerator, num_nodes=num_nodes
         )
+        check_compile(self.settings.compile, self.engine.strategy)
         set_switches(self.settings)  # once nothing is left that could be refused
         self.state = TrainerState()
         self.logbook = Logbook(self.loggers, self.engine, self.state)
@@ -182,6 +189,8 @@ class Trainer(Status):
         self.is_evaluating = False
         self.is_mid_epoch_validation = False
         """Whether the validation that runs stands within a training epoch."""
+        self.batch_indices: list[Any] | None = None
+        """In predict, the dataset's indices of the samples of this batch; None where its loader has none."""
         self.num_training_batches: Batches = 0
         self.num_val_batches: list[Batches] = []
         self.num_sanity_val_batches: list[Batches] = []
@@ -305,7 +314,8 @@ class Trainer(Status):
         """Return what predict_step returns for each batch, on the host, in the order of the dataset. Collective.
 
         On several ranks each of them gets the outputs of all; the arguments are those of `test`. With
-        return_predictions=False nothing is kept: take the outputs in on_predict_batch_end.
+        return_predictions=False nothing is kept: a TensorPredictionWriter writes the outputs, or a callback of your own takes
+        them in on_predict_batch_end.
 
         Returns:
             A list with an entry for each batch; with several loaders a list of such lists.

@@ -1,0 +1,161 @@
+"""What a model takes on each device, from sizes alone, and the warning where that is too much."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from small import QUIET, Classifier, make_loader
+from torch import nn
+
+import trainwright as tw
+from trainwright.engine.memory import available_memory
+
+GIB = 2**30
+PARAMETERS = 1000 * 1000 + 1000
+
+
+def on_meta(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return nn.Linear(1000, 1000, device="meta", dtype=dtype)
+
+
+def measured(kind: Any, **options: Any) -> int:
+    """The bytes of a real optimizer's state after a real step."""
+    module = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 30))
+    optimizer = kind(module.parameters(), **options)
+    module(torch.ones(2, 40)).sum().backward()
+    optimizer.step()
+    values = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    return sum(value.nbytes for value in values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adam, {}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.RMSprop, {"centered": True}),
+        (torch.optim.Adafactor, {}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.NAdam, {"foreach": True}),
+    ],
+)
+def test_an_optimizers_state_is_what_a_real_step_makes(kind: Any, options: dict[str, Any]) -> None:
+    module = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 30))
+    estimate = tw.estimate_memory(module, kind(module.parameters(), **options))
+    assert not estimate.is_assumed
+    assert estimate.optimizer == measured(kind, **options)
+
+
+def test_the_shares_of_each_strategy() -> None:
+    estimate = tw.estimate_memory(on_meta(), torch.optim.Adam, num_devices=4, available_bytes=24 * GIB)
+    one = 4 * PARAMETERS
+    assert (estimate.parameters, estimate.gradients) == (one, one)
+    assert estimate.optimizer == 2 * one + 2 * 4  # and a step count for each tensor
+    expected = {
+        "ddp": 5 * one,
+        "ddp_sharded": 2 * one + 2 * one / 4,
+        "deepspeed_stage_1": 2 * one + 3 * one / 4,
+        "deepspeed_stage_2": one + 4 * one / 4,
+        "fsdp": 4 * one / 4,
+        "deepspeed_stage_3": 5 * one / 4,
+    }
+    assert list(estimate.per_device) == list(expected)
+    for name, size in expected.items():
+        assert estimate.per_device[name] == pytest.approx(size, abs=16)
+    assert list(tw.estimate_memory(on_meta(), num_devices=1).per_device) == ["single_device"]
+
+
+def test_frozen_parameters_buffers_and_half_precision() -> None:
+    module = nn.Sequential(on_meta(torch.bfloat16), nn.BatchNorm1d(10, device="meta"))
+    module[0].bias.requires_grad_(False)
+    estimate = tw.estimate_memory(module, 12, num_devices=1, available_bytes=GIB)
+    assert estimate.parameters == 2 * PARAMETERS + 4 * (10 + 10 + 10 + 10) + 8
+    assert estimate.gradients == 2 * 1000 * 1000 + 4 * 20
+    assert estimate.optimizer == 12 * (1000 * 1000 + 20)
+
+
+@pytest.mark.parametrize(
+    ("devices", "megabytes", "advice"),
+    [
+        (1, 100, r"^strategy='single_device' would need 15.3 MiB of the 100.0 MiB\.$"),
+        (2, 100, r"^strategy='ddp' would need 19.1 MiB of the 100.0 MiB\.$"),
+        (4, 14, r"^strategy='ddp_sharded' would need 9.5 MiB of the 14.0 MiB\.$"),
+        (4, 10, r"^strategy='deepspeed_stage_2' would need 7.6 MiB of the 10.0 MiB\.$"),
+        (4, 5, r"^strategy='fsdp' would need 3.8 MiB of the 5.0 MiB\.$"),
+        (2, 5, r"^no strategy fits it on 2 device\(s\) of 5.0 MiB: strategy='fsdp' would need 4 of them\.$"),
+        (1, 5, r"^no strategy fits it on 1 device\(s\) of 5.0 MiB: strategy='fsdp' would need 4 of them\.$"),
+    ],
+)
+def test_the_advice(devices: int, megabytes: int, advice: str) -> None:
+    estimate = tw.estimate_memory(on_meta(), num_devices=devices, available_bytes=megabytes * 2**20)
+    assert re.search(advice, estimate.advice)
+    text = str(estimate)
+    assert estimate.advice in text
+    assert "Activations are not counted" in text
+    assert all(name in text for name in estimate.per_device)
+
+
+class Peculiar(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise RuntimeError("it needs values")
+
+
+def test_an_optimizer_that_cannot_be_tried_is_counted_as_adam() -> None:
+    module = on_meta()
+    estimate = tw.estimate_memory(module, [Peculiar(module.parameters())], num_devices=1, available_bytes=GIB)
+    assert estimate.optimizer == 8 * PARAMETERS
+    assert "counted as Adam's" in str(estimate)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_devices=0 is not accepted; pass a whole number from 1"):
+        tw.estimate_memory(on_meta(), num_devices=0)
+    with pytest.raises(ValueError, match="has lazy parameters, which have no shape yet; run it on one batch first"):
+        tw.estimate_memory(nn.LazyLinear(3))
+    with pytest.raises(TypeError, match="optimizer='adam' is not accepted; pass an optimizer, a list of them, a class"):
+        tw.estimate_memory(on_meta(), "adam")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="optimizer=-1 is not accepted; pass bytes for each parameter"):
+        tw.estimate_memory(on_meta(), -1)
+
+
+def test_the_memory_of_this_machine() -> None:
+    cpu = torch.device("cpu")
+    assert GIB / 4 < available_memory(cpu) < 2**50
+    assert available_memory(cpu, 4) == available_memory(cpu) // 4
+
+
+class Reached(Exception):
+    pass
+
+
+class Large(Classifier):
+    """A part of the machine's memory, which nobody touches: the run is left before its first step."""
+
+    def __init__(self, part: float) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.empty(int(part * available_memory(torch.device("cpu")) / 4)))
+
+    def on_fit_start(self) -> None:
+        raise Reached
+
+
+def test_fit_warns_where_it_matters() -> None:
+    trainer = tw.Trainer(max_epochs=1, strategy="single_device", **QUIET)
+    with pytest.warns(
+        UserWarning, match=r"(?s)strategy='single_device' leaves too little .*no strategy fits it on 1 dev"
+    ):
+        with pytest.raises(Reached):
+            trainer.fit(Large(0.25), make_loader())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(Reached):
+            trainer.fit(Large(0.1), make_loader())

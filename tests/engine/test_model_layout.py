@@ -1,0 +1,103 @@
+"""Ranks whose models differ are told so, on every rank alike, before anything of the weights is sent."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import run_job
+from small import QUIET, Classifier, make_loader, make_net
+from torch import nn
+
+import trainwright as tw
+from trainwright.engine.model_layout import layout_of
+
+
+class Other(Classifier):
+    """Differs on rank 1 in one respect."""
+
+    def __init__(self, respect: str) -> None:
+        super().__init__()
+        self.extra = nn.Linear(3, 3)
+        differs = dist.is_initialized() and dist.get_rank() == 1
+        if respect == "shape" and differs:
+            self.extra = nn.Linear(3, 4)
+        elif respect == "name" and differs:
+            self.more = self.extra
+            del self.extra
+        elif respect == "dtype" and differs:
+            self.extra.double()
+        elif respect == "frozen" and differs:
+            self.extra.bias.requires_grad_(False)
+        elif respect == "buffer" and differs:
+            self.register_buffer("mask", torch.ones(2))
+        elif respect == "length" and differs:
+            self.one_more = nn.Linear(1, 1)
+
+
+class FreezesAlone(Classifier):
+    def on_train_epoch_start(self) -> None:
+        if self.trainer.current_epoch == 1 and dist.get_rank() == 1:
+            self.net[0].requires_grad_(False)
+
+
+TOLD = {
+    "shape": "rank 0 has 'extra.weight', a parameter of shape (3, 3) and torch.float32 where rank 1 has 'extra.weight', "
+    "a parameter of shape (4, 3) and torch.float32",
+    "name": "rank 0 has 'extra.weight', .* rank 1 has 'more.weight', ",
+    "dtype": "where rank 1 has 'extra.weight', a parameter of shape (3, 3) and torch.float64",
+    "frozen": "where rank 1 has 'extra.bias', a parameter of shape (3,) and torch.float32, frozen",
+    "buffer": "rank 0 has no more where rank 1 has 'mask', a buffer of shape (2,)",
+    "length": "rank 0 has no more where rank 1 has 'one_more.weight', a parameter of shape (1, 1)",
+}
+
+
+def job(folder: Path) -> dict[str, Any]:
+    tw.Engine(accelerator="cpu")  # opens the group, so that the models know their rank
+    began, told = time.monotonic(), {}
+    for respect in TOLD:
+        module = Other(respect)
+        with pytest.raises(ValueError) as caught:
+            tw.Trainer(max_epochs=1, **QUIET).fit(module, make_loader())
+        with pytest.raises(ValueError) as again:
+            tw.Trainer(**QUIET).test(module, make_loader())
+        assert str(again.value) == str(caught.value)
+        told[respect] = str(caught.value)
+    net = make_net() if dist.get_rank() == 0 else make_net()[:1]
+    with pytest.raises(ValueError) as caught:
+        tw.Accelerator(cpu=True).prepare(net)
+    told["accelerator"] = str(caught.value)
+    trainer = tw.Trainer(max_epochs=2, **QUIET)
+    with pytest.raises(ValueError) as caught:
+        trainer.fit(FreezesAlone(), make_loader())
+    told["frozen later"] = f"{trainer.global_step} {caught.value}"
+    took = time.monotonic() - began
+    trainer = tw.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Classifier(), make_loader())  # the job goes on
+    return {"told": told, "seconds": took, "steps": trainer.global_step}
+
+
+def test_different_models_are_named_and_hang_nobody(tmp_path: Path) -> None:
+    zero, one = run_job(job, 2, tmp_path)
+    assert zero["told"] == one["told"]
+    for respect, text in TOLD.items():
+        said = zero["told"][respect]
+        assert said.startswith("the Other of rank 1 is another one than rank 0's: ")
+        for part in text.split(".*"):
+            assert part in said
+    assert zero["told"]["frozen later"].startswith("6 the FreezesAlone of rank 1 is another one than rank 0's: ")
+    assert (
+        "rank 1 has 'net.0.weight', a parameter of shape (13, 8) and torch.float32, frozen"
+        in zero["told"]["frozen later"]
+    )
+    assert "Every rank has to make the same model" in zero["told"]["accelerator"]
+    assert zero["seconds"] < 60.0
+    assert zero["steps"] == one["steps"] == 6
+
+
+def test_a_layout_has_lazy_parameters_too() -> None:
+    assert layout_of(nn.LazyLinear(2))[0] == ("weight", "parameter of a shape not known yet and torch.float32")

@@ -1,0 +1,250 @@
+"""DDP's options on two real ranks, each beside plain ddp, and what it says of models that it cannot train."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import run_job
+from small import QUIET, Classifier, assert_close, assert_equal, loss_of, make_loader, weights
+from torch import Tensor, nn
+
+import trainwright as tw
+
+SAMPLES = 45
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "view": {"gradient_as_bucket_view": True},
+    "small buckets": {"bucket_cap_mb": 0.0001},
+    "searching": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+    "fp16": {"comm_hook": "fp16"},
+    "bf16": {"comm_hook": "bf16"},
+    "function": {"comm_hook": lambda state, bucket: averaged(state, bucket), "comm_state": []},
+    "power_sgd": {"comm_hook": "power_sgd", "comm_state": {"start_powerSGD_iter": 2}},
+}
+EXACT = ("view", "small buckets", "searching", "static", "function")
+
+
+def averaged(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    state.append(bucket.index())
+    work = dist.all_reduce(bucket.buffer() / 2, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def train(options: dict[str, Any], accumulate: int = 1) -> dict[str, Tensor]:
+    module = Classifier()
+    losses: list[float] = []
+
+    class Watch(tw.Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            losses.append(float(trainer.callback_metrics["loss_epoch"]))
+
+    trainer = tw.Trainer(
+        max_epochs=3,
+        accumulate_grad_batches=accumulate,
+        num_sanity_val_steps=1,
+        callbacks=[Watch()],
+        strategy=tw.DDPStrategy(**options),
+        **QUIET,
+    )
+    trainer.fit(module, make_loader(SAMPLES, 4), make_loader(21, 4))
+    return {**weights(module), "losses": torch.tensor(losses)}
+
+
+class Branches(Classifier):
+    """One branch of it is used by no step; on rank 1 alone with `only_on`."""
+
+    def __init__(self, only_on: int | None = None) -> None:
+        super().__init__()
+        self.spare = nn.ModuleDict({"first": nn.Linear(8, 3), "second": nn.Linear(3, 3, bias=False)})
+        self.only_on = only_on
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs = self.net(batch[0])
+        if batch_idx < 1 and self.only_on is not None:
+            outputs = outputs + self.spare["second"](self.spare["first"](batch[0]))
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+
+def unused(**settings: Any) -> tuple[str, int]:
+    """Return what is said, and after how many steps."""
+    trainer = tw.Trainer(max_epochs=1, strategy="ddp", **{**QUIET, **settings})
+    with pytest.raises(RuntimeError) as caught:
+        trainer.fit(Branches(**({"only_on": 0} if "limit_train_batches" in settings else {})), make_loader(SAMPLES, 4))
+    return str(caught.value), trainer.global_step
+
+
+def resumed(folder: Path, hook: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """Return the weights of a whole run and of one that was taken up after an epoch, and what was said then."""
+    options: dict[str, Any] = {"comm_hook": hook}
+    if hook == "power_sgd":
+        options["comm_state"] = {"start_powerSGD_iter": 2}
+
+    def run(epochs: int, path: Path | None = None) -> tuple[dict[str, Tensor], tw.Trainer]:
+        module = Classifier()
+        trainer = tw.Trainer(max_epochs=epochs, strategy=tw.DDPStrategy(**options), **QUIET)
+        trainer.fit(module, make_loader(SAMPLES, 4), ckpt_path=path)
+        return weights(module), trainer
+
+    whole, _ = run(4)
+    run(2)[1].save_checkpoint(folder / f"{hook}.ckpt")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rest, _ = run(4, folder / f"{hook}.ckpt")
+    return whole, rest, [str(each.message) for each in caught]
+
+
+def accelerated(options: dict[str, Any]) -> dict[str, Tensor]:
+    """A loop of one's own, two models and two optimizers."""
+    accelerator = tw.Accelerator(cpu=True, strategy=tw.DDPStrategy(**options), gradient_accumulation_steps=2)
+    first, second = Classifier().net, Classifier().net
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)]
+    one, two, *optimizers, loader = accelerator.prepare(first, second, *optimizers, make_loader(40, 4))
+    for batch in loader:
+        for model, optimizer in zip((one, two), optimizers, strict=True):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+    return {**weights(first), **{f"second.{name}": value for name, value in weights(second).items()}}
+
+
+class Manual(Classifier):
+    automatic_optimization = False
+
+
+def refusals() -> list[str]:
+    told = []
+    for module, settings in (
+        (Classifier(), {"sync_batchnorm": True}),
+        (Manual(), {"strategy": tw.DDPStrategy(static_graph=True)}),
+    ):
+        with pytest.raises(ValueError) as caught:
+            tw.Trainer(max_epochs=1, **settings, **QUIET).fit(module, make_loader())
+        told.append(str(caught.value))
+    return told
+
+
+def timed_out() -> tuple[str, float, float]:
+    """What rank 0 is told when it waits for rank 1 in vain. The group is broken afterwards, so this comes last."""
+    engine = tw.Engine(accelerator="cpu", strategy=tw.DDPStrategy(timeout=timedelta(seconds=1.5)))
+    began, text = time.monotonic(), ""
+    if engine.rank == 0:
+        with pytest.raises(RuntimeError) as caught:
+            engine.reduce(torch.ones(3))
+        text = str(caught.value)
+    waited = time.monotonic() - began
+    engine.agreement.exchange(b"", timeout_seconds=60.0)
+    return text, waited, engine.timeout_seconds
+
+
+def job(folder: Path) -> dict[str, Any]:
+    return {
+        **{name: train(options) for name, options in OPTIONS.items()},
+        "function's state": OPTIONS["function"]["comm_state"],
+        "accumulated": {name: train(OPTIONS[name], accumulate=4) for name in ("plain", "static")},
+        "accelerated": {name: accelerated(OPTIONS[name]) for name in ("plain", "static", "fp16")},
+        "resumed": {hook: resumed(folder, hook) for hook in ("fp16", "power_sgd")},
+        "unused": unused(),
+        "unused by accumulation": unused(accumulate_grad_batches=2),
+        "unused later": unused(limit_train_batches=4),
+        "refusals": refusals(),
+        "timeout": timed_out(),
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_job(job, 2, tmp_path_factory.mktemp("ddp"))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_options_that_change_no_number(results: list[dict[str, Any]], name: str) -> None:
+    assert_equal(results[0][name], results[1][name])
+    assert_close(results[0][name], results[0]["plain"], 1e-6)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_gradients_travel_at_half_the_size(results: list[dict[str, Any]], name: str) -> None:
+    assert_equal(results[0][name], results[1][name])
+    assert_close(results[0][name], results[0]["plain"], 2e-2)
+    assert any(not torch.equal(results[0][name][key], value) for key, value in results[0]["plain"].items())
+
+
+def test_power_sgd_trains(results: list[dict[str, Any]]) -> None:
+    assert_equal(results[0]["power_sgd"], results[1]["power_sgd"])
+    first, *_, last = results[0]["power_sgd"]["losses"].tolist()
+    assert last < first
+    assert any(not torch.equal(results[0]["power_sgd"][key], value) for key, value in results[0]["plain"].items())
+
+
+def test_a_hook_of_ones_own_is_called_with_its_state(results: list[dict[str, Any]]) -> None:
+    assert len(results[0]["function's state"]) >= 18  # three epochs of six batches
+
+
+def test_a_static_graph_with_accumulation_and_validation(results: list[dict[str, Any]]) -> None:
+    for kind in ("accumulated", "accelerated"):
+        plain, static = results[0][kind]["plain"], results[0][kind]["static"]
+        assert_equal(results[0][kind]["static"], results[1][kind]["static"])
+        assert_close(static, plain, 1e-6)
+    assert_close(results[0]["accelerated"]["fp16"], results[0]["accelerated"]["plain"], 2e-2)
+
+
+def test_resuming_with_a_comm_hook(results: list[dict[str, Any]]) -> None:
+    whole, rest, said = results[0]["resumed"]["fp16"]
+    assert_equal(whole, rest)
+    assert said == []
+    whole, rest, said = results[0]["resumed"]["power_sgd"]
+    assert_close(whole, rest, 0.2)
+    assert [text for text in said if "comm_hook='power_sgd' keeps a state of its own" in text]
+    assert results[1]["resumed"]["power_sgd"][2] == []  # rank 0 says it for all
+
+
+def test_unused_parameters_are_named_at_the_first_step(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        for case in ("unused", "unused by accumulation"):
+            text, steps = result[case]
+            assert "(spare.first.weight, spare.first.bias, spare.second.weight)" in text
+            assert "DDPStrategy(find_unused_parameters=True)" in text
+            assert steps == 0
+        text, steps = result["unused later"]  # in the second step, which torch tells in the third
+        assert "(spare.first.weight, spare.first.bias, spare.second.weight)" in text
+        assert steps == 2
+
+
+def test_what_cannot_be_trained_is_refused_alike(results: list[dict[str, Any]]) -> None:
+    assert results[0]["refusals"] == results[1]["refusals"]
+    batch_norm, manual = results[0]["refusals"]
+    assert "sync_batchnorm=True needs GPUs" in batch_norm
+    assert "static_graph=True is automatic optimization's" in manual
+
+
+def test_the_timeout_reaches_the_process_group(results: list[dict[str, Any]]) -> None:
+    text, waited, seconds = results[0]["timeout"]
+    assert seconds == 1.5
+    assert "tim" in text.lower()
+    assert 1.4 < waited < 20.0
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"comm_hook": "fp8"}, ValueError, "comm_hook='fp8' is unknown; choose from fp16, bf16, power_sgd, or pass"),
+        ({"comm_state": {}}, ValueError, "comm_state={} was given with comm_hook=None, which keeps no state"),
+        ({"comm_hook": "power_sgd", "comm_state": 3}, TypeError, "comm_state=3 .* pass a dict of PowerSGDState's"),
+        ({"comm_hook": "power_sgd", "comm_state": {"rank": 1}}, ValueError, "is not accepted by torch's PowerSGDState"),
+        ({"comm_hook": "power_sgd", "comm_state": {"start_powerSGD_iter": 1}}, ValueError, "PowerSGDState"),
+        ({"timeout": 0}, ValueError, "timeout=0 is not accepted; pass a positive number of seconds"),
+        ({"timeout": "1 h"}, TypeError, "timeout='1 h' is not accepted; pass seconds, a timedelta, or None"),
+    ],
+)
+def test_options_that_are_refused(options: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        tw.DDPStrategy(**options)

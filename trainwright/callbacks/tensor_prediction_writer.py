@@ -1,0 +1,212 @@
+"""TensorPredictionWriter: each rank's predictions in safetensors files, and `load_predictions`, which reads them in order.
+
+    predictions.json                   written last, by rank 0: the files that count, and how predictions are nested
+    part-1f0c9a2b-00001-00003.safetensors   the run, the rank, and the file's number there: samples' keys and their rows
+
+A sample's key is its index in the dataset; without indices it is its place in the stream of batches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from trainwright.callbacks.prediction_writer import BasePredictionWriter
+from trainwright.checkpoint.codec import decode, encode
+from trainwright.checkpoint.filesystem import resolve
+
+if TYPE_CHECKING:
+    from trainwright.module import Module
+    from trainwright.trainer.trainer import Trainer
+
+MANIFEST = "predictions.json"
+KEYS = "keys"
+ROWS_BITS = 32
+"""A key without indices is the number of the batch, and this many bits for the row in it."""
+
+
+@dataclass
+class Stream:
+    """What this rank has of one loader: rows that wait for being written, and the files that were."""
+
+    nest: Any = None
+    """How the tensors of a prediction are nested, as plain data."""
+    waiting: dict[str, list[Tensor]] = field(default_factory=dict)
+    waiting_bytes: int = 0
+    files: list[str] = field(default_factory=list)
+
+
+class TensorPredictionWriter(BasePredictionWriter):
+    """Writes predictions while they are made, so that no process holds them all; `load_predictions` reads them.
+
+    predict_step returns a tensor with a row for each sample, or a nest (dict, list, tuple) of such tensors.
+
+    Args:
+        dirpath: a folder that all ranks reach, or an fsspec URL. It must not hold the predictions of another run.
+        file_megabytes: rows are gathered until they make a file of about this size.
+
+    Raises:
+        ValueError: a size that is not positive.
+    """
+
+    def __init__(self, dirpath: str | os.PathLike[str], file_megabytes: float = 64.0) -> None:
+        super().__init__("batch")
+        if not file_megabytes > 0:
+            raise ValueError(f"file_megabytes={file_megabytes!r} is not accepted; pass a number above 0.")
+        self.dirpath = str(dirpath)
+        self.file_bytes = int(file_megabytes * 2**20)
+        self._run = ""
+        self._streams: list[Stream] = []
+
+    def on_predict_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        """Make the folder; FileExistsError on every rank where it holds predictions already. Collective."""
+        files, path = resolve(self.dirpath)
+        is_taken = False
+        if trainer.is_global_zero:
+            files.make_directories(path)
+            is_taken = files.exists(f"{path}/{MANIFEST}")
+        self._run, is_taken = trainer.engine.broadcast((uuid.uuid4().hex[:8], is_taken))
+        if is_taken:
+            raise FileExistsError(
+                f"{self.dirpath} holds the predictions of another run, which are not overwritten; choose another dirpath, or "
+                "move them away."
+            )
+        self._streams = [Stream() for _ in trainer.num_predict_batches]
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        module: Module,
+        prediction: Any,
+        batch_indices: list[Any] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Set the batch's rows aside, and write a file when there are enough of them."""
+        stream = self._streams[dataloader_idx]
+        nest, tensors = encode(prediction, "predict_step's output")
+        if stream.nest is None:
+            stream.nest = nest
+        if nest != stream.nest or not tensors:
+            raise TypeError(
+                f"predict_step returned a {type(prediction).__name__} that is nested otherwise than before, or holds more than "
+                "tensors; a TensorPredictionWriter takes one tensor, or one and the same nest of tensors, for each batch."
+            )
+        rows = {f"rows/{name}": tensor.detach().cpu() for name, tensor in tensors.items()}
+        first = next(iter(rows.values()))
+        samples = len(batch_indices) if batch_indices is not None else len(first) if first.dim() else 0
+        for each in rows.values():
+            if each.dim() == 0 or len(each) != samples:
+                raise ValueError(
+                    f"predict_step returned a tensor of shape {tuple(each.shape)} for a batch of {samples} samples; a "
+                    "TensorPredictionWriter takes tensors with a row for each sample."
+                )
+        rows[KEYS] = self._keys(trainer, batch_indices, batch_idx, samples)
+        waits = {name: tensors[-1] for name, tensors in stream.waiting.items()}
+        if any(
+            each.shape[1:] != rows[name].shape[1:] or each.dtype != rows[name].dtype for name, each in waits.items()
+        ):
+            self._write(trainer, stream)
+        for name, each in rows.items():
+            stream.waiting.setdefault(name, []).append(each)
+            stream.waiting_bytes += each.nbytes
+        if stream.waiting_bytes >= self.file_bytes:
+            self._write(trainer, stream)
+
+    def _keys(self, trainer: Trainer, indices: list[Any] | None, batch_idx: int, samples: int) -> Tensor:
+        try:
+            if indices is not None:
+                return torch.tensor([int(index) for index in indices], dtype=torch.int64)
+        except (TypeError, ValueError):  # a sampler of names, say
+            pass
+        number = batch_idx * trainer.world_size + trainer.global_rank
+        return torch.arange(samples, dtype=torch.int64) + (number << ROWS_BITS)
+
+    def _write(self, trainer: Trainer, stream: Stream) -> None:
+        if not stream.waiting:
+            return
+        files, path = resolve(self.dirpath)
+        number = sum(len(each.files) for each in self._streams)
+        name = f"part-{self._run}-{trainer.global_rank:05d}-{number:05d}.safetensors"
+        files.put(
+            f"{path}/{name}", safetensors.torch.save({key: torch.cat(each) for key, each in stream.waiting.items()})
+        )
+        stream.files.append(name)
+        stream.waiting, stream.waiting_bytes = {}, 0
+
+    def on_predict_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        """Write the rest, then on rank 0 the manifest, which makes the predictions complete. Collective."""
+        for stream in self._streams:
+            self._write(trainer, stream)
+        engine = trainer.engine
+        own = json.dumps([[stream.nest, stream.files] for stream in self._streams]).encode()
+        ranks = [json.loads(each) for each in engine.agreement.exchange(own, timeout_seconds=engine.timeout_seconds)]
+        loaders = []
+        for streams in zip(*ranks, strict=True):
+            nests = [nest for nest, _ in streams if nest is not None]
+            if any(nest != nests[0] for nest in nests):
+                raise TypeError(
+                    "predict_step returned differently nested predictions on the ranks, which cannot be read as one; return "
+                    "the same nest of tensors on each."
+                )
+            loaders.append(
+                {"nest": nests[0] if nests else None, "files": [name for _, names in streams for name in names]}
+            )
+        if trainer.is_global_zero:
+            files, path = resolve(self.dirpath)
+            files.put(f"{path}/{MANIFEST}", json.dumps({"format": 1, "loaders": loaders}, indent=1).encode())
+        engine.agreement.exchange(b"", timeout_seconds=engine.timeout_seconds)  # nobody goes on before it is there
+        self._streams = []
+
+
+def load_predictions(dirpath: str | os.PathLike[str]) -> Any:
+    """Return what a TensorPredictionWriter has written: each sample once, in the order of the dataset.
+
+    The tensors are nested as predict_step returned them, with a row for each sample of the dataset; of several loaders it is
+    a list. Any process may call it, whatever the number of ranks that wrote.
+
+    Raises:
+        FileNotFoundError: no predictions, or those of a run that has not ended.
+        ValueError: samples' rows of different shapes, which make no one tensor.
+    """
+    files, path = resolve(str(dirpath))
+    if not files.exists(f"{path}/{MANIFEST}"):
+        raise FileNotFoundError(
+            f"{dirpath} has no {MANIFEST}, which a TensorPredictionWriter writes when a prediction is complete; give the "
+            "dirpath of one that has ended."
+        )
+    with files.open(f"{path}/{MANIFEST}") as stream:
+        manifest = json.loads(stream.read())
+    loaded = [_read(str(dirpath), each["nest"], each["files"]) for each in manifest["loaders"]]
+    return loaded[0] if len(loaded) == 1 else loaded
+
+
+def _read(dirpath: str, nest: Any, names: list[str]) -> Any:
+    files, path = resolve(dirpath)
+    parts: dict[str, list[Tensor]] = {}
+    for name in names:
+        with files.open(f"{path}/{name}") as stream:
+            for key, rows in safetensors.torch.load(stream.read()).items():
+                parts.setdefault(key, []).append(rows)
+    if not parts:
+        return None
+    shapes = sorted(
+        {tuple(each.shape[1:]) for key in parts for each in parts[key] if each.shape[1:] != parts[key][0].shape[1:]}
+    )
+    if shapes:
+        raise ValueError(
+            f"{dirpath} has samples with predictions of different shapes ({shapes[0]} among them), which make no one "
+            f"tensor; pad them in predict_step, or read the files that {MANIFEST} lists one by one."
+        )
+    keys, order = torch.sort(torch.cat(parts.pop(KEYS)), stable=True)
+    is_new = torch.ones_like(keys, dtype=torch.bool)
+    is_new[1:] = keys[1:] != keys[:-1]  # a sampler of the user's own may have given a sample twice
+    return decode(nest, {key.removeprefix("rows/"): torch.cat(each)[order[is_new]] for key, each in parts.items()})

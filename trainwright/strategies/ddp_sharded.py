@@ -1,0 +1,315 @@
+"""ddp_sharded: each rank holds the whole model, and the optimizer state of a part of it (FairScale's OSS and ShardedDDP).
+
+Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", in FairScale's form: a tensor
+belongs to one rank as a whole. FairScale is developed no longer; its last version, 0.4.13, was tested with
+torch 2.13.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.checkpoint.tensors import Piece, TensorEntry
+from trainwright.distributed import collectives
+from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
+from trainwright.rank_zero import rank_zero_info
+from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors
+from trainwright.strategies.group_view import GroupView
+from trainwright.strategies.late_reduction import LateReduction
+
+
+class ShardedOptimizer(Optimizer):
+    """The user's optimizer with all of the parameters, of which each rank steps its own and sends them to the others.
+
+    Args:
+        own: the user's own; from here on its groups hold this rank's parameters only.
+    """
+
+    def __init__(self, own: Optimizer) -> None:
+        everyones = [list(group["params"]) for group in own.param_groups]
+        self.own = own
+        self.oss = _make_oss(own)
+        views: list[Any] = [
+            GroupView(group, parameters) for group, parameters in zip(own.param_groups, everyones, strict=True)
+        ]
+        self.param_groups = views
+        self.defaults = own.defaults
+        self.wrapped_module: Any = None
+        """FairScale's ShardedDDP around the module, under automatic optimization."""
+        self.__class__ = type(type(own).__name__, (ShardedOptimizer,), {})  # a checkpoint names the optimizer's class
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """Return this rank's state by parameter."""
+        return self.own.state
+
+    def owner_of(self, parameter: Tensor) -> int:
+        """Return the rank that steps a parameter."""
+        return int(self.oss._param_to_rank[parameter])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients; those that lie in ShardedDDP's buckets stay there, as zeros."""
+        if self.wrapped_module is not None:
+            self.wrapped_module.zero_grad(set_to_none=True)
+            return
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.grad = None
+
+    def send(self) -> None:
+        """Send this rank's parameters to the others. Collective."""
+        self.oss._broadcast_params()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: the parameters are dealt out by now."""
+        raise RuntimeError(
+            "ddp_sharded deals the parameters out when the optimizer is prepared, so groups cannot be added later; give "
+            "them to the optimizer in configure_optimizers, frozen if need be."
+        )
+
+
+def _make_oss(own: Optimizer) -> Any:
+    from fairscale.optim import OSS
+
+    class BalancedOSS(OSS):  # type: ignore[misc]
+        """OSS that deals the largest tensors out first, so that no rank has much more than its share."""
+
+        _partition_parameters: list[list[dict[str, Any]]]
+
+        def partition_parameters(self) -> list[list[dict[str, Any]]]:
+            if not self._partition_parameters:  # FairScale empties it where it is to be made anew
+                ordered = sorted(
+                    (p for group in self.param_groups for p in group["params"]),
+                    key=lambda p: (not p.requires_grad, -p.numel()),
+                )
+                sizes, ranks = [0] * self.world_size, {}
+                for parameter in ordered:
+                    ranks[parameter] = sizes.index(min(sizes))
+                    sizes[ranks[parameter]] += parameter.numel() if parameter.requires_grad else 1
+                self._partition_parameters = [
+                    [
+                        {**group, "params": [p for p in group["params"] if ranks[p] == rank]}
+                        for group in self.param_groups
+                    ]
+                    for rank in range(self.world_size)
+                ]
+            return self._partition_parameters
+
+    def take_own(groups: list[dict[str, Any]], **_: Any) -> Optimizer:
+        # Not a new one, as OSS has it: nobody knows its constructor's arguments, and schedulers and hooks are bound to it.
+        mine = {p for group in groups for p in group["params"]}
+        own.param_groups = groups
+        for parameter in [p for p in own.state if p not in mine]:
+            del own.state[parameter]
+        return own
+
+    return BalancedOSS([dict(group) for group in own.param_groups], optim=take_own)
+
+
+class ShardedDDPStrategy(Strategy):
+    """Data parallelism whose optimizer state is dealt out over the ranks, tensor by tensor.
+
+    For any module whose parameters have one dtype, and any optimizer that steps each parameter by itself. Optimizers may not
+    call closures. Gradients that this rank does not step are undefined after a backward.
+
+    Args:
+        reduce_buffer_size: elements of a bucket in which small gradients are sent together.
+        reduce_fp16: send gradients in float16; it does without buckets.
+
+    Raises:
+        ImportError: FairScale is not installed.
+    """
+
+    name = "ddp_sharded"
+    is_parallel = True
+    takes_closure = False
+
+    def __init__(self, *, reduce_buffer_size: int = 2**23, reduce_fp16: bool = False) -> None:
+        super().__init__()
+        if importlib.util.find_spec("fairscale") is None:
+            raise ImportError(
+                "strategy='ddp_sharded' needs FairScale, which is not installed. Run: pip install 'trainwright[fairscale]'"
+            )
+        if isinstance(reduce_buffer_size, bool) or not isinstance(reduce_buffer_size, int) or reduce_buffer_size < 0:
+            raise ValueError(f"reduce_buffer_size={reduce_buffer_size!r} is not accepted; pass a whole number from 0.")
+        self.reduce_buffer_size = 0 if reduce_fp16 else reduce_buffer_size
+        self.reduce_fp16 = reduce_fp16
+        self.wrapped: dict[nn.Module, Any] = {}
+        self._optimizers: dict[int, ShardedOptimizer] = {}
+        self._late = LateReduction()
+        self._automatic = True
+
+    def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
+        if num_processes == 1:
+            rank_zero_info("strategy='ddp_sharded' has nothing to share on one process; it runs as 'single_device'.")
+
+    def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        self.place(module)
+        if self.world_size == 1:
+            return
+        broadcast_tensors((*module.parameters(), *module.buffers()))
+        self._automatic = optimization is None or optimization.automatic
+        self.wrapped[module] = None  # until its optimizers are there
+
+    def setup_optimizers(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
+    ) -> list[Optimizer]:
+        if self.world_size == 1:
+            return list(optimizers)
+        sharded: list[Optimizer] = []
+        for optimizer in optimizers:
+            if not isinstance(optimizer, ShardedOptimizer):
+                _refuse_mixed(optimizer)
+                optimizer = ShardedOptimizer(optimizer)
+                self._optimizers[id(optimizer)] = optimizer
+            sharded.append(optimizer)
+        if self._automatic:
+            self._wrap(modules)
+        else:
+            for each in self._optimizers.values():
+                trained = [p for group in each.param_groups for p in group["params"]]
+                self._late.follow(trained, {p: each.owner_of(p) for p in trained})
+        return sharded
+
+    def _wrap(self, modules: Sequence[nn.Module]) -> None:
+        """Put ShardedDDP around the modules whose optimizers are there and that have none yet."""
+        from fairscale.nn.data_parallel import ShardedDataParallel
+
+        for module in modules:
+            own = set(module.parameters())
+            theirs = [
+                each
+                for each in self._optimizers.values()
+                if any(p in own for group in each.param_groups for p in group["params"])
+            ]
+            if self.wrapped.get(module) is not None or not theirs:
+                continue
+            self.wrapped[module] = ShardedDataParallel(
+                StepForward(module),
+                [each.oss for each in theirs],
+                sync_models_at_startup=False,  # done already
+                reduce_buffer_size=self.reduce_buffer_size,
+                reduce_fp16=self.reduce_fp16,
+                warn_on_trainable_params_changed=False,
+            )
+            for each in theirs:
+                each.wrapped_module = self.wrapped[module]
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the step as ShardedDDP's forward while training; without gradients, or under manual optimization, without it."""
+        wrapped = self.wrapped.get(module)
+        if wrapped is None or not torch.is_grad_enabled():
+            return super().run(module, name, args, kwargs)
+        context = self.precision.forward_context()
+        if context is None:
+            return wrapped(name, *args, **kwargs)
+        with context:
+            return wrapped(name, *args, **kwargs)
+
+    def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
+        self.precision.backward(loss, send, **options)
+
+    def sync_gradients(self, enabled: bool) -> None:
+        for wrapped in self.wrapped.values():
+            if wrapped is not None:
+                wrapped._should_accumulate_grads = not enabled  # the switch behind its no_sync()
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, ShardedOptimizer):
+            return super().unscale(optimizer)
+        self._late.reduce(optimizer)
+        # Only this rank's gradients count; FairScale's own scaler would do nothing on the CPU.
+        self.precision.unscale(optimizer.own, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
+
+    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
+        if not isinstance(optimizer, ShardedOptimizer):
+            return super().step(optimizer, clip, closure)
+        self.unscale(optimizer)
+        result = self.precision.step(optimizer.own, None if clip is None else lambda _: clip(optimizer))
+        self._late.reset(optimizer)
+        if not result.skipped:
+            optimizer.send()
+        return result
+
+    def forget(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, ShardedOptimizer):
+            self._late.reset(optimizer)
+        super().forget(optimizer.own if isinstance(optimizer, ShardedOptimizer) else optimizer)
+
+    def clip_gradients(
+        self, optimizer: Optimizer, norm: float | None, value: float | None, scale: float = 1.0
+    ) -> Tensor | None:
+        if not isinstance(optimizer, ShardedOptimizer):
+            return super().clip_gradients(optimizer, norm, value, scale)
+        self._late.reduce(optimizer)
+        super().clip_gradients(optimizer.own, None, value, scale)
+        if norm is None:
+            return None
+        parameters = [p for group in optimizer.own.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        total = torch.nn.utils.get_total_norm(gradients).to(self.device).square()
+        dist.all_reduce(total)
+        total.sqrt_()
+        torch.nn.utils.clip_grads_with_norm_(parameters, norm, total)
+        return total
+
+    def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
+        """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""
+        if self.world_size > 1:
+            broadcast_tensors(buffer for module in modules for buffer in module.buffers())
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
+        if not isinstance(optimizer, ShardedOptimizer):
+            return super().optimizer_pieces(optimizer, names)
+        pieces = []
+        for parameter in (p for group in optimizer.own.param_groups for p in group["params"]):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    pieces.append(self.piece(f"{names[parameter]}/{key}", value, self.rank))
+        return pieces
+
+    def allocate_optimizer_state(
+        self, optimizer: Optimizer, names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry]
+    ) -> None:
+        own = optimizer.own if isinstance(optimizer, ShardedOptimizer) else optimizer
+        super().allocate_optimizer_state(own, names, entries)
+
+    def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+        described = super().describe_optimizer(optimizer, names)
+        if isinstance(optimizer, ShardedOptimizer):
+            for plain in collectives.gather_object(described["plain"]):
+                described["plain"].update(plain)
+        return described
+
+    def close(self) -> None:
+        for wrapped in self.wrapped.values():
+            if wrapped is not None:
+                for hook in wrapped._grad_hooks:
+                    hook.remove()
+        for optimizer in self._optimizers.values():
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                parameter.grad = None  # it may lie in a bucket
+        self.wrapped.clear()
+        self._optimizers.clear()
+        self._late.clear()
+
+
+def _refuse_mixed(optimizer: Optimizer) -> None:
+    """Refuse parameters of several dtypes: FairScale keeps a rank's in one buffer (ValueError)."""
+    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    if len(dtypes) > 1:
+        told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ValueError(
+            f"ddp_sharded sends parameters in buffers of one dtype, but this {type(optimizer).__name__} steps parameters in "
+            f"{told}. Convert the module to one dtype, or choose 'ddp' or 'fsdp'."
+        )

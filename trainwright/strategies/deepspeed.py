@@ -1,0 +1,445 @@
+"""DeepSpeed: optimizer state (stage 1), gradients (2) and parameters (3) sharded over the ranks by DeepSpeed's engine.
+
+Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.checkpoint.tensors import Piece, TensorEntry
+from trainwright.compiled_names import clean_name
+from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
+from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies import zero_state
+from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step
+from trainwright.strategies.deepspeed_config import build_config, low_precision, read_config, settle
+from trainwright.strategies.materialize import materialize
+from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, owned
+
+STAGES = (1, 2, 3)
+THREE_ONLY = "stage3_"
+
+
+class DeepSpeedStrategy(Strategy):
+    """ZeRO, by one DeepSpeed engine for each optimizer; on one process too.
+
+    Weights are trained in the precision's low dtype with float32 masters, under mixed precisions and "true" ones alike; the
+    loss scale is the engine's, and so are clipping by norm and the reduction of gradients. On the CPU DeepSpeed has no
+    float16, so that bfloat16 is used there. Optimizers may not call closures; what is trained may not change after the
+    optimizers are made.
+
+    Args:
+        stage: 1, 2 or 3; None is the config's, else 2.
+        offload_optimizer: keep the optimizer's state in host memory, and step there.
+        offload_parameters: keep the sharded parameters in host memory (stage 3).
+        config: DeepSpeed's own settings, a dict or the path of a JSON file; they win over the arguments here and the
+            Trainer's, with a warning where the two differ.
+        zero: further settings of DeepSpeed's "zero_optimization" section, such as overlap_comm or reduce_bucket_size.
+
+    Raises:
+        ImportError: DeepSpeed is not installed.
+        ValueError, TypeError: a setting is wrong, or the config contradicts itself.
+    """
+
+    name = "deepspeed"
+    is_parallel = True
+    takes_closure = False
+    needs_group = True
+
+    def __init__(
+        self,
+        *,
+        stage: int | None = None,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        **zero: Any,
+    ) -> None:
+        super().__init__()
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ImportError(
+                "strategy='deepspeed' needs DeepSpeed, which is not installed. Run: pip install 'trainwright[deepspeed]'"
+            )
+        self.own_config = read_config(config)
+        told = self.own_config.get("zero_optimization", {}).get("stage")
+        if stage is not None and told is not None and told != stage:
+            rank_zero_warn(
+                f"the DeepSpeed config says stage={told}, and the strategy stage={stage}: the config's is used."
+            )
+        self.stage = told if told is not None else 2 if stage is None else stage
+        self.name = f"deepspeed_stage_{self.stage}"
+        if self.stage not in STAGES:
+            raise ValueError(
+                f"stage={self.stage!r} is not accepted; choose from 1, 2 and 3 (ddp is what stage 0 would be)."
+            )
+        if offload_parameters and self.stage != 3:
+            raise ValueError(
+                f"offload_parameters=True needs stage 3, which shards them, and this is stage {self.stage}."
+            )
+        self._asked_precision = low_precision(self.own_config)
+        self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
+        self.zero = zero
+        self.forward_is_collective = self.stage == 3
+        self.takes_compile = self.stage < 3  # the compiler sees the parameters before they are gathered
+        self.wrapped: dict[nn.Module, None] = {}
+        self._engines: dict[Optimizer, Any] = {}
+        self._parts: dict[nn.Module, list[Any]] = {}
+        self._trained: dict[nn.Module, list[str]] = {}
+        self._finished: set[Optimizer] = set()
+        """The optimizers whose gradients are this rank's share already, before their step."""
+
+    # -- before a run ------------------------------------------------------------------------------------------------
+
+    def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
+        super().check(device_type, num_processes, precision)
+        if precision.name.startswith("64"):
+            raise ValueError(
+                f"precision={precision.name!r}: DeepSpeed computes in 32 or 16 bits; choose one of these, or 'fsdp'."
+            )
+        if self._asked_precision is not None and not precision.name.startswith(self._asked_precision.partition("-")[0]):
+            rank_zero_warn(
+                f"the DeepSpeed config says {self._asked_precision}, and precision= {precision.name}: the config's is used.",
+                stacklevel=3,
+            )
+        if device_type == "cpu" and (self._asked_precision or precision.name).startswith("16"):
+            rank_zero_warn("DeepSpeed has no float16 on the CPU: bfloat16 is used in its place.", stacklevel=3)
+        if device_type == "cpu" and (self.offload_optimizer or self.offload_parameters):
+            rank_zero_warn(
+                "offloading moves to the host what a GPU holds, and this run computes on the CPU: nothing is moved."
+            )
+
+    def connect(self, rank: int, world_size: int, device: torch.device, precision: Precision) -> None:
+        super().connect(rank, world_size, device, precision)
+        name = precision.name
+        if self._asked_precision is not None and not name.startswith(self._asked_precision.partition("-")[0]):
+            name = self._asked_precision
+        if device.type == "cpu" and name.startswith("16"):
+            name = "bf16" + name.removeprefix("16")
+        self.precision = ZeroPrecision(name, device.type, precision, self._scalers)
+
+    def _scalers(self) -> list[Any]:
+        return [engine.optimizer.loss_scaler for engine in self._engines.values()]
+
+    def settle(self, optimization: Optimization) -> Optimization:
+        settled = settle(self.own_config, optimization)
+        if settled.clip_value is not None and self._offloads:
+            raise ValueError(
+                "gradient_clip_algorithm='value': under offloading DeepSpeed keeps gradients where they cannot be clipped one "
+                "by one; clip by norm, or do not offload."
+            )
+        return settled
+
+    @property
+    def _offloads(self) -> bool:
+        asked = (
+            self.own_config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
+        )
+        return (self.offload_optimizer and self.device.type != "cpu") or asked
+
+    def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        sharded = [p for p in module.parameters() if hasattr(p, "ds_id")]
+        if self.stage < 3 or not sharded:
+            self.place(module)
+        materialize(module, self.device)
+        whole = [p for p in module.parameters() if not hasattr(p, "ds_id")]
+        broadcast_tensors((*whole, *module.buffers()))
+        self.wrapped[module] = None
+        self._trained[module] = [name for name, p in module.named_parameters() if p.requires_grad]
+        if optimization is None and self.stage == 3:
+            self._parts[module] = [self._initialize(Part([module]), None)]
+
+    def setup_optimizers(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
+    ) -> list[Optimizer]:
+        if not optimizers and not self._engines and "optimizer" in self.own_config:
+            return [self._make_optimizer(modules)]
+        if optimizers and "optimizer" in self.own_config:
+            raise ValueError(
+                "configure_optimizers returned an optimizer, and the DeepSpeed config has an 'optimizer' section; return None "
+                "to use the config's, or leave it out of the config."
+            )
+        if len(optimizers) > 1 and self.precision.name.startswith("16"):
+            raise ValueError(
+                f"{len(optimizers)} optimizers with precision {self.precision.name!r}: each DeepSpeed engine scales losses by "
+                "itself, so one backward cannot serve several. Use 'bf16-mixed', or one optimizer."
+            )
+        for optimizer in (each for each in optimizers if each not in self._engines):
+            own = {p for group in optimizer.param_groups for p in group["params"]}
+            owners = [module for module in modules if not own.isdisjoint(module.parameters())]
+            facade = ZeroOptimizer(optimizer)
+            # Groups in which nothing is trained are none to DeepSpeed.
+            optimizer.param_groups[:] = [g for g in optimizer.param_groups if any(p.requires_grad for p in g["params"])]
+            facade.engine = self._initialize(self._part(optimizer, own, owners, len(optimizers)), optimizer)
+            self._take(facade, owners)
+        return list(self._engines)
+
+    def _part(self, optimizer: Optimizer, own: set[Tensor], owners: list[nn.Module], num_optimizers: int) -> Part:
+        """Return what the engine of an optimizer owns of the modules."""
+        if self.stage < 3 or num_optimizers == 1:
+            return Part(owners)
+        # ZeRO-3 hangs its hooks on modules, and two engines that fetch and release one module's parameters break.
+        members = [member for module in owners for member in owned(module, own)]
+        inside = {p for member in members for p in member.parameters()}
+        strays = [p for group in optimizer.param_groups for p in group["params"] if p not in inside]
+        least = self._config()["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
+        if any(stray.numel() > least for stray in strays):
+            raise ValueError(
+                "under ZeRO stage 3 each of several optimizers needs whole submodules of its own, but one of these holds a "
+                f"parameter of {max(stray.numel() for stray in strays)} elements that shares its module with others. Put it "
+                "into a submodule, or choose stage 2."
+            )
+        return Part(members, strays)
+
+    def _make_optimizer(self, modules: Sequence[nn.Module]) -> Optimizer:
+        """Return the optimizer of the config's own "optimizer" section, over all that is trained."""
+        trained = [p for module in modules for p in module.parameters() if p.requires_grad]
+        engine = self._initialize(Part(list(modules)), None, trained)
+        facade = ZeroOptimizer(engine.optimizer.optimizer, [trained])
+        facade.engine = engine
+        self._take(facade, list(modules))
+        return facade
+
+    def _take(self, facade: ZeroOptimizer, owners: list[nn.Module]) -> None:
+        strays = list(facade.engine.module.strays)
+        if strays:
+            strays[0].all_gather(strays)  # small ones stay gathered from their first use on, which no hook would see
+        self._engines[facade] = facade.engine
+        for module in owners:
+            self._parts.setdefault(module, []).append(facade.engine)
+
+    def _config(self) -> dict[str, Any]:
+        on_gpu = self.device.type != "cpu"
+        return build_config(
+            self.own_config,
+            self.stage,
+            precision=self.precision,
+            offload_optimizer=self.offload_optimizer and on_gpu,
+            offload_parameters=self.offload_parameters and on_gpu,
+            **self.zero,
+        )
+
+    def _initialize(self, part: Part, optimizer: Optimizer | None, trained: Any = None) -> Any:
+        deepspeed = import_deepspeed(self.device.type)
+        # DeepSpeed broadcasts parameters as bytes, which fails where one has no dimensions. They are rank 0's already.
+        kind, name = deepspeed.DeepSpeedEngine, "_broadcast_model"
+        broadcast = getattr(kind, name)
+        setattr(kind, name, lambda engine: None)
+        scalars = [p for p in part.parameters() if p.dim() == 0 and not hasattr(p, "ds_id")] if self.stage == 3 else []
+        for parameter in scalars:
+            parameter.data = parameter.data.reshape(1)
+        try:
+            engine = deepspeed.initialize(
+                model=part,
+                optimizer=optimizer,
+                model_parameters=trained,
+                config=self._config(),
+                dist_init_required=False,
+            )[0]
+        finally:
+            setattr(kind, name, broadcast)
+        for parameter in scalars:
+            parameter.ds_shape = torch.Size([])  # type: ignore[attr-defined]
+            if parameter.numel() == 1:
+                parameter.data = parameter.data.reshape(())
+        return engine
+
+    def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
+        """Refuse a change of what is trained (RuntimeError): DeepSpeed has laid out its buffers by then."""
+        for module in modules:
+            now = [name for name, p in module.named_parameters() if p.requires_grad]
+            if changed := sorted(set(now) ^ set(self._trained.get(module, now))):
+                raise RuntimeError(
+                    f"{changed[0]!r} of {type(module).__name__} was frozen or unfrozen after its optimizer was made, which "
+                    "DeepSpeed cannot follow. Freeze before fit and go on from a checkpoint in a second fit, or choose 'ddp'."
+                )
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        step: Callable[[], Any] = partial(call_step, module, name, args, kwargs)
+        for engine in self._parts.get(module, []):
+            # Not engine(...): it would hang its own prologue on what the step returns, and a manual backward runs before.
+            step = partial(engine.module, step)
+        with self.precision.forward_context() or nullcontext():
+            return step()
+
+    def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
+        for engine in self._engines.values():
+            engine.optimizer.clear_backward_seen_flag()
+            engine._backward_prologue()
+            loss = engine.scale(loss)
+        self._finished.clear()
+        self.precision.backward(loss, send, **options)
+        for engine in self._engines.values():
+            # Engines that this loss reached have run their epilogue from their gradient hooks; the others did not.
+            engine.optimizer._backward_hook_state.backward_active_depth = 0
+
+    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
+        engine = self._engines[optimizer]
+        zero, norm = engine.optimizer, None
+        zero.clip_grad = 0.0
+        if isinstance(clip, partial) and clip.func == self.clip_gradients:
+            asked = clip.keywords
+            zero.clip_grad = asked["norm"] or 0.0  # by the engine, which takes the norm in any case
+            if asked["value"] is not None or asked["scale"] != 1.0:
+                self.clip_gradients(optimizer, None, asked["value"], asked["scale"])
+        elif clip is not None:
+            norm = clip(optimizer)
+        engine.enable_backward_allreduce = optimizer not in self._finished
+        engine.step()
+        engine.enable_backward_allreduce = True
+        self._finished.discard(optimizer)
+        if zero.clip_grad:
+            norm = torch.as_tensor(zero._global_grad_norm)
+        return StepResult(norm, bool(zero.overflow))
+
+    def clip_gradients(
+        self, optimizer: Optimizer, norm: float | None, value: float | None, scale: float = 1.0
+    ) -> Tensor | None:
+        zero = self._engines[optimizer].optimizer
+        mine = self._own_gradients(optimizer)
+        for gradient in mine:
+            gradient.mul_(scale)
+            if value is not None:
+                gradient.clamp_(-value * zero.loss_scale, value * zero.loss_scale)
+        if norm is None:
+            return None
+        total = torch.zeros((), device=self.device)
+        for gradient in mine:
+            total += gradient.float().square().sum()
+        dist.all_reduce(total)
+        total = torch.sqrt(total) / float(zero.loss_scale)
+        for gradient in mine:
+            gradient.mul_((norm / (total + 1e-6)).clamp(max=1.0))
+        return total
+
+    def _own_gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return this rank's share of the averaged gradients, as views that the step will use. Collective."""
+        engine = self._engines[optimizer]
+        zero = engine.optimizer
+        if self._offloads:
+            raise RuntimeError(
+                "under offloading DeepSpeed keeps gradients where they cannot be changed before its step; clip by the "
+                "Trainer's gradient_clip_val, or do not offload."
+            )
+        if self.stage == 1 and optimizer not in self._finished:
+            engine._running_engine_step = True  # the boundary of a window, else nothing is reduced
+            engine.allreduce_gradients()
+            engine._running_engine_step = False
+        elif self.stage == 2:
+            # What the step will do first: cut this rank's share out of the gradients, as views, so clipping them lasts.
+            kept = dict(zero.all_grad_tensors)
+            zero.finalize_gradient_accumulation_boundary()
+            zero.all_grad_tensors = kept
+        self._finished.add(optimizer)
+        return [gradient for group in zero.averaged_gradients.values() if group is not None for gradient in group]
+
+    def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
+        """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""
+        broadcast_tensors(buffer for module in modules for buffer in module.buffers())
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def model_pieces(self, module: nn.Module) -> list[Piece]:
+        shares = {share[0]: share for engine in self._engines.values() for share in self._shares(engine)}
+        pieces = []
+        for name, value in module.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor) or zero_state.is_extra_state(name):
+                continue
+            if value in shares:
+                _, flat, offset, start, numel, shape = shares[value]
+                part = flat.detach().narrow(0, offset, numel)
+                pieces.append(Piece(clean_name(name), shape, start, part, self.rank))
+            elif hasattr(value, "ds_tensor"):  # not trained: no float32 master, its partition counts
+                pieces.append(zero_state.partition_piece(clean_name(name), value, self.rank))
+            else:
+                writer = None if isinstance(value, nn.Parameter) else 0
+                pieces.append(self.piece(clean_name(name), value, writer))
+        return pieces
+
+    def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
+        pieces = []
+        for parameter, flat, offset, start, numel, shape in self._shares(self._engines[optimizer]):
+            for key, value in optimizer.state.get(flat, {}).items():
+                if not isinstance(value, Tensor):
+                    continue
+                if value.shape == flat.shape and key != "step":
+                    part = value.narrow(0, offset, numel)
+                    pieces.append(Piece(f"{names[parameter]}/{key}", shape, start, part, self.rank))
+                else:
+                    pieces.append(self.piece(f"{names[parameter]}/{key}", value, None))
+        return pieces
+
+    def allocate_optimizer_state(
+        self, optimizer: Optimizer, names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry]
+    ) -> None:
+        engine = self._engines[optimizer]
+        engine.optimizer._hp_optimizer_states_linked = False
+        zero_state.allocate(optimizer, self._shares(engine), names, entries)
+
+    def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+        described = super().describe_optimizer(optimizer, names)
+        for parameter, flat, *_ in self._shares(self._engines[optimizer]):
+            plain = {k: v for k, v in optimizer.state.get(flat, {}).items() if not isinstance(v, Tensor)}
+            if plain:
+                described["plain"][names[parameter]] = plain
+        return described
+
+    def after_load(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        trained = {p for engine in self._engines.values() for p, *_ in self._shares(engine)}
+        zero_state.refresh([p for module in modules for p in module.parameters() if p not in trained])
+        for engine in self._engines.values():
+            zero_state.refresh_from_masters(engine.optimizer, self.stage)
+        for engine, saved in zip(self._engines.values(), state.get("lr_schedulers", []), strict=False):
+            if engine.lr_scheduler is not None and saved is not None:
+                engine.lr_scheduler.load_state_dict(saved)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        schedulers = [engine.lr_scheduler for engine in self._engines.values()]
+        return {"lr_schedulers": [None if each is None else each.state_dict() for each in schedulers]}
+
+    def _shares(self, engine: Any) -> Iterator[zero_state.Share]:
+        return zero_state.shares_of(engine.optimizer, self.stage, self.rank)
+
+    def close(self) -> None:
+        """Give the engines back; what stage 3 has sharded stays so, and trained weights stay in their low dtype's values."""
+        for engine in {id(engine): engine for engines in self._parts.values() for engine in engines}.values():
+            engine.destroy()
+        for module in self.wrapped:
+            if self.stage < 3 and self.precision.autocast_dtype is not None:
+                module.float()
+        self._engines.clear()
+        self._parts.clear()
+        self._trained.clear()
+        self._finished.clear()
+        self.wrapped.clear()
+
+
+def import_deepspeed(device_type: str) -> Any:
+    """Return the package, set to this kind of device, and silent but for warnings."""
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed calls collectives by names that torch has others for by now; a user can do nothing about it.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    if device_type == "cpu" and deepspeed.accelerator.get_accelerator().device_name() != "cpu":
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        deepspeed.accelerator.set_accelerator(CPU_Accelerator())
+    return deepspeed

@@ -1,0 +1,161 @@
+"""The configuration of a DeepSpeed engine: ours, and the user's own on top of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from trainwright.precision.base import Precision
+from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.base import Optimization
+
+AUTO = "auto"
+"""What a configuration says where it leaves a value to the framework."""
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the user's own configuration as a dict of its own.
+
+    Raises:
+        TypeError, ValueError: neither a dict nor a JSON file with one.
+    """
+    if config is None:
+        return {}
+    if isinstance(config, (str, os.PathLike)):
+        try:
+            with open(config, encoding="utf-8") as file:
+                loaded = json.load(file)
+        except FileNotFoundError:
+            raise ValueError(
+                f"config={os.fspath(config)!r}: there is no such file; pass the path of a DeepSpeed JSON, or its "
+                "contents as a dict."
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"config={os.fspath(config)!r} is no JSON ({error}); mend the file.") from error
+        config = loaded
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"config= is a {type(config).__name__}; accepted are a dict of DeepSpeed's settings, or the path of a JSON file."
+        )
+    return _without_auto(copy.deepcopy(dict(config)))
+
+
+def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
+    kept = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            kept[key] = _without_auto(dict(value))
+        elif value != AUTO:
+            kept[key] = value
+    return kept
+
+
+def low_precision(config: Mapping[str, Any]) -> str | None:
+    """Return "16-mixed" or "bf16-mixed" where the configuration enables one; "32-true" where it disables both in words.
+
+    Raises:
+        ValueError: it enables both.
+    """
+    told = {key: config[key].get("enabled") for key in ("fp16", "bf16") if isinstance(config.get(key), Mapping)}
+    if told.get("fp16") and told.get("bf16"):
+        raise ValueError("the DeepSpeed config enables fp16 and bf16; leave one of them.")
+    if told.get("fp16"):
+        return "16-mixed"
+    if told.get("bf16"):
+        return "bf16-mixed"
+    return "32-true" if told.get("fp16") is False and told.get("bf16") is False else None
+
+
+def settle(config: Mapping[str, Any], optimization: Optimization) -> Optimization:
+    """Return the optimization with what the configuration says in place of the caller's, and warn where the two differ.
+
+    Raises:
+        ValueError: manual optimization, which clips and accumulates itself.
+    """
+    clip, accumulate = config.get("gradient_clipping"), config.get("gradient_accumulation_steps")
+    if accumulate is None and {"train_batch_size", "train_micro_batch_size_per_gpu"} <= config.keys():
+        raise ValueError(
+            "the DeepSpeed config gives train_batch_size and train_micro_batch_size_per_gpu, which leave the accumulation to "
+            "be worked out; give gradient_accumulation_steps, or leave the three out: batches are the DataLoader's."
+        )
+    if not optimization.automatic:
+        if clip or (accumulate or 1) > 1:
+            raise ValueError(
+                "the DeepSpeed config gives gradient_clipping or gradient_accumulation_steps, but this module has "
+                "automatic_optimization = False; clip and accumulate in training_step, and leave them out of the config."
+            )
+        return optimization
+    norm = optimization.clip_norm
+    if clip is not None and float(clip) != (norm or 0.0):
+        if norm is not None:
+            _tell("gradient_clipping", clip, f"gradient_clip_val={norm}")
+        norm = float(clip) or None
+    if accumulate is not None and int(accumulate) != optimization.accumulate:
+        if optimization.accumulate != 1:
+            _tell("gradient_accumulation_steps", accumulate, f"accumulate_grad_batches={optimization.accumulate}")
+        accumulate = int(accumulate)
+    else:
+        accumulate = optimization.accumulate
+    return Optimization(optimization.automatic, norm, optimization.clip_value, accumulate)
+
+
+def build_config(
+    own: Mapping[str, Any],
+    stage: int,
+    *,
+    precision: Precision,
+    offload_optimizer: bool,
+    offload_parameters: bool,
+    **zero: Any,
+) -> dict[str, Any]:
+    """Return the configuration of an engine whose steps and windows are ours; the user's `own` keys win otherwise."""
+    name = precision.name
+    config: dict[str, Any] = {
+        "gradient_clipping": 0.0,  # left out, it would be 1.0; what is due is set at each step
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**12,
+    }
+    if name.startswith("16"):
+        config["fp16"] = {"enabled": True}
+    elif name.startswith("bf16"):
+        config["bf16"] = {"enabled": True}
+    config["zero_optimization"] = {
+        "stage": stage,
+        "overlap_comm": False,
+        "memory_efficient_linear": False,  # True would replace torch.nn.functional.linear, for the whole process
+        **zero,
+    }
+    if offload_optimizer:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    if offload_parameters:
+        config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    merged = _merged(config, own)
+    for key in BATCH_KEYS:
+        merged.pop(key, None)
+    # The caller's step() ends a window, whatever its length; the sizes are only told in DeepSpeed's own reports.
+    merged |= {
+        "train_micro_batch_size_per_gpu": own.get("train_micro_batch_size_per_gpu", 1),
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": 0.0,
+    }
+    return merged
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
+
+
+def _tell(key: str, value: Any, given: str) -> None:
+    rank_zero_warn(
+        f"the DeepSpeed config says {key}={value}, and the Trainer {given}: the config's is used.", stacklevel=5
+    )

@@ -1,0 +1,314 @@
+"""FSDP: parameters, gradients and optimizer state sharded over the ranks (torch FSDP2, `fully_shard`).
+
+Zhao et al., 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
+
+from trainwright.checkpoint.tensors import Piece
+from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
+from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors
+from trainwright.strategies.late_reduction import LateReduction
+from trainwright.strategies.materialize import materialize
+from trainwright.strategies.sharded_access import explain, open_methods, refuse_sharded_loss
+from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, choose_groups
+
+ROOT = "_fsdp_root"
+"""Where a sharded module keeps the wrapper that is FSDP's root, for the next run with it."""
+
+
+class Root(StepForward):
+    """FSDP's root: its forward is a step of the module, whose own class and attributes so stay as they are."""
+
+    depth = 0
+    """Greater than 0 while a step runs."""
+
+    def forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.depth += 1
+        try:
+            return super().forward(name, *args, **kwargs)
+        finally:
+            self.depth -= 1
+
+
+class FSDPStrategy(Strategy):
+    """Fully sharded data parallelism; on one process too.
+
+    Each group of parameters is gathered when its module is called and let go afterwards; the root's own parameters stay
+    gathered from its step's forward to the end of its backward. A step may call the module, its submodules and their public
+    methods; the bare parameters of a submodule that is a group are out of its reach. Optimizers may not call closures, and a
+    branch of the model that only some ranks use in a step gives wrong gradients. Under mixed precision the gathered
+    parameters have the low precision, those of batch norms excepted, and gradients are reduced in float32.
+
+    Args:
+        auto_wrap_policy: which submodules are groups: their classes, or a function from a module to a bool; by default the
+            blocks with at least `min_parameters` parameters.
+        min_parameters: see auto_wrap_policy.
+        reshard_after_forward: let a group go after its forward and gather it again for its backward; False saves that
+            second gathering and costs its memory.
+        cpu_offload: keep what is sharded in host memory, and step there.
+        activation_checkpointing_policy: modules whose forward is computed again in backward, in place of keeping what it
+            computed: True for all groups, or as auto_wrap_policy.
+        mixed_precision: torch's MixedPrecisionPolicy, in place of the one that the precision stands for.
+        sync_every_batch: reduce the gradients of each batch of an accumulation window, so that only shards of them are
+            kept; False reduces once a window and keeps whole gradients until then.
+    """
+
+    name = "fsdp"
+    is_parallel = True
+    forward_is_collective = True
+    takes_closure = False
+    needs_group = True
+
+    def __init__(
+        self,
+        *,
+        auto_wrap_policy: WrapPolicy | None = None,
+        min_parameters: int = MIN_PARAMETERS,
+        reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
+        activation_checkpointing_policy: bool | WrapPolicy | None = None,
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        sync_every_batch: bool = True,
+    ) -> None:
+        super().__init__()
+        if isinstance(min_parameters, bool) or not isinstance(min_parameters, int) or min_parameters < 0:
+            raise ValueError(f"min_parameters={min_parameters!r} is not accepted; pass a whole number from 0.")
+        self.auto_wrap_policy = auto_wrap_policy
+        self.min_parameters = min_parameters
+        self.reshard_after_forward = reshard_after_forward
+        self.cpu_offload = cpu_offload
+        self.activation_checkpointing_policy = activation_checkpointing_policy
+        self.mixed_precision = mixed_precision
+        self.sync_every_batch = sync_every_batch
+        self.wrapped: dict[nn.Module, Root] = {}
+        self._sharded = WeakIdKeyDictionary()  # a parameter as it was -> as it is sharded
+        self._late = LateReduction()
+        self._automatic = True
+
+    # -- before a run ------------------------------------------------------------------------------------------------
+
+    def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        self._automatic = optimization is None or optimization.automatic
+        if ROOT not in module.__dict__:
+            self._shard(module)
+        self.wrapped[module] = module.__dict__[ROOT]
+        self._late.follow(p for p in module.parameters() if not isinstance(p, DTensor))
+
+    def _shard(self, module: nn.Module) -> None:
+        before = dict(module.named_parameters())
+        if any(isinstance(parameter, DTensor) for parameter in before.values()):
+            raise ValueError(
+                f"{type(module).__name__} holds sharded parameters already, of torch's fully_shard; leave the sharding to the "
+                "strategy, or make the module anew."
+            )
+        groups = choose_groups(module, self.auto_wrap_policy, self.min_parameters)
+        to_checkpoint = self._to_checkpoint(module, groups)
+        root = Root(module)
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        low = self.mixed_precision or self._policy()
+        if low.param_dtype is not None:
+            known = set(groups)
+            norms = [each for each in module.modules() if isinstance(each, _BatchNorm) and each not in known]
+            for norm in norms:
+                self._shard_group(norm, mesh, MixedPrecisionPolicy())
+        for group in groups:
+            kind = type(group)
+            self._shard_group(group, mesh, low)
+            open_methods(group, kind, lambda: root.depth > 0)
+        for each in to_checkpoint:
+            each.forward = partial(checkpoint, each.forward, use_reentrant=False)
+        self._shard_group(root, mesh, low, is_root=True)
+        module.__dict__[ROOT] = root  # not as a submodule
+        after = dict(module.named_parameters())
+        for name, parameter in before.items():
+            self._sharded[parameter] = after[name]
+
+    def _to_checkpoint(self, module: nn.Module, groups: list[nn.Module]) -> list[nn.Module]:
+        policy = self.activation_checkpointing_policy
+        if policy is None or policy is False:
+            return []
+        if policy is True:
+            return groups
+        return choose_groups(module, policy)
+
+    def _policy(self) -> MixedPrecisionPolicy:
+        dtype = self.precision.autocast_dtype
+        if dtype is None:
+            return MixedPrecisionPolicy()
+        # Autocast goes on within, so inputs are cast by the operations that want it and targets are left alone.
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+    def _shard_group(
+        self, group: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, is_root: bool = False
+    ) -> None:
+        """Give one group's parameters their values, rank 0's, and keep this rank's shard of them. Collective."""
+        materialize(group, self.device)
+        group.to(self.device)
+        whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
+        broadcast_tensors((*whole, *(group.buffers() if is_root else ())))
+        self._refuse_mixed(group, whole)
+        for parameter in whole:
+            parameter.data = parameter.data.contiguous()
+        offload = self.cpu_offload and self.device.type != "cpu"
+        fully_shard(
+            group,
+            mesh=mesh,
+            mp_policy=precision,
+            reshard_after_forward=self.reshard_after_forward and not is_root,
+            offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+            ignored_params={parameter for parameter in whole if parameter.dim() == 0},  # FSDP2 shards rows
+        )
+
+    def _refuse_mixed(self, group: nn.Module, whole: list[nn.Parameter]) -> None:
+        dtypes = {parameter.dtype for parameter in whole if parameter.requires_grad and parameter.dim() > 0}
+        if len(dtypes) > 1:
+            names = {parameter.dtype: name for name, parameter in group.named_parameters() if parameter.dtype in dtypes}
+            told = ", ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in names.items())
+            raise ValueError(
+                f"fsdp gathers the parameters of a group in one dtype, but here are {told}. Convert the module to one dtype, "
+                "or put those of another into a submodule that is a group of its own (auto_wrap_policy)."
+            )
+
+    def setup_optimizers(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
+    ) -> list[Optimizer]:
+        # In a loop of one's own the optimizers were made before their modules were sharded.
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["params"] = [self._sharded.get(each, each) for each in group["params"]]  # type: ignore[no-untyped-call]
+        return list(optimizers)
+
+    def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
+        if self.cpu_offload and device_type == "cpu":
+            rank_zero_warn(
+                "cpu_offload moves what is sharded from a GPU to the host, and this run computes on the CPU: nothing is moved.",
+                stacklevel=4,
+            )
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        context = self.precision.forward_context()
+        try:
+            if context is None:
+                return self.wrapped[module](name, *args, **kwargs)
+            with context:
+                return self.wrapped[module](name, *args, **kwargs)
+        except RuntimeError as error:
+            if (explained := explain(error, module)) is not None:
+                raise explained from error
+            raise
+
+    def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
+        refuse_sharded_loss(loss, next(iter(self.wrapped), None))
+        if self._automatic:
+            return super().backward(loss, send, **options)
+        # The root's hooks sit on what its step returns, and this backward runs inside of the step: without these the
+        # root's group is never reduced.
+        for root in self._roots():
+            root._get_fsdp_state()._register_pre_backward_hook(loss)
+        super().backward(loss, send, **options)
+        self._gather_roots()
+
+    def sync_gradients(self, enabled: bool) -> None:
+        if not self.sync_every_batch:
+            for root in self._roots():
+                root.set_requires_gradient_sync(enabled)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        self._late.reduce(optimizer)
+        self.precision.unscale(optimizer, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
+
+    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
+        self.unscale(optimizer)
+        result = self.precision.step(optimizer, clip, closure)
+        self._late.reset(optimizer)
+        if not self._automatic:
+            self._gather_roots()
+        return result
+
+    def forget(self, optimizer: Optimizer) -> None:
+        super().forget(optimizer)
+        self._late.reset(optimizer)
+
+    def clip_gradients(
+        self, optimizer: Optimizer, norm: float | None, value: float | None, scale: float = 1.0
+    ) -> Tensor | None:
+        self._late.reduce(optimizer)
+        super().clip_gradients(optimizer, None, value, scale)
+        if norm is None:
+            return None
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        kinds = [[p for p in parameters if isinstance(p, DTensor) == sharded] for sharded in (True, False)]
+        norms = [_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds if kind]
+        total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device)
+        for kind in kinds:
+            torch.nn.utils.clip_grads_with_norm_(kind, norm, total)
+        return total
+
+    def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
+        """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""
+        broadcast_tensors(buffer for module in modules for buffer in module.buffers())
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def model_pieces(self, module: nn.Module) -> list[Piece]:
+        self._reshard_roots()
+        return super().model_pieces(module)
+
+    def piece(self, name: str, value: Tensor, writer: int | None) -> Piece:
+        if not isinstance(value, DTensor):
+            return super().piece(name, value, writer)
+        _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+        local: Tensor = value.detach().to_local()  # type: ignore[attr-defined]
+        # NOTE: indexing a DTensor would communicate, and so hang where ranks hold unequal shares.
+        start = offsets[0] * math.prod(value.shape[1:]) if local.numel() else 0
+        return Piece(name, tuple(value.shape), start, local.view(-1), self.rank)
+
+    def after_load(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
+    ) -> None:
+        self._reshard_roots()
+
+    def close(self) -> None:
+        """Give back what is held; the modules stay sharded."""
+        self._reshard_roots()
+        self.wrapped.clear()
+        self._late.clear()
+
+    def _roots(self) -> Iterator[FSDPModule]:
+        return (root for root in self.wrapped.values() if isinstance(root, FSDPModule))
+
+    def _reshard_roots(self) -> None:
+        """Let the roots' parameters be shards again, and so those that the optimizers hold (nothing is sent)."""
+        for root in self._roots():
+            root.reshard()
+
+    def _gather_roots(self) -> None:
+        """Give the rest of a manual step the root's own parameters: whole, and as they are by now."""
+        for root in self._roots():
+            root.reshard()
+            root.unshard()
+
+
+def _total_norm(gradients: list[Tensor]) -> Tensor:
+    total = torch.nn.utils.get_total_norm(gradients)
+    return total.full_tensor() if isinstance(total, DTensor) else total

@@ -1,0 +1,68 @@
+"""Late reduction: gradients that no engine reduces in backward, averaged over the ranks once before they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class LateReduction:
+    """Averages the gradients of the parameters that it follows, at the first look that a step takes at them.
+
+    A parameter that no rank used keeps no gradient; where only some ranks used it, it counts as zero on the others.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: dict[Tensor, int | None] = {}
+        self._done: set[int] = set()
+
+    def follow(self, parameters: Iterable[nn.Parameter], owners: Mapping[Tensor, int] | None = None) -> None:
+        """Reduce these parameters' gradients; with `owners` each to its rank only, and the other ranks drop it."""
+        for parameter in parameters:
+            self._parameters[parameter] = None if owners is None else owners[parameter]
+
+    def clear(self) -> None:
+        """Follow no parameter any more."""
+        self._parameters.clear()
+        self._done.clear()
+
+    def reset(self, optimizer: Optimizer) -> None:
+        """Take note that an optimizer has stepped, or that its gradients were dropped."""
+        self._done.discard(id(optimizer))
+
+    def reduce(self, optimizer: Optimizer) -> None:
+        """Average the gradients of an optimizer's parameters, once for each of its steps. Collective."""
+        if not self._parameters or id(optimizer) in self._done or dist.get_world_size() == 1:
+            return
+        self._done.add(id(optimizer))
+        mine = [p for group in optimizer.param_groups for p in group["params"] if p in self._parameters]
+        if not mine:
+            return
+        used = torch.tensor([float(p.grad is not None) for p in mine], device=mine[0].device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        buckets: dict[tuple[int | None, torch.dtype], list[Tensor]] = {}
+        for parameter, is_used in zip(mine, used.tolist(), strict=True):
+            if is_used:
+                buckets.setdefault((self._parameters[parameter], parameter.dtype), []).append(parameter)
+        for (owner, _), parameters in buckets.items():
+            self._average(parameters, owner)
+
+    def _average(self, parameters: list[Tensor], owner: int | None) -> None:
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(dist.get_world_size())
+        if owner is None:
+            dist.all_reduce(flat)
+        else:
+            dist.reduce(flat, dst=owner)
+            if owner != dist.get_rank():
+                for parameter in parameters:
+                    parameter.grad = None
+                return
+        parts = torch.split(flat, [p.numel() for p in parameters])
+        for parameter, gradient, part in zip(parameters, gradients, parts, strict=True):
+            gradient.copy_(part.view(gradient.shape))
+            parameter.grad = gradient

@@ -1,0 +1,122 @@
+"""Sharded access: what a step may and may not do with sharded modules, and errors that name the parameter it touched.
+
+FSDP2 gathers a group's parameters around the forward of its module. A step may also call the module's other public methods,
+which are entered here in the same way; it may not use a parameter of a group that is not entered.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import re
+from collections.abc import Callable, Iterator
+from functools import wraps
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+CHAIN = re.compile(r"\b([A-Za-z_]\w*)((?:\.\w+|\[\d+\])+)")
+PART = re.compile(r"\.(\w+)|\[(\d+)\]")
+NO_STEPS = ("reset_parameters", "configure_optimizers")
+"""Public methods that are no part of a step."""
+
+
+def public_methods(kind: type[nn.Module]) -> Iterator[str]:
+    """Yield the names of the methods that a module's own classes define for others to call, without forward."""
+    seen = {"forward", *NO_STEPS}
+    for each in kind.__mro__:
+        if each is nn.Module:
+            return
+        for name, value in vars(each).items():
+            is_method = inspect.isfunction(value) and not inspect.isgeneratorfunction(value)
+            if is_method and not name.startswith("_") and name not in seen and not hasattr(nn.Module, name):
+                seen.add(name)
+                yield name
+
+
+def open_methods(module: nn.Module, kind: type[nn.Module], is_within_step: Callable[[], bool]) -> list[str]:
+    """Let the public methods of a sharded module gather its parameters when a step calls them; return their names.
+
+    `kind` is its class as it was. From elsewhere, and from within the module's own forward, they run as they are.
+    """
+    names = list(public_methods(kind))
+    for name in names:
+        plain = getattr(module, name)
+        register_fsdp_forward_method(module, name)
+        setattr(module, name, _opening(module, plain, getattr(module, name), is_within_step))
+    return names
+
+
+def _opening(
+    module: nn.Module, plain: Callable[..., Any], gathering: Callable[..., Any], is_within_step: Callable[[], bool]
+) -> Callable[..., Any]:
+    @wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        is_sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+        return gathering(*args, **kwargs) if is_sharded and is_within_step() else plain(*args, **kwargs)
+
+    return call
+
+
+def explain(error: Exception, module: nn.Module) -> RuntimeError | None:
+    """Return an error that names the sharded parameter which a step used outside of its module; None for other errors."""
+    if "mixed torch.Tensor and DTensor" not in str(error):
+        return None
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return _refusal(module, list(_touched(error.__traceback__, names)))
+
+
+def refuse_sharded_loss(loss: Tensor, module: nn.Module | None) -> None:
+    """Refuse a loss that was computed from sharded parameters themselves, as an L2 over parameters() is (RuntimeError)."""
+    if not isinstance(loss, DTensor):
+        return
+    names = {id(parameter): name for name, parameter in module.named_parameters()} if module is not None else {}
+    found, waiting, seen = [], [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, DTensor) and id(variable) in names:
+            found.append(names[id(variable)])
+        waiting += [next_node for next_node, _ in node.next_functions]
+    raise _refusal(module, found)
+
+
+def _refusal(module: nn.Module | None, names: list[str]) -> RuntimeError:
+    which = " and ".join(repr(name) for name in sorted(set(names))[:3]) or "a parameter"
+    owners = sorted({name.rpartition(".")[0] for name in names})
+    inside = f" of {type(module).__name__}" if module is not None else ""
+    called = f"self.{owners[0]}" if owners and owners[0] else "the module"
+    return RuntimeError(
+        f"the step used {which}{inside} itself, but under fsdp each rank holds a part of it, and the whole is there only while "
+        f"{called} is called. Call {called}(...), or a method of it that uses the parameter; for a penalty on weights use the "
+        "optimizer's weight_decay; or keep that module whole: FSDPStrategy(auto_wrap_policy=...) without it."
+    )
+
+
+def _touched(traceback: TracebackType | None, names: dict[int, str]) -> Iterator[str]:
+    """Yield the names of the sharded parameters that the failing lines mention, and of those in their variables."""
+    while traceback is not None:
+        frame = traceback.tb_frame
+        line = linecache.getline(frame.f_code.co_filename, traceback.tb_lineno)
+        values = [_resolve(frame.f_locals.get(root), chain) for root, chain in CHAIN.findall(line)]
+        for value in (*values, *frame.f_locals.values()):
+            if isinstance(value, DTensor) and id(value) in names:
+                yield names[id(value)]
+        traceback = traceback.tb_next
+
+
+def _resolve(value: Any, chain: str) -> Any:
+    for name, index in PART.findall(chain):
+        if not isinstance(value, nn.Module):
+            return value  # a method of what was reached, say
+        if index:
+            value = list(value.children())[int(index)] if int(index) < len(list(value.children())) else None
+        else:
+            value = {**value._modules, **value._parameters}.get(name)
+    return value

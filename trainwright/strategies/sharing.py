@@ -1,0 +1,49 @@
+"""Sharing: what each strategy, by name, divides among the devices, and what it keeps beside; for estimates of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What of a model's memory is divided among the devices, in training."""
+
+    parameters: bool = False
+    gradients: bool = False
+    optimizer: bool = False
+    has_buckets: bool = False
+    """Whether gradients have a second copy, in which they are sent."""
+    has_masters: bool = False
+    """Whether each device keeps a float32 copy of its part of the trained parameters."""
+
+    def bytes_on_device(
+        self, *, parameters: int, gradients: int, optimizer: int, masters: int, num_devices: int
+    ) -> int:
+        """Return what one device holds, from what a whole model has."""
+
+        def part(size: int, is_divided: bool) -> int:
+            return -(-size // num_devices) if is_divided else size
+
+        return (
+            part(parameters, self.parameters)
+            + part(gradients, self.gradients)
+            + part(optimizer, self.optimizer)
+            + (gradients if self.has_buckets else 0)
+            + (part(masters, True) if self.has_masters else 0)
+        )
+
+
+ALONE = "single_device"
+WHOLLY_SHARED = "fsdp"
+"""The strategy that divides everything."""
+
+SHARING = {
+    "ddp": Sharing(has_buckets=True),
+    "ddp_sharded": Sharing(optimizer=True),
+    "deepspeed_stage_1": Sharing(optimizer=True, has_masters=True),
+    "deepspeed_stage_2": Sharing(gradients=True, optimizer=True, has_masters=True),
+    "fsdp": Sharing(parameters=True, gradients=True, optimizer=True),
+    "deepspeed_stage_3": Sharing(parameters=True, gradients=True, optimizer=True, has_masters=True),
+}
+"""The strategies of several devices; of those that fit, the one that stands first is recommended."""

@@ -1,0 +1,89 @@
+"""Wrap policy: which submodules are sharded as groups of their own, gathered when they are called and let go afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import Tensor, nn
+
+MIN_PARAMETERS = 1_000_000
+"""Parameters from which on a block is worth a group of its own: below it, many small collectives cost more than memory."""
+
+WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""Modules that use the weights of what is in them without calling it."""
+
+WrapPolicy = Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
+"""Classes, or a function that says of a module whether it is to be a group."""
+
+
+def choose_groups(
+    module: nn.Module, policy: WrapPolicy | None, min_parameters: int = MIN_PARAMETERS
+) -> list[nn.Module]:
+    """Return the submodules to be groups, the inner ones before those that hold them; the rest is the root's group.
+
+    By default these are blocks (modules with a forward and children) with at least `min_parameters` parameters that no inner
+    group has. A parameter that is also used from outside of a block (a tied weight) keeps the block from being one.
+
+    Raises:
+        ValueError: the policy's classes name a module whose parameters are tied to others outside of it, or none at all.
+    """
+    owners: dict[Tensor, set[nn.Module]] = {}
+    for each in module.modules():
+        for parameter in each.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(each)
+    if policy is None:
+        return list(_by_size(module, owners, min_parameters, {}))
+    is_wanted = policy if callable(policy) and not isinstance(policy, type) else _is_one_of(policy)
+    groups = [each for each in reversed(list(module.modules())) if each is not module and is_wanted(each)]
+    if not groups:
+        found = sorted({type(each).__name__ for each in module.modules() if each is not module})
+        raise ValueError(
+            f"auto_wrap_policy chooses no submodule of {type(module).__name__}; the classes in it are {', '.join(found)}. "
+            "Name some of them, or leave the policy out to choose by size."
+        )
+    names = {each: name for name, each in module.named_modules()}
+    for group in groups:
+        if tied := _tied(group, owners):
+            raise ValueError(
+                f"auto_wrap_policy makes {names[group]!r} a group, but its parameter {tied!r} is also used outside of it (tied "
+                "weights), and each group gathers its own. Leave it out of the policy."
+            )
+    return groups
+
+
+def _is_one_of(policy: object) -> Callable[[nn.Module], bool]:
+    kinds = tuple(policy) if isinstance(policy, Iterable) else (policy,)
+    if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
+        raise TypeError(
+            f"auto_wrap_policy={policy!r} is no policy; pass Module classes such as {{Block}}, a function from a module to a "
+            "bool, or None to choose by size."
+        )
+    return lambda module: isinstance(module, kinds)
+
+
+def _by_size(
+    module: nn.Module, owners: dict[Tensor, set[nn.Module]], least: int, taken: dict[Tensor, None]
+) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, WHOLE):
+            inner: list[nn.Module] = []
+        else:
+            inner = list(_by_size(child, owners, least, taken))
+        yield from inner
+        if next(child.children(), None) is None or not has_forward(child):
+            continue
+        rest = [parameter for parameter in child.parameters() if parameter not in taken]
+        if sum(parameter.numel() for parameter in rest) >= least and not _tied(child, owners):
+            taken.update(dict.fromkeys(rest))
+            yield child
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called; a ModuleList cannot."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _tied(module: nn.Module, owners: dict[Tensor, set[nn.Module]]) -> str | None:
+    """Return the name of a parameter in a module that others outside of it use too."""
+    inside = set(module.modules())
+    return next((name for name, parameter in module.named_parameters() if owners[parameter] - inside), None)

@@ -1,0 +1,142 @@
+"""ZeRO's optimizer as the user made it, what its engine owns of a module, and the precision that the engine computes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.precision.base import Precision
+from trainwright.precision.mixed import MixedPrecision
+from trainwright.strategies.group_view import GroupView
+
+
+class Part(nn.Module):
+    """What one DeepSpeed engine owns of a module; its forward runs a step that uses it."""
+
+    def __init__(self, members: Sequence[nn.Module], strays: Sequence[Any] = ()) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+        self.strays = nn.ParameterList(strays)
+
+    def forward(self, step: Callable[[], Any]) -> Any:
+        """Run the step."""
+        return step()
+
+
+class ZeroOptimizer(Optimizer):
+    """The optimizer with the module's own parameters in its groups, after DeepSpeed has put flat masters there.
+
+    Args:
+        stepped: the optimizer that DeepSpeed steps.
+        parameters: the module's own, a list for each group; as they stand in the groups where it is not given.
+    """
+
+    def __init__(self, stepped: Optimizer, parameters: Sequence[Sequence[Tensor]] | None = None) -> None:
+        given = [group["params"] for group in stepped.param_groups] if parameters is None else parameters
+        views: list[Any] = [GroupView(group, own) for group, own in zip(stepped.param_groups, given, strict=True)]
+        self.param_groups = views
+        self.defaults = stepped.defaults
+        self.stepped = stepped
+        self.engine: Any = None
+        self.__class__ = type(type(stepped).__name__, (ZeroOptimizer,), {})  # a checkpoint names the optimizer's class
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """Return this rank's state, by flat master."""
+        return self.stepped.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that wait in DeepSpeed's buckets; no parameter has one of its own."""
+        zero = self.engine.optimizer
+        zero.zero_grad()
+        if hasattr(zero, "all_grad_tensors"):  # stages 1 and 2
+            zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
+            zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
+        else:
+            # Else a parameter that the next steps do not use keeps the gradient of the last one that did.
+            for buffer in zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.values():
+                buffer.zero_()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: DeepSpeed has laid out its masters by now."""
+        raise RuntimeError(
+            "DeepSpeed lays its buffers out when the optimizer is prepared, so groups cannot be added later; give them to the "
+            "optimizer in configure_optimizers."
+        )
+
+
+class ZeroPrecision(Precision):
+    """The precision of a DeepSpeed engine, which keeps float32 masters and scales losses by itself.
+
+    Args:
+        name: what is computed in.
+        device_type: "cpu" or "cuda".
+        asked: the precision that the user asked for; it converts modules and batches, as long as the name is the same.
+        scalers: returns the loss scalers of the engines.
+    """
+
+    takes_closure = False
+
+    def __init__(self, name: str, device_type: str, asked: Precision, scalers: Callable[[], list[Any]]) -> None:
+        self.name = name
+        self._scalers = scalers
+        self._inner = asked
+        if name.endswith("-mixed"):
+            # Weights are of the low dtype; autocast lets what wants float32 have it, and casts inputs for the rest.
+            self._inner = MixedPrecision("bf16-mixed", device_type) if name == "bf16-mixed" else asked
+            self.autocast_dtype = torch.bfloat16 if name == "bf16-mixed" else torch.float16
+        elif name != asked.name:
+            from trainwright.precision import resolve_precision
+
+            self._inner = resolve_precision(name, device_type)
+        self.converts_batch = self._inner.converts_batch
+
+    def convert_module(self, module: nn.Module) -> None:
+        self._inner.convert_module(module)
+
+    def convert_batch(self, batch: Any) -> Any:
+        return self._inner.convert_batch(batch)
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        return self._inner.init_context()
+
+    def forward_context(self) -> AbstractContextManager[Any] | None:
+        return self._inner.forward_context()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loss scale, as torch's GradScaler names it, so that other strategies can go on with it."""
+        scaler = next((each for each in self._scalers() if getattr(each, "dynamic", False)), None)
+        if scaler is None:
+            return {}
+        return {
+            "scale": float(scaler.cur_scale),
+            "growth_factor": float(scaler.scale_factor),
+            "backoff_factor": 1.0 / float(scaler.scale_factor),
+            "growth_interval": int(scaler.scale_window),
+            "_growth_tracker": int(scaler.cur_iter - scaler.last_overflow_iter - 1),
+            "iterations": int(scaler.cur_iter),
+            "hysteresis": int(scaler.cur_hysteresis),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for scaler in self._scalers() if "scale" in state else []:
+            scaler.cur_scale = float(state["scale"])
+            if getattr(scaler, "dynamic", False):
+                scaler.cur_iter = int(state.get("iterations", state["_growth_tracker"]))
+                scaler.last_overflow_iter = scaler.cur_iter - int(state["_growth_tracker"]) - 1
+                scaler.cur_hysteresis = int(state.get("hysteresis", scaler.cur_hysteresis))
+
+
+def owned(module: nn.Module, own: set[Tensor]) -> Iterator[nn.Module]:
+    """Yield the largest submodules all of whose trained parameters are of `own`."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if parameters and own.issuperset(parameters):
+        yield module
+    else:
+        for child in module.children():
+            yield from owned(child, own)
