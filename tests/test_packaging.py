@@ -51,6 +51,6 @@ def test_the_wheel_trains_in_a_clean_environment(wheel: Path, tmp_path: Path) ->
     program = re.search(r"A complete program:\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert program is not None
     (tmp_path / "train.py").write_text(program[1].replace("max_epochs=5", "max_epochs=1"))
-    run(python, "-I", "train.py", folder=tmp_path)
+    run(tmp_path / "venv/bin/trainwright", "launch", "--cpu", "train.py", folder=tmp_path)
     assert list((tmp_path / "trainwright_logs/version_0/checkpoints").glob("*.ckpt/manifest.json"))
     run(python, "-m", "pip", "check", folder=tmp_path)

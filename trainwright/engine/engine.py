@@ -32,7 +32,8 @@ from trainwright.data.seeding import rng_state
 from trainwright.distributed import collectives
 from trainwright.distributed.environment import Environment, open_process_group, pick_backend
 from trainwright.engine.between_ranks import broadcast, first_here
-from trainwright.engine.devices import device_numbers, resolve_device_type, resolve_num_processes
+from trainwright.engine.command_line import fill_open
+from trainwright.engine.devices import check_nodes, device_index, resolve_device_type, resolve_num_processes
 from trainwright.engine.model_layout import refuse_unlike_models
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult, resolve_precision
@@ -72,6 +73,7 @@ class Engine:
         precision: a name, 16 or 32, or a Precision.
         accelerator: "auto", "cpu" or "cuda".
         timeout_seconds: how long a rank waits for the others in a collective; None is the strategy's own, else half an hour.
+        num_nodes: machines of the job that this process would start, each by its own start of the script.
 
     Raises:
         ValueError, TypeError: a setting is wrong; said before any process is started.
@@ -86,24 +88,26 @@ class Engine:
         precision: str | int | Precision | None = None,
         accelerator: str = "auto",
         timeout_seconds: float | None = None,
+        num_nodes: int = 1,
     ) -> None:
         environment = Environment.detect()
+        accelerator, strategy, precision = fill_open(environment, accelerator, strategy, precision)
+        check_nodes(num_nodes, environment)
         device_type = resolve_device_type(accelerator)
         num_processes = resolve_num_processes(devices, device_type, environment)
         alone = environment.launched_by == "single"
-        world_size = num_processes if alone else environment.world_size
+        world_size = num_processes * max(num_nodes, 1) if alone else environment.world_size
         self.strategy = resolve_strategy(strategy, world_size)
         asked = resolve_precision(precision, device_type)
         self.strategy.check(device_type, world_size, asked)
-        if alone and num_processes > 1:
+        if alone and (num_processes > 1 or num_nodes != 1):
             from trainwright.launch.processes import launch
 
-            launch(num_processes, reason=f"devices={num_processes}")
+            launch(num_processes, num_nodes=num_nodes, reason=f"devices={num_processes}")
         self.environment = environment
-        numbers = device_numbers(devices, device_type)
-        place = numbers[environment.local_rank] if numbers is not None else environment.local_rank
-        self.device = torch.device(device_type, place) if device_type == "cuda" else torch.device("cpu")
+        self.device = torch.device("cpu")
         if device_type == "cuda":
+            self.device = torch.device(device_type, device_index(devices, environment))
             torch.cuda.set_device(self.device)
         asked_seconds = timeout_seconds if timeout_seconds is not None else self.strategy.timeout_seconds
         self.timeout_seconds = 1800.0 if asked_seconds is None else asked_seconds
