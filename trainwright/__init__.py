@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from trainwright.data.seeding import isolate_rng, seed_everything
     from trainwright.engine.accelerator import Accelerator
     from trainwright.engine.engine import Engine
-    from trainwright.errors import CheckpointError, LaunchError, TrainwrightError
+    from trainwright.engine.handover import notebook_launcher
+    from trainwright.errors import CheckpointError, LaunchError, TrainwrightError, WorkerFailed
     from trainwright.loggers import CSVLogger, Logger, TensorBoardLogger
     from trainwright.module import Module
     from trainwright.module import Module as LightningModule
@@ -73,7 +74,9 @@ _HOMES = {
     "Timer": "trainwright.callbacks",
     "Trainer": "trainwright.trainer.trainer",
     "TrainwrightError": "trainwright.errors",
+    "WorkerFailed": "trainwright.errors",
     "isolate_rng": "trainwright.data.seeding",
+    "notebook_launcher": "trainwright.engine.handover",
     "rank_zero_info": "trainwright.rank_zero",
     "rank_zero_only": "trainwright.rank_zero",
     "rank_zero_warn": "trainwright.rank_zero",
@@ -112,8 +115,10 @@ __all__ = [
     "Timer",
     "Trainer",
     "TrainwrightError",
+    "WorkerFailed",
     "__version__",
     "isolate_rng",
+    "notebook_launcher",
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",

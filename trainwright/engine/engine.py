@@ -31,6 +31,7 @@ from trainwright.data.seeding import rng_state
 from trainwright.distributed import collectives
 from trainwright.distributed.environment import Environment, open_process_group, pick_backend
 from trainwright.engine.devices import device_numbers, resolve_device_type, resolve_num_processes
+from trainwright.engine.handover import start_job
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult, resolve_precision
 from trainwright.precision.base import Clipper, Closure, Sender
@@ -66,6 +67,8 @@ class Engine:
         precision: a name, 16 or 32, or a Precision.
         accelerator: "auto", "cpu" or "cuda".
         timeout_seconds: how long a rank waits for the others in a collective.
+        takes_handover: True for one who can hand work over to processes that are started for it: where a script cannot be run
+            again, this engine stands for one process then, and `num_workers` says how many are to be started.
 
     Raises:
         ValueError, TypeError: a setting is wrong; said before any process is started.
@@ -80,6 +83,7 @@ class Engine:
         precision: str | int | Precision | None = None,
         accelerator: str = "auto",
         timeout_seconds: float = 1800.0,
+        takes_handover: bool = False,
     ) -> None:
         environment = Environment.detect()
         device_type = resolve_device_type(accelerator)
@@ -87,12 +91,13 @@ class Engine:
         alone = environment.launched_by == "single"
         self.strategy = resolve_strategy(strategy, num_processes if alone else environment.world_size)
         asked = resolve_precision(precision, device_type)
+        self.num_workers = 0
+        """The processes that are to be started for each piece of work; 0 where this process does it."""
         if alone and num_processes > 1:
-            from trainwright.launch.processes import launch
-
-            launch(num_processes, reason=f"devices={num_processes}")
+            self.num_workers = start_job(num_processes, strategy, takes_handover)
+            self.strategy, device_type = Strategy(), "cpu"
         self.environment = environment
-        numbers = device_numbers(devices, device_type)
+        numbers = None if self.num_workers else device_numbers(devices, device_type)
         place = numbers[environment.local_rank] if numbers is not None else environment.local_rank
         self.device = torch.device(device_type, place) if device_type == "cuda" else torch.device("cpu")
         if device_type == "cuda":

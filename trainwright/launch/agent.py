@@ -258,8 +258,11 @@ def describe_exit(code: int) -> str:
     return f"killed by {name}{hint}"
 
 
-def run(command: list[str], num_processes: int) -> int:
-    """Run a command in that many workers until all are done or one has failed; return the exit code."""
+def run(command: list[str], num_processes: int, report: str | None = None) -> int:
+    """Run a command in that many workers until all are done or one has failed; return the exit code.
+
+    `report` is a file to which the line about who failed first is written too.
+    """
     for name in ("torch.distributed.elastic", "torchelastic"):
         logger = logging.getLogger(name)
         logger.addHandler(logging.NullHandler())  # without a handler, Python prints its warnings
@@ -272,6 +275,8 @@ def run(command: list[str], num_processes: int) -> int:
         code = 0
         if result is not None and result.is_failed():
             code, text = agent.summarize()
+            if report is not None:
+                Path(report).write_text(text.partition("\n")[0].removeprefix("trainwright: "), encoding="utf-8")
     except SignalException as error:
         code = 128 + int(error.sigval)
     finally:

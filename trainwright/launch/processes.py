@@ -39,10 +39,18 @@ def launch(num_processes: int, *, reason: str = "this script") -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os.chdir(command.directory)
+    os.execv(sys.executable, launcher_command(num_processes, command.arguments))
+
+
+def launcher_command(num_processes: int, command: list[str], report: str | None = None) -> list[str]:
+    """Return the command line of a launcher that runs a command in several workers.
+
+    `report` is a file to which it writes who failed first.
+    """
     start = str(Path(__file__).with_name("start.py"))
     flags = [flag for flag, is_set in (("-E", sys.flags.ignore_environment), ("-s", sys.flags.no_user_site)) if is_set]
-    options = ["--num-processes", str(num_processes), *_torch_place(), "--", *command.arguments]
-    os.execv(sys.executable, [sys.executable, *flags, start, *options])
+    options = ["--num-processes", str(num_processes), *(["--report", report] if report else []), *_torch_place()]
+    return [sys.executable, *flags, start, *options, "--", *command]
 
 
 def _torch_place() -> list[str]:
@@ -58,6 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainwright.launch.processes")
     parser.add_argument("--num-processes", type=int, required=True, help="how many workers to start")
     parser.add_argument("--add-path", action="append", default=[], help="where else to look for torch")
+    parser.add_argument("--report", help="a file to write to who failed first")
     parser.add_argument("command", nargs="+", help="after --: the command, which begins with the interpreter")
     options = parser.parse_args(arguments)
     sys.path.extend(path for path in options.add_path if path not in sys.path)
@@ -65,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     _prepare_environment(options.num_processes)
     from trainwright.launch.agent import run
 
-    return run(options.command, options.num_processes)
+    return run(options.command, options.num_processes, options.report)
 
 
 def _prepare_signals() -> None:
