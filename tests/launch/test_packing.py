@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from trainwright.launch.packing import is_importable, pack, read_result, unpack, write_result
 
 LOCK = threading.Lock()
+LARGE = numpy.ones((2, 1 << 18))
 
 
 class Images(Dataset[Any]):
@@ -102,7 +103,8 @@ work = unpack(Path(sys.argv[1]))
 layer, images = work["layer"], work["images"]
 assert type(layer).__name__ == "Tied" and layer.a.weight is layer.b.weight, layer
 assert images(3) == 6
-print(work["array"].sum(), work["view"].untyped_storage().data_ptr() == layer.a.weight.untyped_storage().data_ptr())
+places = {value.untyped_storage().data_ptr() for value in (work["view"], layer.a.weight)}
+print(work["array"].shape, work["array"].sum(), len(places))
 """
 
 
@@ -119,14 +121,14 @@ def test_classes_that_nobody_could_import_travel_along(made_up: Any, tmp_path: P
     assert not is_importable(made_up)
     assert is_importable(nn)
     assert is_importable(sys.modules["trainwright.launch.packing"])
-    work = {"layer": layer, "images": made_up.twice, "array": numpy.ones(4), "view": layer.a.weight.detach()[1]}
+    work = {"layer": layer, "images": made_up.twice, "array": LARGE, "view": layer.a.weight.detach()[1]}
     pack(tmp_path / "work", work, "this test")
     assert cloudpickle.list_registry_pickle_by_value() == set()
     assert unpack(tmp_path / "work")["layer"].a.weight.equal(layer.a.weight)
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(tmp_path / "work")], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.stdout, done.stderr) == ("4.0 True\n", "")
+    assert (done.stdout, done.stderr) == ("(2, 262144) 524288.0 1\n", "")
 
 
 def test_results_hold_no_code(tmp_path: Path) -> None:

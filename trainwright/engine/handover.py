@@ -14,6 +14,7 @@ import torch
 
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.data.seeding import rng_state, set_rng_state
+from trainwright.distributed.environment import Environment
 from trainwright.strategies import HANDED_OVER, Strategy
 
 
@@ -81,7 +82,6 @@ def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), nu
         raise ValueError(
             f"num_processes={num_processes!r} is not accepted; pass a whole number from 1, or None for one a GPU."
         )
-    from trainwright.distributed.environment import Environment
     from trainwright.launch.command import check_handover
 
     environment = Environment.detect()
@@ -104,13 +104,15 @@ def _call(folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> 
 
 
 def _begin(folder: Path, settings: dict[str, Any], asked: str, **named: Any) -> Any:
-    """Stand in a worker as the calling process stands, and do its work."""
+    """Stand in a worker as the calling process stands, do its work, and return on rank 0 what comes back."""
     function = named.pop("the called function")
     torch.set_default_dtype(settings["dtype"])
     torch.set_float32_matmul_precision(settings["matmul"])
     torch.manual_seed(settings["seed"])  # on each device
     set_rng_state(settings["rng"])
     result = function(folder, **named)
+    if Environment.detect().rank != 0:
+        return None
     try:
         return encode(result, "the result")
     except TypeError as error:

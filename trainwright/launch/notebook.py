@@ -56,9 +56,13 @@ def run_in_workers(
 
 def work(folder: str) -> None:
     """Do in a worker what was handed over, and leave what rank 0 returned."""
-    place, rank = Path(folder), Environment.detect().rank
+    place, environment = Path(folder), Environment.detect()
+    rank = environment.rank
     try:
         named = unpack(place / WORK)
+        (place / f"taken-{rank}").touch()
+        if len(list(place.glob("taken-*"))) == environment.world_size:
+            (place / WORK).unlink(missing_ok=True)  # it may be large, and nobody removes it if this process is killed
         result = named.pop("the function")(place, **named)
         if rank == 0:
             write_result(place / f"{RESULT}.part", result)
@@ -80,6 +84,6 @@ def _failed(folder: Path, code: int, asked: str) -> Exception:
         )
     text = report.read_text(encoding="utf-8").strip()
     told = sorted(each.read_text(encoding="utf-8") for each in folder.glob("error-*"))
-    if told and not any(each in text for each in told):  # it failed before it was in touch with the others
+    if told and "(exit code" in text:  # it failed where it was not in touch with the others, before or after the job
         text = f"{text} ({told[0]})"
     return WorkerFailed(f"{asked}: {text} A traceback, where there is one, was printed to standard error.")

@@ -24,6 +24,9 @@ ADVICE = (
     "(in setup(), in a hook, at the first __getitem__), or leave it out in __getstate__; a plain script needs no copy."
 )
 DEEPEST = 40
+LARGE_BYTES = 1 << 20
+"""From here on a numpy array is written from its own memory too, as a tensor."""
+NUMBERS = frozenset(("int8", "int16", "int32", "int64", "uint8", "float16", "float32", "float64", "bool"))
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -45,6 +48,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)):
             self._carry(obj.__module__)
+        if _is_large_array(obj):
+            return torch.Tensor.numpy, (torch.from_numpy(obj),)
         return super().reducer_override(obj)
 
     def _carry(self, name: str | None) -> None:
@@ -57,6 +62,13 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if name not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(module)
             self._carried.append(module)
+
+
+def _is_large_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or type(value) is not numpy.ndarray or value.nbytes < LARGE_BYTES:
+        return False
+    return bool(value.flags.carray and value.dtype.isnative and value.dtype.name in NUMBERS)
 
 
 def is_importable(module: types.ModuleType) -> bool:

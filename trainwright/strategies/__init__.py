@@ -21,14 +21,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp_find_unused_parameters_false": ("ddp", {"find_unused_parameters": False}),
     "ddp_spawn": ("ddp", {}),
     "ddp_notebook": ("ddp", {}),
+    "ddp_spawn_find_unused_parameters_true": ("ddp", {"find_unused_parameters": True}),
+    "ddp_notebook_find_unused_parameters_true": ("ddp", {"find_unused_parameters": True}),
 }
 """Names that stand for a strategy with options, or for another way to start its processes."""
 
-HANDED_OVER = frozenset({"ddp_spawn", "ddp_notebook"})
+HANDED_OVER = frozenset(name for name in VARIANTS if name.startswith(("ddp_spawn", "ddp_notebook")))
 """Names under which each call hands its work over to processes that it starts, in a plain script too."""
-
-UNSAFE = {"ddp_fork": "ddp_notebook", "ddp_notebook_fork": "ddp_notebook"}
-"""Names that other libraries know, and what to choose in their stead."""
 
 
 def __getattr__(name: str) -> Any:
@@ -50,10 +49,10 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
         name = strategy
         if name == "auto":
             name = "single_device" if num_processes == 1 else "ddp"
-        if name in UNSAFE:
+        if name.startswith("ddp_fork"):
             raise ValueError(
                 f"strategy={name!r} forks processes, which neither CUDA nor running threads survive, so it is not there; "
-                f"choose {UNSAFE[name]!r}, which starts fresh ones."
+                "choose 'ddp_notebook', which starts fresh ones."
             )
         name, options = VARIANTS.get(name, (name, {}))
         if name not in STRATEGIES:

@@ -95,6 +95,7 @@ class Trainer(Status):
     Raises:
         ValueError, TypeError: a setting is wrong; said here, before any process is started.
         LaunchError: the processes of the job could not be started.
+        WorkerFailed: by a call that hands its work over, where a rank has failed.
 
     The first Trainer of a plain script that asks for several devices replaces the process by a launcher that runs the same
     script in that many processes. In a notebook, a REPL, a test and `python -c`, and with strategy="ddp_spawn" or
