@@ -303,6 +303,7 @@ class Started:
             "TMPDIR": str(self.temporary),
             "TEST_TAG": self.tag,
             "OMP_NUM_THREADS": "1",
+            "PYTHON_BASIC_REPL": "1",
         }
 
     def run(self, arguments: list[str], text: str | None = None) -> str:
@@ -407,6 +408,7 @@ def _take_terminal(child: int) -> None:
     import termios
 
     fcntl.ioctl(child, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the tests may run where it is ignored
 
 
 @pytest.mark.slow
