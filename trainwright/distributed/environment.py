@@ -1,25 +1,29 @@
 """Which process of which job this is, and the one owner of the process group.
 
-This is the only reader of the environment outside `launch/`. Starting processes is left to `launch/`, what is sent over
-the group to `collectives.py`, and agreement over the store to `agreement.py`.
+This is the only reader of the environment outside `launch/`; what SLURM's and MPI's variables mean stands in `clusters.py`.
+Starting processes is left to `launch/`, what is sent over the group to `collectives.py`, and agreement over the store to
+`agreement.py`.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
+import json
 import os
-import socket
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
 
 from trainwright.distributed.agreement import Agreement, PeerWatch, Store
 from trainwright.distributed.appointments import Appointment, AppointmentBook
+from trainwright.distributed.clusters import read_number, read_open_mpi, read_pmi, read_slurm
+from trainwright.distributed.network import LOOPBACK, interface_towards, listen_at, loopback_interface
+from trainwright.errors import LaunchError
 
 JOB_VARIABLE = "TRAINWRIGHT_JOB"
 """One JSON object: what our launcher tells its workers."""
@@ -37,8 +41,10 @@ class Environment:
     world_size: int = 1
     local_world_size: int = 1
     node_rank: int = 0
+    num_nodes: int = 1
+    """How many machines the job has; they need not run equally many processes."""
     launched_by: str = "single"
-    """Who started this process: "single" (nobody), "trainwright" (our launcher) or "torchrun"."""
+    """Who started this process: "single" (nobody), "trainwright" (our launcher), "torchrun", "slurm" or "mpi"."""
     main_address: str | None = None
     main_port: int | None = None
     has_agent_store: bool = False
@@ -46,11 +52,10 @@ class Environment:
     restart_count: int = 0
     error_file: str | None = None
     """Where torchrun expects the error of this process."""
-
-    @property
-    def num_nodes(self) -> int:
-        """How many machines the job has; each of them runs as many processes as this one."""
-        return self.world_size // self.local_world_size
+    strategy: str | None = None
+    precision: str | None = None
+    accelerator: str | None = None
+    """With the two before: what the command line asked for, where the script leaves it open."""
 
     @classmethod
     def detect(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -77,7 +82,7 @@ def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
             f"the environment has {given} but not {', '.join(missing)}; a job of several processes needs "
             f"{', '.join(needed)}. Start it with torchrun, or unset these variables to run as one process."
         )
-    numbers = {name: _read_number(variables, name) for name in needed if name != "MASTER_ADDR"}
+    numbers = {name: read_number(variables, name, "torchrun") for name in needed if name != "MASTER_ADDR"}
     rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
     local_rank, local_world_size = numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"]
     if not (rank < world_size and local_rank < local_world_size <= world_size):
@@ -86,34 +91,39 @@ def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
             f"LOCAL_WORLD_SIZE={local_world_size}; ranks count from 0 and stay below their world size, and the local "
             "world is not larger than the world. Start the job with torchrun, or unset these variables for one process."
         )
-    node_rank = _read_number(variables, "GROUP_RANK") if variables.get("GROUP_RANK") else rank // local_world_size
-    restarts = _read_number(variables, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in variables else 0
+    more = {"GROUP_RANK": rank // local_world_size, "GROUP_WORLD_SIZE": -(-world_size // local_world_size)}
+    more["TORCHELASTIC_RESTART_COUNT"] = 0
+    more |= {name: read_number(variables, name, "torchrun") for name in more if variables.get(name)}
     return Environment(
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,
         local_world_size=local_world_size,
-        node_rank=node_rank,
+        node_rank=more["GROUP_RANK"],
+        num_nodes=more["GROUP_WORLD_SIZE"],
         launched_by="trainwright" if JOB_VARIABLE in variables else "torchrun",
         main_address=variables.get("MASTER_ADDR"),
         main_port=numbers.get("MASTER_PORT"),
         has_agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
-        restart_count=restarts,
+        restart_count=more["TORCHELASTIC_RESTART_COUNT"],
         error_file=variables.get("TORCHELASTIC_ERROR_FILE") or None,
+        **_read_job(variables),
     )
 
 
-def _read_number(variables: Mapping[str, str], name: str) -> int:
-    try:
-        number = int(variables[name])
-    except ValueError:
-        number = -1
-    if number < 0:
-        raise ValueError(
-            f"the environment has {name}={variables[name]!r}; a whole number from 0 is accepted. "
-            "Start the job with torchrun, or unset the variable to run as one process."
-        )
-    return number
+def _read_cluster(variables: Mapping[str, str]) -> Environment | None:
+    """Read what Open MPI, SLURM or PMI set; in this order, as one of them may have started another."""
+    for name, read in (("mpi", read_open_mpi), ("slurm", read_slurm), ("mpi", read_pmi)):
+        task = read(variables)
+        if task is not None:
+            return Environment(launched_by=name, **asdict(task))
+    return None
+
+
+def _read_job(variables: Mapping[str, str]) -> dict[str, str | None]:
+    """Read what our launcher tells its workers beside their place."""
+    job = json.loads(variables.get(JOB_VARIABLE) or "{}")
+    return {name: job.get(name) for name in ("strategy", "precision", "accelerator")}
 
 
 def prepare_deterministic() -> None:
@@ -121,8 +131,8 @@ def prepare_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-# The first reader that finds itself at home wins. Other launchers (SLURM, MPI) are one more line here.
-_READERS: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (_read_torchrun,)
+# The first reader that finds itself at home wins: torchrun and our launcher may run within SLURM or MPI.
+_READERS: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (_read_torchrun, _read_cluster)
 
 
 def pick_backend(device_type: str) -> str:
@@ -237,6 +247,7 @@ def open_process_group(environment: Environment, backend: str, timeout_seconds: 
     plain_hook = sys.excepthook
     try:
         if not is_joined:
+            _choose_interface(environment)
             dist.init_process_group(
                 backend,
                 store=_stores().PrefixStore(f"group/{_generation}", job),
@@ -316,10 +327,11 @@ def _open_store(environment: Environment, timeout: timedelta, is_joined: bool) -
     assert address is not None
     assert port is not None
     if environment.has_agent_store or environment.rank != 0:
-        store = _stores().TCPStore(address, port, None, False, timeout=limit, wait_for_workers=False)
-        return store, None if environment.has_agent_store else 0
+        if environment.num_nodes == 1 and not environment.has_agent_store:
+            address = LOOPBACK  # where rank 0 holds it
+        return _join_store(address, port, limit), None if environment.has_agent_store else 0
     if _hosted_store is None:
-        _hosted_store = _host_store(address, port, limit)
+        _hosted_store = _host_store(address, port, limit, environment.num_nodes)
     return _hosted_store, 0
 
 
@@ -330,19 +342,37 @@ def _stores() -> Any:
     return dist
 
 
-def _host_store(address: str, port: int, timeout: timedelta) -> Store:
-    """Hold the job's store in this process; on the loopback interface alone where the job's address is there."""
-    store: Store
-    if address not in ("127.0.0.1", "localhost"):
-        store = _stores().TCPStore(address, port, None, True, timeout=timeout, wait_for_workers=False)
-        return store
-    # Given only an address, TCPStore listens on all interfaces.
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", port))
-    listener.listen()
+def _join_store(address: str, port: int, timeout: timedelta) -> Store:
+    import torch.distributed as dist
+
+    try:
+        return cast(Store, _stores().TCPStore(address, port, None, False, timeout=timeout, wait_for_workers=False))
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise LaunchError(
+            f"no store of this job answers at {address} port {port}; rank 0 has to listen there. See whether rank 0 has "
+            "started or failed, whether a firewall is in between, and whether another program has the port (MASTER_PORT)."
+        ) from error
+
+
+def _host_store(address: str, port: int, timeout: timedelta, num_nodes: int) -> Store:
+    """Hold the job's store in this process; on the loopback interface alone where the job has one node."""
+    listener = listen_at(LOOPBACK, port) if num_nodes == 1 else listen_at(address, port, else_everywhere=True)
     listener_fd = listener.detach()  # from here on the store's
-    store = _stores().TCPStore(
-        address, port, None, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener_fd
+    stores = _stores()
+    host = LOOPBACK if num_nodes == 1 else address
+    return cast(
+        Store,
+        stores.TCPStore(host, port, None, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener_fd),
     )
-    return store
+
+
+def _choose_interface(environment: Environment) -> None:
+    """Say where the group listens, unless the user has: one node is loopback only, several use the main address's way."""
+    if environment.num_nodes == 1:
+        name = loopback_interface()
+        variables = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
+    else:  # by itself gloo takes what the host's name stands for, which may be loopback; NCCL looks for itself
+        name = interface_towards(environment.main_address or LOOPBACK)
+        variables = ["GLOO_SOCKET_IFNAME"]
+    for variable in variables if name is not None else []:
+        os.environ.setdefault(variable, str(name))

@@ -47,6 +47,7 @@ class Accelerator:
         devices: processes on this node; "auto" is what was launched, else every GPU, else one.
         strategy: a name or a Strategy.
         precision: in place of mixed_precision, any precision that the Trainer takes.
+        num_nodes: nodes of the job, as for the Trainer.
 
     Raises:
         ValueError, TypeError: a setting is wrong; said before any process is started.
@@ -62,6 +63,7 @@ class Accelerator:
         devices: int | str = "auto",
         strategy: str | Strategy = "auto",
         precision: str | int | Precision | None = None,
+        num_nodes: int = 1,
     ) -> None:
         if mixed_precision is not None and precision is not None:
             raise ValueError(
@@ -78,6 +80,7 @@ class Accelerator:
             strategy=strategy,
             precision=MIXED[mixed_precision] if mixed_precision is not None else precision,
             accelerator="cpu" if cpu else "auto",
+            num_nodes=num_nodes,
         )
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.step_count = 0

@@ -77,6 +77,11 @@ def resolve_num_processes(devices: int | str | list[int], device_type: str, envi
     numbers = device_numbers(devices, device_type)
     if numbers is not None:
         devices = len(numbers)
+    if present is not None and launched is not None and not _has_own_gpu(environment) and launched > present:
+        raise ValueError(
+            f"this job was launched with {launched} processes on this node, but torch sees {present} GPU(s) here; launch at "
+            "most one process a GPU, or pass accelerator='cpu'."
+        )
     if devices == "auto":
         return launched or present or 1
     if isinstance(devices, str) and devices.lstrip("-").isdigit():
@@ -90,7 +95,7 @@ def resolve_num_processes(devices: int | str | list[int], device_type: str, envi
         devices = launched or present or torch.get_num_threads()
     if devices < 1:
         raise ValueError(f"devices={devices} is below 1; pass a number of devices, -1 for all, or 'auto'.")
-    if present is not None and devices > present:
+    if present is not None and devices > present and not _has_own_gpu(environment):
         raise ValueError(f"devices={devices} GPUs were asked for, but torch sees {present}; pass at most that many.")
     if launched is not None and devices != launched:
         raise ValueError(
@@ -98,3 +103,26 @@ def resolve_num_processes(devices: int | str | list[int], device_type: str, envi
             f"devices={launched} or devices='auto', or launch {devices}."
         )
     return devices
+
+
+def device_index(devices: Any, environment: Environment) -> int:
+    """Return the number of the GPU that this process computes on."""
+    numbers = device_numbers(devices, "cuda")
+    if numbers is not None:
+        return numbers[environment.local_rank]
+    return 0 if _has_own_gpu(environment) else environment.local_rank
+
+
+def _has_own_gpu(environment: Environment) -> bool:
+    """Whether the cluster's launcher shows each process the one GPU that is its own (srun --gpus-per-task=1)."""
+    return environment.launched_by in ("slurm", "mpi") and torch.cuda.device_count() == 1
+
+
+def check_nodes(num_nodes: int, environment: Environment) -> None:
+    """Refuse a number of nodes that the job which this process was launched in does not have (ValueError)."""
+    if environment.launched_by == "single" or num_nodes in (1, environment.num_nodes):
+        return
+    raise ValueError(
+        f"num_nodes={num_nodes} was asked for, but this job was launched on {environment.num_nodes}; leave num_nodes out, or "
+        f"launch {num_nodes}."
+    )

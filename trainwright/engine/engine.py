@@ -30,7 +30,8 @@ from trainwright.data.loaders import ShardedLoader
 from trainwright.data.seeding import rng_state
 from trainwright.distributed import collectives
 from trainwright.distributed.environment import Environment, open_process_group, pick_backend
-from trainwright.engine.devices import device_numbers, resolve_device_type, resolve_num_processes
+from trainwright.engine.command_line import fill_open
+from trainwright.engine.devices import check_nodes, device_index, resolve_device_type, resolve_num_processes
 from trainwright.engine.handover import start_job
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult, resolve_precision
@@ -67,6 +68,7 @@ class Engine:
         precision: a name, 16 or 32, or a Precision.
         accelerator: "auto", "cpu" or "cuda".
         timeout_seconds: how long a rank waits for the others in a collective.
+        num_nodes: machines of the job that this process would start, each by its own start of the script.
         takes_handover: True for one who can hand work over to processes that are started for it: where a script cannot be run
             again, this engine stands for one process then, and `num_workers` says how many are to be started.
 
@@ -83,24 +85,28 @@ class Engine:
         precision: str | int | Precision | None = None,
         accelerator: str = "auto",
         timeout_seconds: float = 1800.0,
+        num_nodes: int = 1,
         takes_handover: bool = False,
     ) -> None:
         environment = Environment.detect()
+        accelerator, strategy, precision = fill_open(environment, accelerator, strategy, precision)
+        check_nodes(num_nodes, environment)
         device_type = resolve_device_type(accelerator)
         num_processes = resolve_num_processes(devices, device_type, environment)
         alone = environment.launched_by == "single"
-        self.strategy = resolve_strategy(strategy, num_processes if alone else environment.world_size)
+        self.strategy = resolve_strategy(
+            strategy, num_processes * max(num_nodes, 1) if alone else environment.world_size
+        )
         asked = resolve_precision(precision, device_type)
         self.num_workers = 0
         """The processes that are to be started for each piece of work; 0 where this process does it."""
-        if alone and num_processes > 1:
-            self.num_workers = start_job(num_processes, strategy, takes_handover)
+        if alone and (num_processes > 1 or num_nodes != 1):
+            self.num_workers = start_job(num_processes, num_nodes, strategy, takes_handover)
             self.strategy, device_type = Strategy(), "cpu"
         self.environment = environment
-        numbers = None if self.num_workers else device_numbers(devices, device_type)
-        place = numbers[environment.local_rank] if numbers is not None else environment.local_rank
-        self.device = torch.device(device_type, place) if device_type == "cuda" else torch.device("cpu")
+        self.device = torch.device("cpu")
         if device_type == "cuda":
+            self.device = torch.device(device_type, device_index(devices, environment))
             torch.cuda.set_device(self.device)
         self.connection = open_process_group(environment, pick_backend(device_type), timeout_seconds)
         self.connection.before_close(self.strategy.close)

@@ -18,7 +18,7 @@ from trainwright.distributed.environment import Environment
 from trainwright.strategies import HANDED_OVER, Strategy
 
 
-def start_job(num_processes: int, strategy: str | Strategy, takes_handover: bool) -> int:
+def start_job(num_processes: int, num_nodes: int, strategy: str | Strategy, takes_handover: bool) -> int:
     """Replace this process by the launcher; or return how many processes each call has to start, where it hands work over.
 
     Raises:
@@ -28,10 +28,11 @@ def start_job(num_processes: int, strategy: str | Strategy, takes_handover: bool
     from trainwright.launch.processes import launch
 
     reason = f"devices={num_processes}"
-    if takes_handover and (is_for_handover() or (isinstance(strategy, str) and strategy in HANDED_OVER)):
+    is_asked = isinstance(strategy, str) and strategy in HANDED_OVER
+    if takes_handover and num_nodes == 1 and (is_asked or is_for_handover()):  # to this machine's processes alone
         check_handover(reason)
         return num_processes
-    launch(num_processes, reason=reason)
+    launch(num_processes, num_nodes=num_nodes, reason=reason)
 
 
 def call_in_workers(

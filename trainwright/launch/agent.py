@@ -1,31 +1,30 @@
-"""One job on this machine: torch elastic's agent, with our rendezvous, our output and our way to end.
+"""A job's processes on this machine: torch elastic's agent, with our rendezvous, our output and our way to end.
 
 Importing this module imports torch elastic, so only the launcher process does it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 from typing import Any, cast
 
-import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from trainwright.distributed.agreement import PEER_FAILED_EXIT_CODE, FailureBoard, Store
-from trainwright.distributed.environment import STORE_PREFIX
+from trainwright.distributed.agreement import PEER_FAILED_EXIT_CODE, FailureReport
+from trainwright.errors import LaunchError
+from trainwright.launch.nodes import Nodes
 from trainwright.launch.output import PrefixedOutput
+from trainwright.launch.rendezvous import StaticRendezvous
 
-LOOPBACK = "127.0.0.1"
 LEAVE_SECONDS = 1.0
 """How long the other ranks have to leave by themselves, with their output flushed, once a failure is posted."""
 END_SECONDS = 2.0
@@ -36,79 +35,44 @@ TIDY_SECONDS = 0.5
 """How long the loader workers of a rank that has ended have between the two."""
 
 
-class LoopbackRendezvous(RendezvousHandler):
-    """A rendezvous of one node over a store that only this machine can reach."""
-
-    def __init__(self) -> None:
-        # Bound here to a free port and handed over: TCPStore by itself listens on all interfaces.
-        listener = socket.socket()
-        listener.bind((LOOPBACK, 0))
-        listener.listen()
-        self._port = int(listener.getsockname()[1])
-        stores = cast(Any, dist)
-        self.store = stores.TCPStore(
-            LOOPBACK, self._port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        self._agent_store = stores.PrefixStore("agent", self.store)
-        self.board = FailureBoard(cast(Store, stores.PrefixStore(f"{STORE_PREFIX}/0", self.store)))
-
-    @property
-    def use_agent_store(self) -> bool:
-        """The workers use this store too."""
-        return True
-
-    def get_backend(self) -> str:
-        """Return the name that elastic puts into its records."""
-        return "loopback"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Return the only node's place."""
-        return RendezvousInfo(self._agent_store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._port))
-
-    def is_closed(self) -> bool:
-        """Nobody else can join."""
-        return False
-
-    def set_closed(self) -> None:
-        """Nobody else can join."""
-
-    def num_nodes_waiting(self) -> int:
-        """Nobody else can join."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the job's name."""
-        return f"trainwright-{os.getpid()}"
-
-    def shutdown(self) -> bool:
-        """The store ends with the launcher."""
-        return True
+REPORT_SECONDS = 5.0
+"""How long a node whose ranks have left because of another's waits for that node's report."""
+CLEANUP = (RuntimeError, OSError)
+"""What an attempt to reach the main node raises once it has gone; there is nobody to tell then."""
 
 
 class PipeLogs(LogsSpecs):
-    """Rank 0 inherits the terminal; the other ranks write into pipes. No file is made."""
+    """Rank 0 inherits the terminal; the other ranks write into pipes. No file is made, unless logs are asked for.
 
-    def __init__(self, output: PrefixedOutput) -> None:
+    Args:
+        folder: where to keep what each rank prints, in a file of its own; None for nowhere.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
         super().__init__()
-        self._output = output
+        self.output = PrefixedOutput()
+        self._folder = folder
 
     @property
     def root_log_dir(self) -> str:
-        """There is none."""
+        """There is none of elastic's kind."""
         return os.devnull
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Return where each rank's streams go; an empty path stands for the launcher's own stream."""
+        self.output = PrefixedOutput()
         stdouts: dict[int, str] = {}
         stderrs: dict[int, str] = {}
         for local_rank, variables in envs.items():
             variables["TORCHELASTIC_ERROR_FILE"] = ""
-            prefix = f"[rank{local_rank}] " if local_rank else ""
+            rank = int(variables["RANK"])
+            prefix = f"[rank{rank}] " if rank else ""
+            log = None if self._folder is None else str(Path(self._folder, f"rank{rank}.log"))
             for streams, target in ((stdouts, sys.stdout), (stderrs, sys.stderr)):
                 # In a terminal rank 0 writes to it directly, for its progress bars; elsewhere whole lines keep apart.
-                is_direct = local_rank == 0 and target.isatty()
-                streams[local_rank] = "" if is_direct else self._output.open_pipe(prefix, target)
-            if local_rank == 0 and sys.stdout.isatty():
+                is_direct = rank == 0 and log is None and target.isatty()
+                streams[local_rank] = "" if is_direct else self.output.open_pipe(prefix, target, log)
+            if rank == 0 and log is None and sys.stdout.isatty():
                 continue
             if "PYTHONUNBUFFERED" not in os.environ:  # a pipe would else hold lines back, and lose them in a crash
                 variables["PYTHONUNBUFFERED"] = "1"
@@ -120,12 +84,24 @@ class JobAgent(LocalElasticAgent):
 
     Args:
         command: what each worker runs.
-        num_processes: how many workers.
+        num_processes: how many workers this node runs.
+        nodes: the job's nodes and the place of this one.
+        max_restarts: how often all ranks are started anew after a failed one; for a job of one node.
+        logs: the folder to keep what each rank prints in; None for nowhere.
     """
 
-    def __init__(self, command: list[str], num_processes: int) -> None:
-        self.rendezvous = LoopbackRendezvous()
-        self.output = PrefixedOutput()
+    def __init__(
+        self,
+        command: list[str],
+        num_processes: int,
+        nodes: Nodes | None = None,
+        *,
+        max_restarts: int = 0,
+        logs: str | None = None,
+    ) -> None:
+        self.rendezvous = StaticRendezvous(nodes or Nodes(), num_processes)
+        self.board = self.rendezvous.board(0)
+        self.logs = PipeLogs(logs)
         bootstrap = str(Path(__file__).with_name("bootstrap.py"))
         spec = WorkerSpec(
             role="trainwright",
@@ -133,14 +109,22 @@ class JobAgent(LocalElasticAgent):
             rdzv_handler=self.rendezvous,
             entrypoint=sys.executable,
             args=("-I", "-S", bootstrap, str(os.getpid()), *command),
-            max_restarts=0,
+            max_restarts=max_restarts,
             monitor_interval=0.05,
         )
-        super().__init__(spec, PipeLogs(self.output))
+        super().__init__(spec, self.logs)
         self._first_codes: dict[int, int] = {}
         self._reported_at: float | None = None
+        self._has_lost_main = False
+
+    @property
+    def output(self) -> PrefixedOutput:
+        """Return what prints the workers' lines."""
+        return self.logs.output
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.board = self.rendezvous.board(worker_group.spec.max_restarts - self._remaining_restarts)
+        self._first_codes, self._reported_at = {}, None
         pids = cast("dict[int, Any]", super()._start_workers(worker_group))
         assert self._pcontext is not None
         # NOTE: elastic waits a fixed 30 s here for workers that do not end on SIGTERM.
@@ -152,15 +136,52 @@ class JobAgent(LocalElasticAgent):
         self.output.start()
         return pids
 
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        self._stop_workers(worker_group)
+        self.kill_all()
+        self.output.finish()
+        _, text = self.summarize()
+        most = worker_group.spec.max_restarts
+        sys.stderr.write(
+            text + f"trainwright: starting all ranks anew, restart {most - self._remaining_restarts} of {most}.\n"
+        )
+        sys.stderr.flush()
+        super()._restart_workers(worker_group)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = cast(RunResult, super()._monitor_workers(worker_group))
-        if result.state != WorkerState.HEALTHY or self.rendezvous.board.count() == 0:
+        if result.state != WorkerState.HEALTHY or not self._job_has_failed():
             return result
         # A failed rank may not come to its end, where one of its threads goes on.
         self._reported_at = self._reported_at or time.monotonic()
         if time.monotonic() - self._reported_at < END_SECONDS:
             return result
         return RunResult(state=WorkerState.FAILED)
+
+    def _job_has_failed(self) -> bool:
+        """Whether a failure is posted, on this node or another; a node whose launcher has gone is posted here."""
+        try:
+            if self.board.count() > 0:
+                return True
+            lost = self.rendezvous.lifeline.lost() if self.rendezvous.lifeline is not None else []
+            if self.rendezvous.nodes.rank > 0:
+                self._has_lost_main = bool(lost) and not self.rendezvous.has_left(0)
+            elif lost and not all(self.rendezvous.has_left(node) for node in lost):
+                self.board.post(self.rendezvous.first_rank(lost[0]), "the launcher of its node has gone")
+                self.board.mark_printed()  # there is nothing to wait for
+                return True
+        except CLEANUP:
+            self._has_lost_main = True
+        return self._has_lost_main
+
+    def _exit_barrier(self) -> None:
+        """Wait for the other nodes, whose ranks may have more to do, or fail: this launcher may hold the store."""
+        if self.rendezvous.nodes.count == 1:
+            return
+        with contextlib.suppress(*CLEANUP):
+            self.rendezvous.say_finished()
+            while not self.rendezvous.all_finished() and not self._job_has_failed():
+                time.sleep(0.05)
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
         # Elastic's own record asks for the fully qualified host name, which takes seconds where no name server answers.
@@ -183,12 +204,14 @@ class JobAgent(LocalElasticAgent):
         if not self._first_codes and failed:
             self._first_codes = failed
             self._kill_groups(failed)
-            self._post_first_failure()
+            with contextlib.suppress(*CLEANUP):
+                self._post_first_failure()
             deadline = time.monotonic() + LEAVE_SECONDS
             while len(self.exit_codes()) < len(self._handlers()) and time.monotonic() < deadline:
                 time.sleep(0.01)
         elif not failed:
-            self.rendezvous.board.announce_end()
+            with contextlib.suppress(*CLEANUP):
+                self.board.announce_end()
         running = set(self._handlers()) - set(self.exit_codes())
         assert self._pcontext is not None
         self._pcontext._close(death_sig or signal.SIGTERM, cast(int, CLOSE_SECONDS))
@@ -196,10 +219,16 @@ class JobAgent(LocalElasticAgent):
 
     def _post_first_failure(self) -> None:
         """Tell the ranks and the summary who died, unless a rank has told it already."""
-        if self.rendezvous.board.count() == 0:
-            rank = min(self._first_codes, key=lambda rank: (_order(self._first_codes[rank]), rank))
-            self.rendezvous.board.post(rank, describe_exit(self._first_codes[rank]))
-            self.rendezvous.board.mark_printed()  # there is nothing to wait for
+        if self.board.count() > 0:
+            return
+        if self.rendezvous.nodes.count > 1 and set(self._first_codes.values()) == {PEER_FAILED_EXIT_CODE}:
+            return  # they have left because of another node's rank
+        local_rank = min(self._first_codes, key=lambda rank: (_order(self._first_codes[rank]), rank))
+        self.board.post(self._own_first_rank() + local_rank, describe_exit(self._first_codes[local_rank]))
+        self.board.mark_printed()  # there is nothing to wait for
+
+    def _own_first_rank(self) -> int:
+        return self.rendezvous.first_rank(self.rendezvous.nodes.rank)
 
     def _kill_groups(self, ranks: Any) -> None:
         """End what ended ranks have left behind in their process groups, such as loader workers.
@@ -223,20 +252,52 @@ class JobAgent(LocalElasticAgent):
         """End every worker that still runs, at once."""
         self._kill_groups(set(self._handlers()) - set(self.exit_codes()))
 
+    def tell_others(self, summary: str) -> None:
+        """Let the other nodes, if there are any, end because of this one."""
+        if self.rendezvous.nodes.count > 1:
+            with contextlib.suppress(*CLEANUP):
+                self.board.post(self._own_first_rank(), summary)
+                self.board.mark_printed()
+
+    def has_failed(self) -> bool:
+        """Whether a rank of this node or of another has failed."""
+        return bool(self._first_codes) or self._job_has_failed()
+
     def summarize(self) -> tuple[int, str]:
         """Return the exit code of the job, and who failed first."""
-        report = self.rendezvous.board.first()
-        world = len(self._handlers())
+        world = sum(member.num_processes for member in self.rendezvous.members)
+        try:
+            report = self._first_report()
+        except CLEANUP:
+            return 1, "trainwright: the launcher of node 0, the main one, has gone; the job was ended.\n"
         if report is None:
             return 1, f"trainwright: a rank of {world} failed, but left no report; the job was ended.\n"
-        code = self._first_codes.get(report.rank, 1)
+        local_rank = report.rank - self._own_first_rank()
+        code = self._first_codes.get(local_rank, 1)
         if code < 0:
             # A rank that told its error and was still busy ending when the job was closed counts as an error.
             code = 1 if report.traceback else 128 - code
         elif code in (0, PEER_FAILED_EXIT_CODE):
             code = 1
-        text = f"trainwright: rank {report.rank} of {world} failed first ({report.summary}); the job was ended.\n"
-        return code, text if report.was_printed else text + report.traceback
+        where = ""
+        if self.rendezvous.nodes.count > 1:
+            node = self.rendezvous.node_of(report.rank)
+            where = f", on node {node} ({self.rendezvous.members[node].host}),"
+        text = (
+            f"trainwright: rank {report.rank} of {world}{where} failed first ({report.summary}); the job was ended.\n"
+        )
+        # A rank of another node has printed its traceback there, not here.
+        is_shown = report.was_printed and local_rank in self._handlers()
+        return code, text if is_shown else text + report.traceback
+
+    def _first_report(self) -> FailureReport | None:
+        report = self.board.first()
+        deadline = time.monotonic() + REPORT_SECONDS * (self.rendezvous.nodes.count > 1)
+        while report is None and time.monotonic() < deadline and not self._has_lost_main:
+            self._job_has_failed()
+            report = self.board.first(timeout_seconds=0.1)
+            time.sleep(0.05)
+        return report
 
 
 def _order(code: int) -> int:
@@ -258,7 +319,15 @@ def describe_exit(code: int) -> str:
     return f"killed by {name}{hint}"
 
 
-def run(command: list[str], num_processes: int, report: str | None = None) -> int:
+def run(
+    command: list[str],
+    num_processes: int,
+    nodes: Nodes | None = None,
+    *,
+    max_restarts: int = 0,
+    logs: str | None = None,
+    report: str | None = None,
+) -> int:
     """Run a command in that many workers until all are done or one has failed; return the exit code.
 
     `report` is a file to which the line about who failed first is written too.
@@ -267,21 +336,31 @@ def run(command: list[str], num_processes: int, report: str | None = None) -> in
         logger = logging.getLogger(name)
         logger.addHandler(logging.NullHandler())  # without a handler, Python prints its warnings
         logger.propagate = False
-    agent = JobAgent(command, num_processes)
-    result: RunResult | None = None
-    text = ""
     try:
-        result = agent.run()
-        code = 0
-        if result is not None and result.is_failed():
+        agent = JobAgent(command, num_processes, nodes, max_restarts=max_restarts, logs=logs)
+    except LaunchError as error:
+        return _say(1, f"trainwright: {error}\n")
+    code, text = 0, ""
+    try:
+        agent.run()
+        if agent.has_failed():
             code, text = agent.summarize()
             if report is not None:
                 Path(report).write_text(text.partition("\n")[0].removeprefix("trainwright: "), encoding="utf-8")
     except SignalException as error:
         code = 128 + int(error.sigval)
+        agent.tell_others(f"its launcher was ended by {signal.Signals(error.sigval).name}")
+    except LaunchError as error:
+        code, text = 1, f"trainwright: {error}\n"
     finally:
         agent.kill_all()
         agent.output.finish()
+        with contextlib.suppress(*CLEANUP):
+            agent.rendezvous.leave()
+    return _say(code, text)
+
+
+def _say(code: int, text: str) -> int:
     sys.stderr.write(text)
     sys.stderr.flush()
     return code

@@ -1,6 +1,6 @@
 """What the workers print: rank 0 on the terminal itself, if it is one, the others line by line with the rank in front.
 
-The lines travel through pipes. Nothing is written to disk, so nothing is left there.
+The lines travel through pipes. Nothing is written to disk but the logs that were asked for.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ MAX_LINE_BYTES = 1 << 20  # a longer line is cut, or a rank that prints no newli
 class _Source:
     prefix: bytes
     target: TextIO
+    log: str | None = None
     pending: bytes = b""
 
 
@@ -32,11 +33,11 @@ class PrefixedOutput:
         self._deadline = float("inf")
         self._thread = threading.Thread(target=self._run, name="trainwright-output", daemon=True)
 
-    def open_pipe(self, prefix: str, target: TextIO) -> str:
-        """Return a path that a worker's stream can be opened on."""
+    def open_pipe(self, prefix: str, target: TextIO, log: str | None = None) -> str:
+        """Return a path that a worker's stream can be opened on; its lines are added to the file `log` too."""
         read_fd, write_fd = os.pipe()
         self._write_fds.append(write_fd)
-        self._selector.register(read_fd, selectors.EVENT_READ, _Source(prefix.encode(), target))
+        self._selector.register(read_fd, selectors.EVENT_READ, _Source(prefix.encode(), target, log))
         return f"/dev/fd/{write_fd}"
 
     def start(self) -> None:
@@ -85,3 +86,6 @@ class PrefixedOutput:
         with contextlib.suppress(OSError, ValueError):  # the reader of our output may have gone; keep the pipes empty
             source.target.buffer.write(b"".join(source.prefix + line + b"\n" for line in shown))
             source.target.buffer.flush()
+        if source.log is not None:
+            with contextlib.suppress(OSError), open(source.log, "ab") as file:
+                file.writelines(line + b"\n" for line in shown)

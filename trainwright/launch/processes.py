@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import warnings
 from pathlib import Path
@@ -19,19 +18,23 @@ from types import FrameType
 from typing import NoReturn
 
 from trainwright.distributed.environment import JOB_VARIABLE
+from trainwright.distributed.network import LOOPBACK, loopback_interface
 from trainwright.launch.command import own_command
+from trainwright.launch.nodes import Nodes, nodes_of
 
 HANDLED_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 
-def launch(num_processes: int, *, reason: str = "this script") -> NoReturn:
+def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script") -> NoReturn:
     """Replace this process by the launcher, which runs the same command in several workers.
 
     What stands before the call in the script runs once more in each worker. Raises LaunchError where the command cannot
-    be run again. `reason` begins that message: what asked for the processes.
+    be run again. `reason` begins that message: what asked for the processes. With several nodes the place of this one is
+    read from NODE_RANK, MASTER_ADDR and MASTER_PORT (ValueError where they are missing).
     """
-    if num_processes < 2:
+    if num_processes < 2 and num_nodes == 1:
         raise ValueError(f"num_processes={num_processes}; 2 or more are accepted. One process needs no launcher.")
+    nodes = nodes_of(num_nodes, os.environ)
     command = own_command(reason)
     for child in multiprocessing.active_children():
         child.terminate()
@@ -39,18 +42,27 @@ def launch(num_processes: int, *, reason: str = "this script") -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os.chdir(command.directory)
-    os.execv(sys.executable, launcher_command(num_processes, command.arguments))
+    os.execv(sys.executable, launcher_command(num_processes, command.arguments, nodes))
 
 
-def launcher_command(num_processes: int, command: list[str], report: str | None = None) -> list[str]:
+def launcher_command(
+    num_processes: int, command: list[str], nodes: Nodes | None = None, report: str | None = None
+) -> list[str]:
     """Return the command line of a launcher that runs a command in several workers.
 
     `report` is a file to which it writes who failed first.
     """
     start = str(Path(__file__).with_name("start.py"))
     flags = [flag for flag, is_set in (("-E", sys.flags.ignore_environment), ("-s", sys.flags.no_user_site)) if is_set]
-    options = ["--num-processes", str(num_processes), *(["--report", report] if report else []), *_torch_place()]
-    return [sys.executable, *flags, start, *options, "--", *command]
+    options = ["--num-processes", str(num_processes), *_node_options(nodes or Nodes()), *_torch_place()]
+    return [sys.executable, *flags, start, *options, *(["--report", report] if report else []), "--", *command]
+
+
+def _node_options(nodes: Nodes) -> list[str]:
+    if nodes.count == 1:
+        return []
+    options = {"--num-nodes": nodes.count, "--node-rank": nodes.rank, "--main-address": nodes.address}
+    return [str(each) for pair in {**options, "--main-port": nodes.port}.items() for each in pair]
 
 
 def _torch_place() -> list[str]:
@@ -62,19 +74,43 @@ def _torch_place() -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the launcher and return its exit code."""
-    warnings.simplefilter("ignore")  # the job's output is the workers'
     parser = argparse.ArgumentParser(prog="python -m trainwright.launch.processes")
     parser.add_argument("--num-processes", type=int, required=True, help="how many workers to start")
+    parser.add_argument("--num-nodes", type=int, default=1, help="how many machines the job has")
+    parser.add_argument("--node-rank", type=int, default=0, help="the number of this one")
+    parser.add_argument("--main-address", default=LOOPBACK, help="where the machine with number 0 is reached")
+    parser.add_argument("--main-port", type=int, default=0, help="the port there; 0 is a free one")
     parser.add_argument("--add-path", action="append", default=[], help="where else to look for torch")
     parser.add_argument("--report", help="a file to write to who failed first")
     parser.add_argument("command", nargs="+", help="after --: the command, which begins with the interpreter")
     options = parser.parse_args(arguments)
     sys.path.extend(path for path in options.add_path if path not in sys.path)
+    nodes = Nodes(options.num_nodes, options.node_rank, options.main_address, options.main_port)
+    return supervise(options.command, options.num_processes, nodes, report=options.report)
+
+
+def supervise(
+    command: list[str],
+    num_processes: int,
+    nodes: Nodes | None = None,
+    *,
+    max_restarts: int = 0,
+    logs: str | None = None,
+    told: dict[str, str | None] | None = None,
+    report: str | None = None,
+) -> int:
+    """Run a command in that many workers on this node and return the job's exit code.
+
+    `told` is what the workers are told for settings that their script leaves open: see `Environment`. `report` is a
+    file to write to who failed first.
+    """
+    warnings.simplefilter("ignore")  # the job's output is the workers'
+    nodes = nodes or Nodes()
     _prepare_signals()
-    _prepare_environment(options.num_processes)
+    _prepare_environment(num_processes, nodes, told or {})
     from trainwright.launch.agent import run
 
-    return run(options.command, options.num_processes, options.report)
+    return run(command, num_processes, nodes, max_restarts=max_restarts, logs=logs, report=report)
 
 
 def _prepare_signals() -> None:
@@ -89,21 +125,22 @@ def _leave_on_signal(number: int, _: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-def _prepare_environment(num_processes: int) -> None:
-    """Set what all workers share; elastic adds the place of each."""
-    job = {"version": 1, "launcher_pid": os.getpid(), "num_processes": num_processes, "loopback": True}
-    os.environ[JOB_VARIABLE] = json.dumps(job)
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    if loopback is not None:
+def _prepare_environment(num_processes: int, nodes: Nodes, told: dict[str, str | None]) -> None:
+    """Set what all workers of this node share; elastic adds the place of each."""
+    job = {"version": 1, "launcher_pid": os.getpid(), "num_processes": num_processes, "loopback": nodes.count == 1}
+    os.environ[JOB_VARIABLE] = json.dumps({**job, **{name: value for name, value in told.items() if value is not None}})
+    loopback = loopback_interface()
+    if loopback is not None and nodes.count == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     if "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, _num_cores() // num_processes))
+        os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_processes))
     for name in ("TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_HEALTH_CHECK_PORT"):
         os.environ.pop(name, None)  # they would open a file and a port
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

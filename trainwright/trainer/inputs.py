@@ -10,7 +10,6 @@ from torch import nn
 
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint.store import latest_checkpoint
-from trainwright.distributed.environment import Environment
 from trainwright.engine.engine import Engine
 from trainwright.errors import CheckpointError
 from trainwright.module import Module, is_overridden
@@ -182,19 +181,3 @@ def choose_root(default_root_dir: Any) -> str:
             "and None for the working directory."
         )
     return os.fspath(default_root_dir)
-
-
-def check_nodes(num_nodes: int) -> None:
-    """Refuse a number of nodes that this job does not have (ValueError)."""
-    environment = Environment.detect()
-    if num_nodes == 1 or num_nodes == environment.num_nodes:
-        return
-    if environment.launched_by == "single":
-        raise ValueError(
-            f"num_nodes={num_nodes} was asked for, but this process was started alone; start the script on each node with "
-            f"torchrun --nnodes {num_nodes} --nproc-per-node ... --rdzv-endpoint host:port."
-        )
-    raise ValueError(
-        f"num_nodes={num_nodes} was asked for, but this job was launched on {environment.num_nodes}; leave num_nodes out, or "
-        f"launch {num_nodes}."
-    )

@@ -32,7 +32,7 @@ from trainwright.trainer.evaluate import Evaluation, evaluate
 from trainwright.trainer.fit import TrainingRun, fit
 from trainwright.trainer.handover import hand_over
 from trainwright.trainer.hooks import HookTable
-from trainwright.trainer.inputs import check_module, check_nodes, choose_checkpoint, choose_precision, choose_root
+from trainwright.trainer.inputs import check_module, choose_checkpoint, choose_precision, choose_root
 from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.parts import arranged_callbacks, arranged_loggers, making_modules, set_switches
 from trainwright.trainer.predict import predict
@@ -54,7 +54,8 @@ class Trainer(Status):
         strategy: how processes share the work: "auto" (one: single_device, several: ddp), a name, or a Strategy.
         devices: processes on this node, one a device; a list of GPUs; -1 for all; "auto" is what was launched, else every
             GPU, else one.
-        num_nodes: nodes of the job; more than one where each was started by torchrun.
+        num_nodes: nodes of the job. More than one are started by torchrun, srun or `trainwright launch`, or by the script
+            itself on each node, with NODE_RANK, MASTER_ADDR and MASTER_PORT in its environment.
         precision: "32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true", their short forms 32, 16, "bf16",
             64, or a Precision.
         logger: True for the CSV logger, False for none, a Logger or a list of them.
@@ -159,11 +160,8 @@ class Trainer(Status):
         self.profiler = resolve_profiler(profiler)
         self.callbacks = arranged_callbacks(callbacks, self.settings)
         self.loggers = arranged_loggers(logger, self.default_root_dir, self.settings)
-        precision = choose_precision(precision, plugins)
-        check_nodes(num_nodes)
-        self.engine = Engine(
-            devices=devices, strategy=strategy, precision=precision, accelerator=accelerator, takes_handover=True
-        )
+        places = {name: given[name] for name in ("devices", "strategy", "accelerator", "num_nodes")}
+        self.engine = Engine(**places, precision=choose_precision(precision, plugins), takes_handover=True)
         set_switches(self.settings)  # once nothing is left that could be refused
         self.state = TrainerState()
         self.logbook = Logbook(self.loggers, self.engine, self.state)

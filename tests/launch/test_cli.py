@@ -1,0 +1,219 @@
+"""`trainwright launch`: what it resolves, what it refuses, and what its job does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from started import Started, python
+
+from trainwright.__main__ import check_names
+from trainwright.launch.cli import main
+
+SCRIPT = """
+import json, os, sys, time
+import trainwright as tw
+
+mode = sys.argv[1]
+if mode == "again" and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] != sys.argv[2]:
+    tw.Accelerator()  # so that it is in the job, and the other rank waits for it there
+    raise RuntimeError("not yet")
+accelerator = tw.Accelerator(**({"precision": 32} if mode == "has its own" else {}))
+engine = accelerator.engine
+print(json.dumps({
+    "rank": engine.rank,
+    "world": engine.world_size,
+    "strategy": engine.strategy.name,
+    "precision": engine.precision.name,
+    "arguments": sys.argv[1:],
+    "name": __name__,
+    "restarts": engine.environment.restart_count,
+}), flush=True)
+print("to stderr", file=sys.stderr, flush=True)
+if mode == "wait":
+    time.sleep(600)
+accelerator.wait_for_everyone()
+"""
+
+
+def job(folder: Path, *arguments: str) -> Started:
+    (folder / "train.py").write_text(SCRIPT)
+    return Started(python("-m", "trainwright", "launch", *arguments), folder)
+
+
+@pytest.fixture
+def started() -> Iterator[list[Started]]:
+    started: list[Started] = []
+    yield started
+    for each in started:
+        each.close()
+
+
+def seen_of(job: Started) -> list[dict[str, object]]:
+    lines = [line.removeprefix("[rank1] ") for line in job.stdout.splitlines() if "{" in line]
+    return sorted((json.loads(line) for line in lines), key=lambda seen: seen["rank"])
+
+
+def test_a_module_runs_with_what_the_command_line_says(tmp_path: Path, started: list[Started]) -> None:
+    options = ["--devices", "2", "--strategy=ddp", "--precision", "bf16-mixed", "--logs", "kept", "--cpu"]
+    started.append(job(tmp_path, *options, "-m", "train", "run", "--devices", "7"))
+    assert started[0].wait() == 0, started[0].stderr
+    common = {"world": 2, "strategy": "ddp", "precision": "bf16-mixed", "name": "__main__", "restarts": 0}
+    assert seen_of(started[0]) == [{"rank": rank, "arguments": ["run", "--devices", "7"], **common} for rank in (0, 1)]
+    said = [" ".join(line.split()) for line in started[0].stderr.splitlines()]
+    assert said[0] == "trainwright launch: 2 process(es) of train on this machine"
+    told = [
+        "devices 2 --devices",
+        "accelerator cpu --cpu",
+        "strategy ddp --strategy",
+        "precision bf16-mixed --precision",
+    ]
+    told += ["num_nodes 1 default", "main_port a free one default", "max_restarts 0 default", "logs kept --logs"]
+    assert not set(told) - set(said)
+    for rank in (0, 1):
+        log = (tmp_path / "kept" / f"rank{rank}.log").read_text()
+        assert sorted(log.splitlines()) == sorted(["to stderr", json.dumps(seen_of(started[0])[rank])])
+    started[0].check_nothing_left()
+
+
+def test_what_the_script_says_wins_and_is_said(tmp_path: Path, started: list[Started]) -> None:
+    started.append(job(tmp_path, "--devices", "2", "--precision", "16", "train.py", "has its own"))
+    assert started[0].wait() == 0, started[0].stderr
+    assert [seen["precision"] for seen in seen_of(started[0])] == ["32-true", "32-true"]
+    text = "the command line says --precision 16, and the script precision=32; the script's is used."
+    assert started[0].stderr.count(text) == 1
+
+
+def test_all_ranks_start_anew_after_a_failed_one(tmp_path: Path, started: list[Started]) -> None:
+    started.append(job(tmp_path, "--devices", "2", "--max-restarts", "2", "train.py", "again", "1"))
+    assert started[0].wait() == 0, started[0].stderr
+    # Rank 0 may also have come so far at the first start.
+    assert [seen["rank"] for seen in seen_of(started[0]) if seen["restarts"] == 1] == [0, 1]
+    assert "rank 1 of 2 failed first (RuntimeError: not yet)" in started[0].stderr
+    assert started[0].stderr.count("starting all ranks anew, restart 1 of 2.") == 1
+    assert "restart 2 of 2" not in started[0].stderr
+    started[0].check_nothing_left()
+
+
+@pytest.mark.slow
+def test_restarts_come_to_an_end(tmp_path: Path, started: list[Started]) -> None:
+    started.append(job(tmp_path, "--devices", "2", "--max-restarts", "1", "train.py", "again", "never"))
+    assert started[0].wait() == 1
+    assert started[0].stderr.count("rank 1 of 2 failed first (RuntimeError: not yet); the job was ended.") == 2
+    assert started[0].stderr.count("Traceback") == 2
+    started[0].check_nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_the_end_of_the_command_is_that_of_its_processes(tmp_path: Path, started: list[Started], number: int) -> None:
+    started.append(job(tmp_path, "--devices", "2", "train.py", "wait"))
+    started[0].wait_for("{", times=2)
+    assert len(started[0].processes()) == 3
+    started[0].process.send_signal(number)
+    started[0].check_nothing_left()
+    assert started[0].wait() == (-number if number == signal.SIGKILL else 128 + number)
+
+
+def test_a_main_port_that_is_taken_is_said_at_once(tmp_path: Path, started: list[Started]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        started.append(job(tmp_path, "--devices", "2", "--main-port", port, "train.py", "run"))
+        assert started[0].wait() == 1
+    assert f"trainwright: port {port} of 127.0.0.1 cannot be listened on (Address already in use)" in started[0].stderr
+    assert "Traceback" not in started[0].stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--device", "2", "x.py"], "'--device' is no option of trainwright launch. Did you mean '--devices'?"),
+        (["--devices=0", "x.py"], "--devices 0: accepted is a whole number from 1, -1 for all, or auto."),
+        (["--devices", "two", "x.py"], "--devices two: accepted is a whole number from 1"),
+        (["--devices"], "argument --devices: expected one argument"),
+        ([], "no script was given; pass one, or -m and a module"),
+        (["x.py"], "there is no file 'x.py'; pass the path of a script"),
+        (["-m"], "-m needs the name of a module after it."),
+        (["--strategy", "dpd", "x.py"], "strategy='dpd' is unknown; choose from auto"),
+        (["--precision", "float16", "x.py"], "precision='float16' is unknown; choose from"),
+        (
+            ["--num-nodes", "2", "x.py"],
+            "--num-nodes 2 was given, but not which of them this machine is; pass --node-rank",
+        ),
+        (["--num-nodes", "2", "--node-rank", "0", "x.py"], "but no main address; pass --main-address"),
+        (["--num-nodes", "2", "--node-rank", "-1", "x.py"], "--node-rank -1: accepted is a whole number from 0."),
+        (["--node-rank", "1", __file__], "node_rank=1 is out of range for num_nodes=1"),
+        (
+            ["--num-nodes", "2", "--node-rank", "2", "--main-address", "a", __file__],
+            "node_rank=2 is out of range for num_nodes=2; nodes are numbered from 0 to 1",
+        ),
+        (["--main-address", "a", "x.py"], "--main-address a is for several machines; add --num-nodes N"),
+        (["--main-port", "70000", __file__], "main_port=70000 is no port"),
+        (
+            ["--num-nodes", "2", "--node-rank", "0", "--main-address", "a", "--max-restarts", "1", "x.py"],
+            "--max-restarts 1 was given with 2 nodes",
+        ),
+        (["--logs", f"{__file__}/below", __file__], "Not a directory"),
+    ],
+)
+def test_a_wrong_use_is_refused_at_once(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NODE_RANK", "MASTER_ADDR", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as caught:
+        main(["launch", *arguments], check_names)
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert text in said
+    assert said.endswith("See `trainwright launch --help`.\n")
+
+
+def test_devices_that_are_not_there_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        main(["launch", "--devices", "4", __file__], check_names)
+    assert "--devices 4: torch sees 2 GPU(s) here; pass at most that many, or add --cpu." in capsys.readouterr().err
+
+
+def test_a_worker_launches_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        main(["launch", __file__], check_names)
+    assert "this process is itself a rank of a job" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_place_of_a_node_may_stand_in_the_environment(tmp_path: Path, started: list[Started]) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    for node in ("0", "1"):  # both on this machine, which is all the same to them
+        place = {"NODE_RANK": node, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = python("-m", "trainwright", "launch", "--num-nodes", "2", "train.py", "run")
+        started.append(Started(command, tmp_path, **place))
+    for each in started:
+        assert each.wait() == 0, each.stderr
+        said = [" ".join(line.split()) for line in each.stderr.splitlines()]
+        assert {f"main_port {port} MASTER_PORT", "main_address 127.0.0.1 MASTER_ADDR"} <= set(said)
+    assert [seen_of(each)[0]["rank"] for each in started] == [0, 1]
+
+
+def test_help_and_unknown_commands() -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = python("-m", "trainwright", *arguments)
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ}, check=False)
+
+    assert "launch    run a script in several processes" in run("--help").stdout
+    assert "--main-address HOST" in run("launch", "--help").stdout
+    wrong = run("lanch")
+    assert wrong.returncode == 2
+    assert "'lanch' is no command; choose from launch. Did you mean 'launch'?" in wrong.stderr

@@ -1,0 +1,217 @@
+"""Two machines, each a network namespace of its own, joined by a cable (a veth pair); one rank on each."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from small import assert_equal
+from started import GONE_SECONDS, Started, python
+
+NEEDED = "TRAINWRIGHT_TEST_TWO_NODES"
+"""Set where these tests have to run: then it is a failure that they cannot."""
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+CABLE = f"""
+set -e
+mount -t tmpfs tmpfs /run
+mkdir /run/netns
+for node in 0 1; do ip netns add node$node; ip -n node$node link set lo up; done
+ip link add veth0 netns node0 type veth peer name veth1 netns node1
+ip -n node0 addr add {ADDRESSES[0]}/24 dev veth0
+ip -n node1 addr add {ADDRESSES[1]}/24 dev veth1
+for node in 0 1; do ip -n node$node link set veth$node up; done
+echo joined
+exec cat
+"""
+SCRIPT = """
+import json, os, sys, time
+import psutil, torch
+import trainwright as tw
+from small import QUIET, Classifier, make_loader, weights
+
+mode, settings = sys.argv[1], json.loads(sys.argv[2])
+trainer = tw.Trainer(max_epochs=2, **QUIET, **settings)
+module = Classifier()
+trainer.fit(module, make_loader(shuffle=True))
+processes = [psutil.Process()] + ([psutil.Process(os.getppid())] if "TRAINWRIGHT_JOB" in os.environ else [])
+print(json.dumps({
+    "rank": trainer.global_rank,
+    "local_rank": trainer.local_rank,
+    "node": trainer.node_rank,
+    "nodes": trainer.num_nodes,
+    "listening": [c.laddr.ip for each in processes for c in each.net_connections() if c.status == "LISTEN"],
+}), flush=True)
+if mode == "fail" and trainer.global_rank == 1:
+    raise RuntimeError("boom")
+if mode != "train":
+    time.sleep(600)  # in no collective, so that nothing but the launchers tells it of the other node
+if trainer.is_global_zero:
+    torch.save(weights(module), "weights.pt")
+"""
+
+
+class Network:
+    """Two nodes; what is started on one sees that node's interfaces alone."""
+
+    def __init__(self, unshare: list[str], folder: Path) -> None:
+        self._has_users = "-U" in unshare
+        self.process = subprocess.Popen(
+            [*unshare, "sh", "-c", CABLE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.is_joined = self.process.stdout.readline() == "joined\n"
+        self.folder = folder
+        self.started: list[Started] = []
+
+    def start(self, node: int, command: list[str], **variables: str | None) -> Started:
+        users = ["--user", "--preserve-credentials"] if self._has_users else []
+        folder = self.folder / f"node{node}"
+        folder.mkdir(exist_ok=True)
+        enter = ["nsenter", "--target", str(self.process.pid), *users, "--mount", "--net"]
+        enter += ["nsenter", f"--net=/run/netns/node{node}", f"--wd={folder}"]  # the first one has left the folder
+        self.started.append(Started([*enter, *command], folder, **variables))
+        return self.started[-1]
+
+    def close(self) -> None:
+        for each in self.started:
+            each.close()
+        self.process.communicate(timeout=60)
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    reasons = []
+    for unshare in (["unshare", "-U", "-r", "-n", "-m"], ["unshare", "-n", "-m"]):
+        if not all(shutil.which(program) for program in ("unshare", "nsenter", "ip")):
+            reasons.append("unshare, nsenter (util-linux) and ip (iproute2) are not all installed")
+            break
+        network = Network(unshare, tmp_path)
+        if network.is_joined:
+            (tmp_path / "train.py").write_text(SCRIPT)
+            yield network
+            network.close()
+            return
+        reasons.append(network.process.communicate(timeout=60)[1].strip())
+    reason = f"two network namespaces cannot be made here, as neither root nor user namespaces are allowed: {reasons}"
+    if NEEDED in os.environ:
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def launch(node: int) -> list[str]:
+    place = ["--num-nodes", "2", "--node-rank", str(node), "--main-address", ADDRESSES[0], "--main-port", "29511"]
+    return python("-m", "trainwright", "launch", *place)
+
+
+def torchrun(node: int) -> list[str]:
+    place = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", ADDRESSES[0], "--master-port", "29512"]
+    return python("-m", "torch.distributed.run", "--nproc-per-node", "1", *place)
+
+
+def slurm(node: int) -> dict[str, str]:
+    """What srun sets for the only task of a node."""
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "10.77.0.[1-2]",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_PROCID": str(node),
+        "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": "0",
+    }
+
+
+@pytest.fixture(scope="module")
+def one_node(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights that two processes on one node end with."""
+    folder = tmp_path_factory.mktemp("one")
+    (folder / "train.py").write_text(SCRIPT)
+    job = Started(python("train.py", "train", '{"devices": 2}'), folder)
+    assert job.wait() == 0, job.stderr
+    return torch.load(folder / "weights.pt")
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "launch",
+        pytest.param("torchrun", marks=pytest.mark.slow),
+        pytest.param("script", marks=pytest.mark.slow),
+        pytest.param("slurm", marks=pytest.mark.slow),
+    ],
+)
+def test_two_nodes_end_as_one(network: Network, one_node: dict[str, torch.Tensor], way: str) -> None:
+    jobs = []
+    for node in (0, 1):
+        if way in ("launch", "torchrun"):
+            command = {"launch": launch, "torchrun": torchrun}[way](node)
+            jobs.append(network.start(node, [*command, "../train.py", "train", "{}"]))
+        elif way == "script":
+            place = {"NODE_RANK": str(node), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29513"}
+            settings = '{"num_nodes": 2, "devices": 1}'
+            jobs.append(network.start(node, python("../train.py", "train", settings), **place))
+        else:
+            jobs.append(network.start(node, python("../train.py", "train", "{}"), **slurm(node)))
+    for node, job in enumerate(jobs):
+        assert job.wait() == 0, job.stderr
+        (line,) = [line.partition("] ")[2] or line for line in job.stdout.splitlines() if '"listening"' in line]
+        seen = json.loads(line)
+        listening = set(seen.pop("listening"))
+        assert seen == {"rank": node, "local_rank": 0, "node": node, "nodes": 2}
+        assert listening == {ADDRESSES[node]}, f"{way} on node {node}"
+        job.check_nothing_left()
+    assert_equal(torch.load(network.folder / "node0" / "weights.pt"), one_node)
+
+
+def start_both(network: Network, mode: str) -> list[Started]:
+    jobs = [network.start(node, [*launch(node), "../train.py", mode, "{}"]) for node in (0, 1)]
+    for job in jobs:
+        job.wait_for('"listening"')
+    return jobs
+
+
+def test_a_failed_rank_ends_both_nodes_and_is_named_on_both(network: Network) -> None:
+    jobs = start_both(network, "fail")
+    deadline = time.monotonic() + GONE_SECONDS
+    for job in jobs:
+        assert job.wait() == 1
+        job.check_nothing_left(deadline)
+        assert "trainwright: rank 1 of 2, on node 1 (" in job.stderr
+        assert "failed first (RuntimeError: boom); the job was ended." in job.stderr
+        assert job.stderr.count("Traceback") == 1
+        assert "RuntimeError: boom\n" in job.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("node", "number", "text"),
+    [
+        (0, signal.SIGKILL, "the launcher of node 0, the main one, has gone"),
+        (1, signal.SIGKILL, "(the launcher of its node has gone)"),
+        (1, signal.SIGTERM, "(its launcher was ended by SIGTERM)"),
+    ],
+)
+def test_a_launcher_that_ends_takes_both_nodes_with_it(network: Network, node: int, number: int, text: str) -> None:
+    jobs = start_both(network, "wait")
+    assert [len(job.processes()) for job in jobs] == [2, 2]
+    jobs[node].process.send_signal(number)
+    deadline = time.monotonic() + GONE_SECONDS
+    for job in jobs:
+        job.check_nothing_left(deadline)
+    other = jobs[1 - node]
+    assert other.wait() == 1
+    assert text in other.stderr
+    assert jobs[node].wait() == (-number if number == signal.SIGKILL else 128 + number)

@@ -1,0 +1,80 @@
+"""A command that a test starts, all of whose processes, however they were started, are found by a tag in their environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+GONE_SECONDS = 20.0  # four times the goal of 5 s
+
+
+class Started:
+    """A started command with its processes. A `None` in variables leaves that variable out."""
+
+    def __init__(self, command: Sequence[str], folder: Path, **variables: str | None) -> None:
+        self.tag = uuid.uuid4().hex
+        settings = {
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+            "TEST_TAG": self.tag,
+            "OMP_NUM_THREADS": "1",
+            **variables,
+        }
+        kept = {name: value for name, value in os.environ.items() if name not in settings}
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=kept | {name: value for name, value in settings.items() if value is not None},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.stdout, self.stderr = "", ""
+
+    def wait(self, seconds: float = 90.0) -> int:
+        stdout, self.stderr = self.process.communicate(timeout=seconds)
+        self.stdout += stdout
+        return self.process.returncode
+
+    def wait_for(self, text: str, times: int = 1) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.stdout += line
+            times -= text in line
+            if times == 0:
+                return
+        raise AssertionError(f"it ended early with {self.wait()}: {self.stdout} {self.stderr}")
+
+    def processes(self) -> list[psutil.Process]:
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            is_ours = process.environ().get("TEST_TAG") == self.tag
+            return is_ours and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    def check_nothing_left(self, deadline: float | None = None) -> None:
+        deadline = deadline or time.monotonic() + GONE_SECONDS
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert left == []
+
+    def close(self) -> None:
+        for process in self.processes():
+            process.kill()
+        if self.process.stdout is not None and not self.process.stdout.closed:
+            self.process.communicate(timeout=60)
+
+
+def python(*arguments: str) -> list[str]:
+    return [sys.executable, *arguments]

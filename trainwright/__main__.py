@@ -1,0 +1,27 @@
+"""`trainwright` and `python -m trainwright`: the command line of `launch/cli.py`, given what `launch` may not import itself."""
+
+from __future__ import annotations
+
+import sys
+
+
+def check_names(strategy: str | None, precision: str | None, num_processes: int, device_type: str) -> None:
+    """Refuse a strategy or a precision that does not exist (ValueError)."""
+    from trainwright.precision import resolve_precision
+    from trainwright.strategies import STRATEGIES, VARIANTS, resolve_strategy
+
+    # A known name is resolved in the workers, since its engine may take seconds to import.
+    if strategy is not None and strategy not in ("auto", *STRATEGIES, *VARIANTS):
+        resolve_strategy(strategy, num_processes)
+    resolve_precision(precision, device_type)
+
+
+def main() -> int:
+    """Run the command line of this process."""
+    from trainwright.launch.cli import main as run
+
+    return run(sys.argv[1:], check_names)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

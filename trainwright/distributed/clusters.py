@@ -1,0 +1,200 @@
+"""What SLURM and MPI tell a process about its place in a job, read from a mapping of variables."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
+
+Variables = Mapping[str, str]
+
+FIRST_PORT, NUM_PORTS = 12000, 20000
+"""The ports derived from a job's number: below those that the kernel hands out by itself."""
+
+NO_STEP_OF_TASKS = ("4294967290", "4294967291", "4294967292", "4294967293", "4294967294")
+"""SLURM's numbers of steps that are no srun: the interactive shell, the batch script and their like."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The place of a process in a job that a cluster's own launcher has started."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    main_address: str
+    main_port: int
+
+
+def read_number(variables: Variables, name: str, starter: str) -> int:
+    """Return a variable as a whole number from 0 (ValueError); `starter` is what usually sets it."""
+    try:
+        number = int(variables[name])
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise ValueError(
+            f"the environment has {name}={variables[name]!r}; a whole number from 0 is accepted. "
+            f"Start the job with {starter}, or unset the variable to run as one process."
+        )
+    return number
+
+
+def read_slurm(variables: Variables) -> Task | None:
+    """Return the place of a task of several that srun has started; None for any other process.
+
+    A batch script and an interactive shell have SLURM's variables too, but the number of no srun step.
+    """
+    is_task = any(name in variables for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST"))
+    step = variables.get("SLURM_STEP_ID", variables.get("SLURM_STEPID", "0"))
+    if "SLURM_PROCID" not in variables or not is_task or step in NO_STEP_OF_TASKS:
+        return None
+    size = _first_name(variables, ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), "srun")
+    world_size = read_number(variables, size, "srun")
+    if world_size == 1:
+        return None
+    # Other launchers use srun to start themselves: then it is they who say which process this is.
+    if variables.get("PMI_SIZE", str(world_size)) != str(world_size):
+        return None
+    hosts_name = _first_name(variables, ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"), "srun")
+    hosts = expand_hosts(variables[hosts_name])
+    rank = read_number(variables, "SLURM_PROCID", "srun")
+    local_rank = read_number(variables, _first_name(variables, ("SLURM_LOCALID",), "srun"), "srun")
+    node_rank = read_number(variables, _first_name(variables, ("SLURM_NODEID",), "srun"), "srun")
+    tasks = _tasks_per_node(variables, world_size, len(hosts))
+    if rank >= world_size or node_rank >= len(hosts) or sum(tasks) != world_size or local_rank >= tasks[node_rank]:
+        raise ValueError(
+            f"the environment has SLURM_PROCID={rank}, SLURM_LOCALID={local_rank}, SLURM_NODEID={node_rank}, "
+            f"{size}={world_size} and {hosts_name}={variables[hosts_name]}, with {tasks} tasks on its nodes; these do not "
+            "belong together. Start the script with srun, or unset the variables of SLURM to run as one process."
+        )
+    job = int(variables.get("SLURM_JOB_ID", variables.get("SLURM_JOBID", "0")) or 0)
+    # Steps that run side by side in one job differ as well; 7919 is prime to the number of ports.
+    port = FIRST_PORT + (job + 7919 * (int(step) if step.isdigit() else 0)) % NUM_PORTS
+    address = LOOPBACK if len(hosts) == 1 else variables.get("MASTER_ADDR") or hosts[0]
+    return Task(
+        rank, local_rank, world_size, tasks[node_rank], node_rank, len(hosts), address, main_port(variables, port)
+    )
+
+
+def read_open_mpi(variables: Variables) -> Task | None:
+    """Return the place of a process of several that Open MPI's mpirun has started."""
+    if "OMPI_COMM_WORLD_SIZE" not in variables and "OMPI_COMM_WORLD_RANK" not in variables:
+        return None
+    names = tuple(f"OMPI_COMM_WORLD_{each}" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    return _read_mpi(variables, names)
+
+
+def read_pmi(variables: Variables) -> Task | None:
+    """Return the place of a process of several that the mpirun of MPICH or of Intel MPI has started."""
+    if "PMI_RANK" not in variables or "PMI_SIZE" not in variables:
+        return None
+    if "MPI_LOCALRANKID" not in variables and "PMI_LOCAL_RANK" in variables:
+        return _read_mpi(variables, ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"))
+    return _read_mpi(variables, ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
+
+
+def _read_mpi(variables: Variables, names: tuple[str, ...]) -> Task | None:
+    if variables.get(names[1]) == "1":
+        return None
+    rank, world_size, local_rank, local_size = (
+        read_number(variables, _first_name(variables, (name,), "mpirun"), "mpirun") for name in names
+    )
+    given = ", ".join(f"{name}={variables[name]}" for name in names)
+    if rank >= world_size or local_rank >= local_size or local_size > world_size:
+        raise ValueError(
+            f"the environment has {given}; ranks count from 0 and stay below their world size. Start the job with mpirun, or "
+            "unset these variables to run as one process."
+        )
+    num_nodes = world_size // local_size
+    by_slot, by_node = rank % local_size == local_rank, rank // num_nodes == local_rank
+    if world_size % local_size or not (by_slot or by_node):
+        raise ValueError(
+            f"the environment has {given}; MPI does not say which node this is, so the nodes have to run equally many "
+            "processes, numbered node by node. Start equally many on each (mpirun --map-by ppr:N:node), or use srun or "
+            "torchrun."
+        )
+    address = LOOPBACK if num_nodes == 1 else variables.get("MASTER_ADDR")
+    if not address:
+        raise ValueError(
+            f"the environment has {given}, so the job has {num_nodes} nodes, but not MASTER_ADDR; several nodes need the "
+            "address of the one with rank 0. Pass it on to all processes, as in mpirun -x MASTER_ADDR=node01."
+        )
+    job = next(
+        (variables[name] for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_PORT") if name in variables), ""
+    )
+    port = FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS if job else DEFAULT_PORT
+    node_rank = rank // local_size if by_slot else rank % num_nodes
+    return Task(rank, local_rank, world_size, local_size, node_rank, num_nodes, address, main_port(variables, port))
+
+
+def main_port(variables: Variables, otherwise: int) -> int:
+    """Return MASTER_PORT where it is set (ValueError where it is no port), else the given port."""
+    if not variables.get("MASTER_PORT"):
+        return otherwise
+    port = read_number(variables, "MASTER_PORT", "torchrun, srun or mpirun")
+    if not 0 < port < 65536:
+        raise ValueError(
+            f"the environment has MASTER_PORT={port}; ports from 1 to 65535 are accepted. Set another, or leave it out."
+        )
+    return port
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Return the names that SLURM writes in short: "node[01-03,7],gpu5" is node01, node02, node03, node7, gpu5."""
+    hosts: list[str] = []
+    for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|.", text):
+        if part == ",":
+            continue
+        if part in "[]":
+            raise ValueError(
+                f"the environment has the node list {text!r}, whose brackets do not match; names such as node[01-03,7] are "
+                "accepted. Start the script with srun, or unset the variables of SLURM to run as one process."
+            )
+        hosts.extend(_expand_one(part))
+    return hosts
+
+
+def _expand_one(name: str) -> list[str]:
+    before, bracket, rest = name.partition("[")
+    if not bracket:
+        return [name]
+    inside, _, after = rest.partition("]")
+    numbers: list[str] = []
+    for part in inside.split(","):
+        first, dash, last = part.partition("-")
+        numbers += [str(each).zfill(len(first)) for each in range(int(first), int(last) + 1)] if dash else [part]
+    return [before + number + tail for number in numbers for tail in _expand_one(after)]
+
+
+def _tasks_per_node(variables: Variables, world_size: int, num_nodes: int) -> list[int]:
+    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    text = next((variables[name] for name in names if variables.get(name)), None)
+    if text is None:
+        each = world_size // num_nodes
+        tasks = [each] * num_nodes
+    else:
+        counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+        tasks = [int(count) for count, times in counts for _ in range(int(times or 1))]
+    if len(tasks) != num_nodes or sum(tasks) != world_size:
+        raise ValueError(
+            f"the environment has {world_size} tasks on {num_nodes} nodes and {names[1]}={text}; the tasks of the nodes have "
+            "to add up. Start the script with srun, or unset the variables of SLURM to run as one process."
+        )
+    return tasks
+
+
+def _first_name(variables: Variables, names: tuple[str, ...], starter: str) -> str:
+    for name in names:
+        if variables.get(name):
+            return name
+    raise ValueError(
+        f"the environment says that this process was started by {starter}, but has no {' or '.join(names)}; a job of several "
+        f"processes needs it. Start the job with {starter}, or unset its variables to run as one process."
+    )

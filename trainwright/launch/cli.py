@@ -1,0 +1,253 @@
+"""The command line: `trainwright launch` runs a script or a module in several processes, on one machine or on several.
+
+Each subcommand is one line in `COMMANDS`. A flag wins over the environment, and the environment over a default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from trainwright.distributed.clusters import main_port, read_number
+from trainwright.distributed.environment import JOB_VARIABLE
+from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
+from trainwright.launch.nodes import Nodes
+from trainwright.launch.processes import num_cores, supervise
+
+NameCheck = Callable[[str | None, str | None, int, str], None]
+"""Refuses a strategy or a precision that does not exist; given both, the number of processes and the device type."""
+
+
+class Setting(NamedTuple):
+    """A value and where it comes from: a flag, a variable of the environment, or "default"."""
+
+    value: Any
+    source: str
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, and where to read on."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and exit with 2."""
+        self.exit(2, f"{self.prog}: {message}\nSee `{self.prog} --help`.\n")
+
+
+def main(arguments: Sequence[str], check_names: NameCheck) -> int:
+    """Run the subcommand that the arguments name and return the exit code."""
+    parser = Parser(prog="trainwright", usage="trainwright COMMAND ...", add_help=False)
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        lines = [f"  {command:<10}{about}" for command, (_, about) in COMMANDS.items()]
+        print(
+            "usage: trainwright COMMAND ...\n\ncommands:\n" + "\n".join(lines) + "\n\nSee `trainwright COMMAND --help`."
+        )
+        return 0
+    if name not in COMMANDS:
+        parser.error(f"{name!r} is no command; choose from {', '.join(COMMANDS)}.{_hint(name, COMMANDS)}")
+    run, _ = COMMANDS[name]
+    return run(arguments[1:], check_names)
+
+
+def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
+    """Run a script in several processes; see `trainwright launch --help`."""
+    parser, actions = _launch_parser()
+    own, command = _split(parser, actions, arguments)
+    options = parser.parse_args(own)
+    try:
+        settings = resolve(options, os.environ)
+        check_names(options.strategy, options.precision, settings["devices"].value, settings["accelerator"].value)
+        if not command:
+            raise ValueError("no script was given; pass one, or -m and a module, after the options.")
+        if command[0] != "-m" and not os.path.exists(command[0]):
+            raise ValueError(
+                f"there is no file {command[0]!r}; pass the path of a script, or -m and the name of a module."
+            )
+        nodes = _nodes(settings)
+        if options.logs is not None:
+            os.makedirs(options.logs, exist_ok=True)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        parser.error(str(error))
+    sys.stderr.write(_describe(command, settings))
+    sys.stderr.flush()
+    return supervise(
+        [sys.executable, *command],
+        settings["devices"].value,
+        nodes,
+        max_restarts=settings["max_restarts"].value,
+        logs=options.logs,
+        told={
+            "strategy": options.strategy,
+            "precision": options.precision,
+            "accelerator": "cpu" if options.cpu else None,
+        },
+    )
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str], NameCheck], int], str]] = {
+    "launch": (launch_command, "run a script in several processes, on one machine or several"),
+}
+
+
+def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
+    parser = Parser(
+        prog="trainwright launch",
+        usage="trainwright launch [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS OF THE SCRIPT]",
+        description="Runs a script in several processes. A Trainer or an Accelerator in it joins them; what the script itself "
+        "gives it wins over what is given here.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    actions = [
+        add("--devices", metavar="N", help="processes on this machine, one a device; -1 for all, auto (the default) for every "
+            "GPU, or one process"),
+        add("--cpu", action="store_true", help="compute on the CPU though there is a GPU"),
+        add("--strategy", metavar="NAME", help="how the processes share the work, such as ddp or deepspeed"),
+        add("--precision", metavar="NAME", help="such as 32, 16-mixed or bf16-mixed"),
+        add("--num-nodes", metavar="N", help="machines of the job; start this command on each of them (default: 1)"),
+        add("--node-rank", metavar="N", help="the number of this machine, from 0 (or the variable NODE_RANK)"),
+        add("--main-address", metavar="HOST", help="name or address of machine 0, as all reach it (or MASTER_ADDR)"),
+        add("--main-port", metavar="PORT", help="port of machine 0 to meet at (or MASTER_PORT; default: 29500, on one machine "
+            "a free one)"),
+        add("--max-restarts", metavar="N", help="after a failed rank, start all anew at most so often (default: 0)"),
+        add("--logs", metavar="DIR", help="also keep what each rank prints, in DIR/rank0.log and so on (added to them)"),
+        add("-m", "--module", metavar="MODULE", help="run a module, as python -m does, in place of a script"),
+    ]  # fmt: skip
+    return parser, [*actions, *(each for each in parser._actions if each.dest == "help")]
+
+
+def _split(parser: Parser, actions: Sequence[argparse.Action], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the options of ours and the script or module with its arguments, which may have options like ours."""
+    flags = {flag: action for action in actions for flag in action.option_strings}
+    place = 0
+    while place < len(arguments):
+        flag, is_joined, joined = arguments[place].partition("=")
+        if flag in ("-m", "--module"):
+            command = [joined, *arguments[place + 1 :]] if is_joined else list(arguments[place + 1 :])
+            if not command or not command[0]:
+                parser.error(f"{flag} needs the name of a module after it.")
+            return list(arguments[:place]), ["-m", *command]
+        if not flag.startswith("-") or flag == "-":
+            return list(arguments[:place]), list(arguments[place:])
+        if flag not in flags:
+            parser.error(
+                f"{flag!r} is no option of trainwright launch.{_hint(flag, flags)} Options of the script stand after it."
+            )
+        place += 1 if is_joined or flags[flag].nargs == 0 else 2
+    return list(arguments), []
+
+
+def _hint(word: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def resolve(options: argparse.Namespace, variables: Mapping[str, str]) -> dict[str, Setting]:
+    """Return all settings with where each comes from.
+
+    Raises:
+        ValueError: one of them is wrong, or they do not go together.
+    """
+    if JOB_VARIABLE in variables or "RANK" in variables:
+        raise ValueError(
+            "this process is itself a rank of a job (the environment has RANK); a launcher is started once a machine. Start "
+            "the script without trainwright launch here, or unset the variable."
+        )
+    import torch
+
+    num_gpus = 0 if options.cpu else torch.cuda.device_count()
+    settings = {
+        "devices": _devices(options.devices, num_gpus),
+        "accelerator": Setting(
+            "cuda" if num_gpus else "cpu", "--cpu" if options.cpu else f"default: {num_gpus} GPU(s) here"
+        ),
+        "strategy": _given(options.strategy, "--strategy", "auto"),
+        "precision": _given(options.precision, "--precision", None),
+        "num_nodes": _number(options.num_nodes, "--num-nodes", default=1, least=1),
+    }
+    num_nodes = settings["num_nodes"].value
+    settings |= _place(options, variables, num_nodes)
+    settings["max_restarts"] = _number(options.max_restarts, "--max-restarts", default=0)
+    if settings["max_restarts"].value and num_nodes > 1:
+        raise ValueError(
+            f"--max-restarts {options.max_restarts} was given with {num_nodes} nodes, which would have to agree on each start; "
+            "it is accepted on one node. Leave it out, or start the script on each node with torchrun --max-restarts."
+        )
+    settings["logs"] = _given(options.logs, "--logs", None)
+    return settings
+
+
+def _devices(given: str | None, num_gpus: int) -> Setting:
+    if given is None or given == "auto":
+        return Setting(num_gpus or 1, "default" if given is None else "--devices auto")
+    if given == "-1":
+        return Setting(num_gpus or num_cores(), "--devices -1")
+    number = _number(given, "--devices", default=1, least=1, more=", -1 for all, or auto").value
+    if num_gpus and number > num_gpus:
+        raise ValueError(
+            f"--devices {number}: torch sees {num_gpus} GPU(s) here; pass at most that many, or add --cpu."
+        )
+    return Setting(number, "--devices")
+
+
+def _place(options: argparse.Namespace, variables: Mapping[str, str], num_nodes: int) -> dict[str, Setting]:
+    """Return the settings of this machine among several."""
+    if num_nodes == 1:
+        if options.main_address is not None:
+            raise ValueError(
+                f"--main-address {options.main_address} is for several machines; add --num-nodes N, or leave it out."
+            )
+        place = {
+            "node_rank": _number(options.node_rank, "--node-rank", default=0),
+            "main_address": Setting(LOOPBACK, "default"),
+        }
+        return {**place, "main_port": _number(options.main_port, "--main-port", default=0)}
+    rank = _number(options.node_rank, "--node-rank", default=-1)
+    if rank.source == "default" and variables.get("NODE_RANK"):
+        rank = Setting(read_number(variables, "NODE_RANK", "trainwright launch --node-rank"), "NODE_RANK")
+    if rank.value < 0:
+        raise ValueError(
+            f"--num-nodes {num_nodes} was given, but not which of them this machine is; pass --node-rank, from 0 to "
+            f"{num_nodes - 1}, or set NODE_RANK."
+        )
+    address = _given(options.main_address, "--main-address", None)
+    if address.value is None:
+        address = Setting(variables.get("MASTER_ADDR"), "MASTER_ADDR")
+    if not address.value:
+        raise ValueError(
+            f"--num-nodes {num_nodes} was given, but no main address; pass --main-address, the name or address of the machine "
+            "with --node-rank 0, or set MASTER_ADDR. It is the same on every machine."
+        )
+    port = _number(options.main_port, "--main-port", default=DEFAULT_PORT)
+    if port.source == "default" and variables.get("MASTER_PORT"):
+        port = Setting(main_port(variables, DEFAULT_PORT), "MASTER_PORT")
+    return {"node_rank": rank, "main_address": address, "main_port": port}
+
+
+def _given(value: Any, flag: str, default: Any) -> Setting:
+    return Setting(default, "default") if value is None else Setting(value, flag)
+
+
+def _number(given: str | None, flag: str, *, default: int, least: int = 0, more: str = "") -> Setting:
+    if given is None:
+        return Setting(default, "default")
+    if not given.isdigit() or int(given) < least:
+        raise ValueError(f"{flag} {given}: accepted is a whole number from {least}{more}.")
+    return Setting(int(given), flag)
+
+
+def _nodes(settings: Mapping[str, Setting]) -> Nodes:
+    return Nodes(*(settings[name].value for name in ("num_nodes", "node_rank", "main_address", "main_port")))
+
+
+def _describe(command: Sequence[str], settings: Mapping[str, Setting]) -> str:
+    what = command[1] if command[0] == "-m" else command[0]
+    lines = [f"trainwright launch: {settings['devices'].value} process(es) of {what} on this machine"]
+    for name, (value, source) in settings.items():
+        shown = "a free one" if name == "main_port" and value == 0 else "none" if value is None else value
+        lines.append(f"  {name:<13}{shown!s:<15} {source}")
+    return "\n".join(lines) + "\n"

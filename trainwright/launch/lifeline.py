@@ -1,0 +1,83 @@
+"""An open connection between the launchers of a job's nodes: the kernel closes it when one of them ends, however it ends."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+from trainwright.distributed.network import listen_at
+
+CONNECT_SECONDS = 30.0
+SILENCE_SECONDS = 60
+"""How long a machine may be unreachable, before it counts as gone."""
+_RANK = struct.Struct("!I")
+
+
+class Lifeline:
+    """This node's connections: the main node has one to each of the others, which have one to the main node.
+
+    Args:
+        node_rank: the number of this node; 0 is the main one.
+        address: the main node's address.
+    """
+
+    def __init__(self, node_rank: int, address: str) -> None:
+        self._node_rank = node_rank
+        self._address = address
+        self._listener = listen_at(address, 0) if node_rank == 0 else None
+        self._peers: dict[int, socket.socket] = {}
+
+    @property
+    def port(self) -> int:
+        """Return the port that the main node listens on."""
+        assert self._listener is not None
+        return int(self._listener.getsockname()[1])
+
+    def connect(self, port: int) -> None:
+        """Connect to the main node."""
+        peer = socket.create_connection((self._address, port), timeout=CONNECT_SECONDS)
+        peer.sendall(_RANK.pack(self._node_rank))
+        self._keep(0, peer)
+
+    def accept(self, num_peers: int) -> None:
+        """Take the connections of all other nodes, which have been made by now, and no more."""
+        assert self._listener is not None
+        self._listener.settimeout(CONNECT_SECONDS)
+        while len(self._peers) < num_peers:
+            peer, _ = self._listener.accept()
+            peer.settimeout(CONNECT_SECONDS)
+            said = peer.recv(_RANK.size, socket.MSG_WAITALL)
+            rank = _RANK.unpack(said)[0] if len(said) == _RANK.size else 0
+            if 0 < rank <= num_peers:
+                self._keep(rank, peer)
+            else:  # a stranger
+                peer.close()
+        self._listener.close()
+
+    def _keep(self, rank: int, peer: socket.socket) -> None:
+        peer.setblocking(False)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_KEEPIDLE"):  # the kernel asks a silent machine now and then; elsewhere each two hours
+            for option, value in (("TCP_KEEPIDLE", SILENCE_SECONDS // 2), ("TCP_KEEPINTVL", SILENCE_SECONDS // 6)):
+                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        self._peers[rank] = peer
+
+    def close(self) -> None:
+        """Close the connections."""
+        for each in (self._listener, *self._peers.values()):
+            if each is not None:
+                each.close()
+
+    def lost(self) -> list[int]:
+        """Return the numbers of the nodes whose launcher has gone."""
+        return [rank for rank, peer in self._peers.items() if not _is_open(peer)]
+
+
+def _is_open(peer: socket.socket) -> bool:
+    try:
+        return peer.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False

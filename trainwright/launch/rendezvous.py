@@ -1,0 +1,223 @@
+"""Where the nodes of a job meet: one store that the main node holds, at one address, and who came to it.
+
+Importing this module imports torch elastic, so only the launcher process does it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from trainwright.distributed.agreement import FailureBoard, Store
+from trainwright.distributed.environment import STORE_PREFIX
+from trainwright.distributed.network import is_loopback, is_number, listen_at, resolve
+from trainwright.errors import LaunchError
+from trainwright.launch.lifeline import Lifeline
+from trainwright.launch.nodes import Nodes
+
+JOIN_SECONDS = 300.0
+"""How long the nodes wait for each other."""
+NOTICE_SECONDS = 5.0
+"""After how long a node says what it is waiting for."""
+LEAVE_SECONDS = 10.0
+"""How long the main node keeps the store for the others, at the end."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One node of the job, as it has introduced itself."""
+
+    host: str
+    num_processes: int
+
+
+class StaticRendezvous(RendezvousHandler):
+    """A rendezvous of a fixed number of nodes over a store that listens at the main node's address alone.
+
+    A job of one node has it on the loopback interface, at a free port.
+
+    Args:
+        nodes: the nodes and the place of this one.
+        num_processes: how many processes this node runs.
+
+    Raises:
+        LaunchError: the port is taken, the address is not the main node's, or the main node does not answer.
+    """
+
+    def __init__(self, nodes: Nodes, num_processes: int) -> None:
+        self.nodes = nodes
+        self.members = [Member(socket.gethostname(), num_processes)]
+        self._stores = cast(Any, dist)
+        self._port = nodes.port
+        self.store = self._hold_store() if nodes.rank == 0 else self._find_store()
+        self.lifeline = Lifeline(nodes.rank, nodes.address) if nodes.count > 1 else None
+        self._agents = self._stores.PrefixStore("agent", self.store)
+        self._has_met = False
+
+    def _hold_store(self) -> Any:
+        _, place = resolve(self.nodes.address)
+        if self.nodes.count > 1 and is_loopback(place) and not is_number(self.nodes.address):
+            raise LaunchError(
+                f"the main address {self.nodes.address!r} stands for {place} on this node, which no other node reaches; give "
+                "this node's IP address as the main address."
+            )
+        # Bound here and handed over: TCPStore by itself listens on all interfaces.
+        listener = listen_at(self.nodes.address, self.nodes.port)
+        self._port = int(listener.getsockname()[1])
+        return self._stores.TCPStore(
+            self.nodes.address, self._port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+    def _find_store(self) -> Any:
+        address = (self.nodes.address, self._port)
+        resolve(self.nodes.address)
+
+        def answers() -> bool:
+            try:
+                socket.create_connection(address, timeout=2.0).close()
+            except OSError:
+                return False
+            return True
+
+        _wait(answers, lambda: f"the main node at {address[0]} port {address[1]}")
+        timeout = timedelta(seconds=JOIN_SECONDS)
+        return self._stores.TCPStore(*address, None, False, timeout=timeout, wait_for_workers=False)
+
+    def board(self, restart_count: int) -> FailureBoard:
+        """Return where the failures of the job are posted, since it was last started anew."""
+        return FailureBoard(cast(Store, self._stores.PrefixStore(f"{STORE_PREFIX}/{restart_count}", self.store)))
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for all nodes and return the place of this one."""
+        if self.nodes.count > 1 and not self._has_met:
+            try:
+                self._meet()
+            except (dist.DistNetworkError, OSError) as error:
+                raise LaunchError(
+                    f"the connection to the main node, {self.nodes.address} port {self._port}, broke while the nodes met "
+                    f"({error}); see what its launcher has printed, and start the job on all nodes again."
+                ) from error
+            self._has_met = True
+        place = RendezvousStoreInfo(self.nodes.address, self._port)
+        return RendezvousInfo(self._agents, self.nodes.rank, self.nodes.count, place)
+
+    def _meet(self) -> None:
+        assert self.lifeline is not None
+        own, keys = self.nodes.rank, [f"node/{rank}" for rank in range(self.nodes.count)]
+        if own == 0:
+            self._agents.set("main", json.dumps({"num_nodes": self.nodes.count, "lifeline": self.lifeline.port}))
+        main = json.loads(self._agents.get("main"))
+        if main["num_nodes"] != self.nodes.count:
+            raise LaunchError(
+                f"num_nodes={self.nodes.count} was given to node {own}, but {main['num_nodes']} to the main node; all nodes of "
+                "a job are given the same number."
+            )
+        if self._agents.add(f"claims/{own}", 1) > 1:
+            raise LaunchError(
+                f"node_rank={own} was given to two nodes; each needs a number of its own, from 0 to {self.nodes.count - 1}."
+            )
+        if own != 0:
+            self.lifeline.connect(main["lifeline"])
+        self._agents.set(
+            keys[own], json.dumps({"host": self.members[0].host, "num_processes": self.members[0].num_processes})
+        )
+
+        def missing() -> str:
+            return f"node(s) {', '.join(str(rank) for rank, key in enumerate(keys) if not self._agents.check([key]))}"
+
+        _wait(lambda: self._agents.check(keys), lambda: f"{missing()} of {self.nodes.count} at port {self._port}")
+        self.members = [Member(**json.loads(self._agents.get(key))) for key in keys]
+        if own == 0:
+            self.lifeline.accept(self.nodes.count - 1)
+
+    def first_rank(self, node: int) -> int:
+        """Return the number of the first rank on a node."""
+        return sum(member.num_processes for member in self.members[:node])
+
+    def node_of(self, rank: int) -> int:
+        """Return the number of the node that a rank runs on."""
+        return max(node for node in range(len(self.members)) if self.first_rank(node) <= rank)
+
+    def say_finished(self) -> None:
+        """Tell the other nodes that all processes of this one have ended well."""
+        self._agents.set(f"finished/{self.nodes.rank}", "1")
+
+    def all_finished(self) -> bool:
+        """Whether the processes of all nodes have ended well."""
+        return bool(self._agents.check([f"finished/{rank}" for rank in range(self.nodes.count)]))
+
+    def has_left(self, node: int) -> bool:
+        """Whether a node's launcher has ended in good order, after all that it had to say."""
+        return bool(self._agents.check([f"left/{node}"]))
+
+    def leave(self) -> None:
+        """Leave the others; the main node keeps the store until all have read what they need of it."""
+        if self.lifeline is None:
+            return
+        try:
+            if self._has_met:
+                self._agents.set(f"left/{self.nodes.rank}", "1")
+            deadline = time.monotonic() + LEAVE_SECONDS
+            while self._has_met and self.nodes.rank == 0 and time.monotonic() < deadline:
+                gone = self.lifeline.lost()
+                if all(self.has_left(rank) for rank in range(self.nodes.count) if rank not in gone):
+                    break
+                time.sleep(0.02)
+        finally:
+            self.lifeline.close()
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The workers use this store too."""
+        return True
+
+    def get_backend(self) -> str:
+        """Return the name that elastic puts into its records."""
+        return "static"
+
+    def is_closed(self) -> bool:
+        """Nobody else can join."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nobody else can join."""
+
+    def num_nodes_waiting(self) -> int:
+        """Nobody else can join."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the job's name."""
+        return f"trainwright-{os.getpid()}"
+
+    def shutdown(self) -> bool:
+        """The store ends with the launcher."""
+        return True
+
+
+def _wait(is_there: Callable[[], bool], describe: Callable[[], str]) -> None:
+    """Wait for what is looked for, and say so after a while; by polling, so that a signal is heard."""
+    began = time.monotonic()
+    has_said = False
+    while not is_there():
+        waited = time.monotonic() - began
+        if waited > JOIN_SECONDS:
+            raise LaunchError(
+                f"waited {JOIN_SECONDS:g} s for {describe()}; every node has to start the job with the same number of nodes, "
+                "main address and port. See whether the others have started, and whether a firewall is in between."
+            )
+        if waited > NOTICE_SECONDS and not has_said:
+            has_said = True
+            sys.stderr.write(f"trainwright: waiting for {describe()}.\n")
+            sys.stderr.flush()
+        time.sleep(0.1)
