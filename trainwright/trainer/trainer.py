@@ -159,11 +159,9 @@ class Trainer(Status):
         self.profiler = resolve_profiler(profiler)
         self.callbacks = arranged_callbacks(callbacks, self.settings)
         self.loggers = arranged_loggers(logger, self.default_root_dir, self.settings)
-        precision = choose_precision(precision, plugins)
         check_nodes(num_nodes)
-        self.engine = Engine(
-            devices=devices, strategy=strategy, precision=precision, accelerator=accelerator, takes_handover=True
-        )
+        places = {name: given[name] for name in ("devices", "strategy", "accelerator")}
+        self.engine = Engine(**places, precision=choose_precision(precision, plugins), takes_handover=True)
         set_switches(self.settings)  # once nothing is left that could be refused
         self.state = TrainerState()
         self.logbook = Logbook(self.loggers, self.engine, self.state)
