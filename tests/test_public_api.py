@@ -9,10 +9,11 @@ import pytest
 import trainwright as tw
 
 NAMES = """Accelerator AdvancedProfiler BasePredictionWriter CSVLogger Callback CheckpointError CombinedLoader DDPStrategy
-    DataModule DeepSpeedStrategy EarlyStopping Engine FSDPStrategy GradientAccumulationScheduler LambdaCallback LaunchError LearningRateMonitor
-    LightningDataModule LightningModule Logger ModelCheckpoint ModelSummary Module Precision Profiler PyTorchProfiler
-    ShardedDDPStrategy SimpleProfiler Strategy TQDMProgressBar TensorBoardLogger TensorPredictionWriter Timer Trainer TrainwrightError
-    __version__ estimate_memory isolate_rng load_predictions rank_zero_info rank_zero_only rank_zero_warn seed_everything"""
+    DataModule DeepSpeedStrategy EarlyStopping Engine FSDPStrategy GradientAccumulationScheduler LambdaCallback
+    LaunchError LearningRateMonitor LightningDataModule LightningModule Logger ModelCheckpoint ModelSummary Module
+    Precision Profiler PyTorchProfiler ShardedDDPStrategy SimpleProfiler Strategy TQDMProgressBar TensorBoardLogger
+    TensorPredictionWriter Timer Trainer TrainwrightError WorkerFailed __version__ estimate_memory isolate_rng
+    load_predictions notebook_launcher rank_zero_info rank_zero_only rank_zero_warn seed_everything"""
 TRAINER = """accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs min_epochs max_steps
     min_steps max_time limit_train_batches limit_val_batches limit_test_batches limit_predict_batches
     overfit_batches val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps

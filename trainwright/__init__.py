@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from trainwright.data.seeding import isolate_rng, seed_everything
     from trainwright.engine.accelerator import Accelerator
     from trainwright.engine.engine import Engine
+    from trainwright.engine.handover import notebook_launcher
     from trainwright.engine.memory import estimate_memory
-    from trainwright.errors import CheckpointError, LaunchError, TrainwrightError
+    from trainwright.errors import CheckpointError, LaunchError, TrainwrightError, WorkerFailed
     from trainwright.loggers import CSVLogger, Logger, TensorBoardLogger
     from trainwright.module import Module
     from trainwright.module import Module as LightningModule
@@ -85,9 +86,11 @@ _HOMES = {
     "Timer": "trainwright.callbacks",
     "Trainer": "trainwright.trainer.trainer",
     "TrainwrightError": "trainwright.errors",
+    "WorkerFailed": "trainwright.errors",
     "estimate_memory": "trainwright.engine.memory",
     "isolate_rng": "trainwright.data.seeding",
     "load_predictions": "trainwright.callbacks",
+    "notebook_launcher": "trainwright.engine.handover",
     "rank_zero_info": "trainwright.rank_zero",
     "rank_zero_only": "trainwright.rank_zero",
     "rank_zero_warn": "trainwright.rank_zero",
@@ -131,10 +134,12 @@ __all__ = [
     "Timer",
     "Trainer",
     "TrainwrightError",
+    "WorkerFailed",
     "__version__",
     "estimate_memory",
     "isolate_rng",
     "load_predictions",
+    "notebook_launcher",
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",

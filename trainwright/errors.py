@@ -5,6 +5,7 @@
     +-- TrainwrightError (RuntimeError)
         +-- CheckpointError     a checkpoint could not be written, found, verified or read
         +-- LaunchError         the processes of a job could not be started
+        +-- WorkerFailed        a process to which work was handed over has failed
 
 Settings are refused with the built-in exceptions above, in the constructor that received them.
 """
@@ -20,3 +21,7 @@ class CheckpointError(TrainwrightError):
 
 class LaunchError(TrainwrightError):
     """The processes of a job could not be started."""
+
+
+class WorkerFailed(TrainwrightError):
+    """A process to which work was handed over has failed; the message names the rank and the cause."""

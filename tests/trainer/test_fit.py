@@ -302,7 +302,6 @@ def test_fit_without_a_loader_says_so() -> None:
         ({"callbacks": [tw.ModelCheckpoint()]}, ValueError, "leave out one of the two"),
         ({"callbacks": tw.ModelSummary}, TypeError, "accepted are instances"),
         ({"logger": "csv"}, TypeError, "accepted are True, False or Logger"),
-        ({"devices": 2}, tw.LaunchError, "torchrun"),
         ({"max_epoch": 3}, TypeError, "max_epoch"),
     ],
 )

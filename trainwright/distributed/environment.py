@@ -70,8 +70,8 @@ class Environment:
 
 def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
     """Read the variables that torch elastic sets, under torchrun and under our own launcher."""
-    if not any(name in variables for name in ("RANK", "WORLD_SIZE")) and variables.get("LOCAL_RANK") in (None, "0"):
-        return None  # a first rank alone is what `announce_place` tells
+    if not any(name in variables for name in ("RANK", "WORLD_SIZE")):
+        return None  # a local rank alone is what `announce_place` tells
     needed = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     if variables.get("WORLD_SIZE") == "1":
         needed = needed[:4]

@@ -34,6 +34,7 @@ from trainwright.distributed.environment import Environment, open_process_group,
 from trainwright.engine.between_ranks import broadcast, first_here
 from trainwright.engine.command_line import fill_open
 from trainwright.engine.devices import check_nodes, device_index, resolve_device_type, resolve_num_processes
+from trainwright.engine.handover import start_job
 from trainwright.engine.model_layout import refuse_unlike_models
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult, resolve_precision
@@ -74,6 +75,8 @@ class Engine:
         accelerator: "auto", "cpu" or "cuda".
         timeout_seconds: how long a rank waits for the others in a collective; None is the strategy's own, else half an hour.
         num_nodes: machines of the job that this process would start, each by its own start of the script.
+        takes_handover: True for one who can hand work over to processes that are started for it: where a script cannot be run
+            again, this engine stands for one process then, and `num_workers` says how many are to be started.
 
     Raises:
         ValueError, TypeError: a setting is wrong; said before any process is started.
@@ -89,6 +92,7 @@ class Engine:
         accelerator: str = "auto",
         timeout_seconds: float | None = None,
         num_nodes: int = 1,
+        takes_handover: bool = False,
     ) -> None:
         environment = Environment.detect()
         accelerator, strategy, precision = fill_open(environment, accelerator, strategy, precision)
@@ -100,10 +104,11 @@ class Engine:
         self.strategy = resolve_strategy(strategy, world_size)
         asked = resolve_precision(precision, device_type)
         self.strategy.check(device_type, world_size, asked)
+        self.num_workers = 0
+        """The processes that are to be started for each piece of work; 0 where this process does it."""
         if alone and (num_processes > 1 or num_nodes != 1):
-            from trainwright.launch.processes import launch
-
-            launch(num_processes, num_nodes=num_nodes, reason=f"devices={num_processes}")
+            self.num_workers = start_job(num_processes, num_nodes, strategy, takes_handover)
+            self.strategy, device_type = Strategy(), "cpu"
         self.environment = environment
         self.device = torch.device("cpu")
         if device_type == "cuda":

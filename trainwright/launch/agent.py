@@ -322,8 +322,12 @@ def run(
     *,
     max_restarts: int = 0,
     logs: str | None = None,
+    report: str | None = None,
 ) -> int:
-    """Run a command in that many workers until all are done or one has failed; return the exit code."""
+    """Run a command in that many workers until all are done or one has failed; return the exit code.
+
+    `report` is a file to which the line about who failed first is written too.
+    """
     for name in ("torch.distributed.elastic", "torchelastic"):
         logger = logging.getLogger(name)
         logger.addHandler(logging.NullHandler())  # without a handler, Python prints its warnings
@@ -337,6 +341,8 @@ def run(
         result = agent.run()
         if (result is not None and result.is_failed()) or agent.has_failed():
             code, text = agent.summarize()
+            if report is not None:
+                Path(report).write_text(text.partition("\n")[0].removeprefix("trainwright: "), encoding="utf-8")
     except SignalException as error:
         code = 128 + int(error.sigval)
         agent.tell_others(f"its launcher was ended by {signal.Signals(error.sigval).name}")

@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 from types import FrameType
+from typing import NamedTuple
 
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.errors import LaunchError
@@ -23,40 +24,68 @@ class Command:
     directory: str
 
 
+class Obstacle(NamedTuple):
+    """What stands against running this process's command again.
+
+    `takes_handover` is True where work can be handed to fresh interpreters instead.
+    """
+
+    found: str
+    advice: str
+    takes_handover: bool = False
+
+
 def own_command(reason: str) -> Command:
     """Return the command that started this process, or raise a LaunchError where it cannot be run again."""
-    obstacle = _find_obstacle()
-    if obstacle is not None:
-        found, advice = obstacle
+    if (obstacle := _find_obstacle()) is not None:
         raise LaunchError(
-            f"{reason} needs several processes, and this process was started {found}; only a script, a module (-m) or "
-            f"-c code can be run again in each of them. {advice}"
+            f"{reason} needs several processes, and this process was started {obstacle.found}; only a script, a module (-m) or "
+            f"-c code can be run again in each of them. {obstacle.advice}"
         )
     return Command([sys.executable, *sys.orig_argv[1:]], _start_directory())
 
 
-def _find_obstacle() -> tuple[str, str] | None:
-    """Return what stands against running the command again, and what to do about it."""
+def is_for_handover() -> bool:
+    """Return whether this is a process from which work is handed over: its command cannot be run again, or is -c code."""
+    obstacle = _find_obstacle()
+    if obstacle is not None:
+        return obstacle.takes_handover
+    return getattr(sys.modules["__main__"], "__file__", None) is None  # one that cannot be run again was found above
+
+
+def check_handover(reason: str) -> None:
+    """Raise a LaunchError where work can neither be handed over."""
+    obstacle = _find_obstacle()
+    if obstacle is not None and not obstacle.takes_handover:
+        raise LaunchError(
+            f"{reason} needs several processes, and this process was started {obstacle.found}; work can be handed over to "
+            f"others by the first process of a program. {obstacle.advice}"
+        )
+
+
+def _find_obstacle() -> Obstacle | None:
+    """Return what stands against running the command again; None where nothing does."""
     script = "Put the code into a script, or start it with torchrun."
-    if hasattr(sys, "ps1") or sys.flags.interactive or hasattr(builtins, "__IPYTHON__"):
-        return "interactively", script
+    function = f"Call trainwright.notebook_launcher(function, num_processes=...) to run a loop of your own. {script}"
     if multiprocessing.parent_process() is not None:
         guard = "Put the script's work under `if __name__ == '__main__':`, so that helper processes do not repeat it."
-        return "by multiprocessing", guard
+        return Obstacle("by multiprocessing", guard)
+    if JOB_VARIABLE in os.environ or "RANK" in os.environ:
+        return Obstacle("as one worker of a job", "Ask for as many devices as the job has processes.")
+    if os.name != "posix":
+        return Obstacle(f"on {sys.platform}", "Start the script with torchrun.")
+    if not sys.executable:
+        return Obstacle("inside another program", script)
+    if hasattr(sys, "ps1") or sys.flags.interactive or hasattr(builtins, "__IPYTHON__"):
+        return Obstacle("interactively", function, takes_handover=True)
     runner = _find_test_runner()
     if runner is not None:
-        return f"by a test runner ({runner})", "Run a script in a subprocess of the test, or start it with torchrun."
-    if JOB_VARIABLE in os.environ or "RANK" in os.environ:
-        return "as one worker of a job", "Ask for as many devices as the job has processes."
-    if os.name != "posix":
-        return f"on {sys.platform}", "Start the script with torchrun."
-    if not sys.executable:
-        return "inside another program", script
+        return Obstacle(f"by a test runner ({runner})", function, takes_handover=True)
     main_file = getattr(sys.modules["__main__"], "__file__", None)
     if main_file == "<stdin>" or (main_file is None and "-c" not in sys.orig_argv):
-        return "from standard input", script
+        return Obstacle("from standard input", function, takes_handover=True)
     if main_file is not None and not (os.path.isfile(main_file) or "__main__" in main_file):
-        return f"from {main_file}, which can be read only once", script
+        return Obstacle(f"from {main_file}, which can be read only once", function, takes_handover=True)
     return None
 
 

@@ -42,10 +42,20 @@ def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script
     sys.stdout.flush()
     sys.stderr.flush()
     os.chdir(command.directory)
+    os.execv(sys.executable, launcher_command(num_processes, command.arguments, nodes))
+
+
+def launcher_command(
+    num_processes: int, command: list[str], nodes: Nodes | None = None, report: str | None = None
+) -> list[str]:
+    """Return the command line of a launcher that runs a command in several workers.
+
+    `report` is a file to which it writes who failed first.
+    """
     start = str(Path(__file__).with_name("start.py"))
     flags = [flag for flag, is_set in (("-E", sys.flags.ignore_environment), ("-s", sys.flags.no_user_site)) if is_set]
-    options = ["--num-processes", str(num_processes), *_node_options(nodes), *_torch_place(), "--", *command.arguments]
-    os.execv(sys.executable, [sys.executable, *flags, start, *options])
+    options = ["--num-processes", str(num_processes), *_node_options(nodes or Nodes()), *_torch_place()]
+    return [sys.executable, *flags, start, *options, *(["--report", report] if report else []), "--", *command]
 
 
 def _node_options(nodes: Nodes) -> list[str]:
@@ -71,11 +81,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--main-address", default=LOOPBACK, help="where the machine with number 0 is reached")
     parser.add_argument("--main-port", type=int, default=0, help="the port there; 0 is a free one")
     parser.add_argument("--add-path", action="append", default=[], help="where else to look for torch")
+    parser.add_argument("--report", help="a file to write to who failed first")
     parser.add_argument("command", nargs="+", help="after --: the command, which begins with the interpreter")
     options = parser.parse_args(arguments)
     sys.path.extend(path for path in options.add_path if path not in sys.path)
     nodes = Nodes(options.num_nodes, options.node_rank, options.main_address, options.main_port)
-    return supervise(options.command, options.num_processes, nodes)
+    return supervise(options.command, options.num_processes, nodes, report=options.report)
 
 
 def supervise(
@@ -86,10 +97,12 @@ def supervise(
     max_restarts: int = 0,
     logs: str | None = None,
     told: dict[str, str | None] | None = None,
+    report: str | None = None,
 ) -> int:
     """Run a command in that many workers on this node and return the job's exit code.
 
-    `told` is what the workers are told for settings that their script leaves open: see `Environment`.
+    `told` is what the workers are told for settings that their script leaves open: see `Environment`. `report` is a
+    file to write to who failed first.
     """
     warnings.simplefilter("ignore")  # the job's output is the workers'
     nodes = nodes or Nodes()
@@ -97,7 +110,7 @@ def supervise(
     _prepare_environment(num_processes, nodes, told or {})
     from trainwright.launch.agent import run
 
-    return run(command, num_processes, nodes, max_restarts=max_restarts, logs=logs)
+    return run(command, num_processes, nodes, max_restarts=max_restarts, logs=logs, report=report)
 
 
 def _prepare_signals() -> None:

@@ -29,8 +29,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepspeed_stage_2_offload": ("deepspeed", {"stage": 2, "offload_optimizer": True}),
     "deepspeed_stage_3": ("deepspeed", {"stage": 3}),
     "deepspeed_stage_3_offload": ("deepspeed", {"stage": 3, "offload_optimizer": True, "offload_parameters": True}),
+    "ddp_spawn": ("ddp", {}),
+    "ddp_notebook": ("ddp", {}),
+    "ddp_spawn_find_unused_parameters_true": ("ddp", {"find_unused_parameters": True}),
+    "ddp_notebook_find_unused_parameters_true": ("ddp", {"find_unused_parameters": True}),
 }
-"""Names that stand for a strategy with options."""
+"""Names that stand for a strategy with options, or for another way to start its processes."""
+
+HANDED_OVER = frozenset(name for name in VARIANTS if name.startswith(("ddp_spawn", "ddp_notebook")))
+"""Names under which each call hands its work over to processes that it starts, in a plain script too."""
 
 
 def __getattr__(name: str) -> Any:
@@ -53,6 +60,11 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
         name = strategy
         if name == "auto":
             name = "single_device" if num_processes == 1 else "ddp"
+        if name.startswith("ddp_fork"):
+            raise ValueError(
+                f"strategy={name!r} forks processes, which neither CUDA nor running threads survive, so it is not there; "
+                "choose 'ddp_notebook', which starts fresh ones."
+            )
         name, options = VARIANTS.get(name, (name, {}))
         if name not in STRATEGIES:
             close = difflib.get_close_matches(name, [*STRATEGIES, *VARIANTS], n=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.exchange import is_plain
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def running(trainer: Trainer, module: Module, stage: str, datamodule: DataModule | None) -> Iterator[None]:
     """Set up what surrounds a run, and take it down whatever happens. Collective: call on every rank."""
     engine, outcome = trainer.engine, Outcome()
-    trainer.callbacks = _callbacks_for(trainer, module, stage)
+    trainer.callbacks = callbacks_for(trainer, module, stage)
     trainer.module, trainer.datamodule = module, datamodule
     trainer.interrupted = trainer.is_evaluating = trainer.is_mid_epoch_validation = trainer.is_stop_validation = False
     profiler = trainer.profiler if is_measuring(trainer.profiler) else None
@@ -99,7 +99,7 @@ class Outcome:
             print(f"trainwright: {name} failed too: {type(error).__name__}: {error}", file=sys.stderr)
 
 
-def _callbacks_for(trainer: Trainer, module: Module, stage: str) -> list[Callback]:
+def callbacks_for(trainer: Trainer, module: Module, stage: str) -> list[Callback]:
     """Return the callbacks of a run: the trainer's own, and this module's in place of an earlier module's."""
     if stage != "fit" and trainer.module is module:
         return trainer.callbacks  # those that its fit has left, with what they know of it
@@ -192,11 +192,21 @@ def _withdraw_loggers(trainer: Trainer, outcome: Outcome) -> None:
         outcome.after(withdraw_loggers, trainer.loggers)
 
 
-@contextmanager
-def evaluating(
+class Request(NamedTuple):
+    """What an evaluation was asked for, looked at and completed."""
+
+    call: str
+    stage: str
+    module: Module
+    loaders: Any
+    datamodule: DataModule | None
+    path: str | None
+
+
+def read_request(
     trainer: Trainer, call: str, stage: str, model: Any, loaders: Any, ckpt_path: Any, datamodule: Any
-) -> Iterator[Evaluation]:
-    """Surround one evaluation with what it needs, and give it ready to run. Collective: call on every rank."""
+) -> Request:
+    """Return what is to be evaluated; refuse what cannot be, before anything is run. Collective: call on every rank."""
     refuse_nested(trainer, call)
     callback = trainer.checkpoint_callback
     if model is None and ckpt_path is None and callback is not None and callback.best_model_path:
@@ -211,16 +221,24 @@ def evaluating(
     if not source.is_defined:
         source.load()  # which says what is missing
     path = choose_checkpoint(ckpt_path, callback, trainer.engine)
+    return Request(call, stage, module, loaders, given_datamodule, path)
+
+
+@contextmanager
+def evaluating(trainer: Trainer, request: Request) -> Iterator[Evaluation]:
+    """Surround one evaluation with what it needs, and give it ready to run. Collective: call on every rank."""
+    call, stage, module, loaders, datamodule, path = request
+    source = find_source(stage, loaders, datamodule, module, "dataloaders", call)
     trainer.ckpt_path = path
     trained = list(trainer.engine.optimizers) if path is None and trainer.module is module else []
-    with running(trainer, module, call, given_datamodule):
+    with running(trainer, module, call, datamodule):
         opened = open_with_hooks(trainer, path) if path is not None else None
         prepare_module(trainer, module)
         trainer.engine.prepare_module(module, None)
         if opened is not None:
             restore_weights(trainer, opened)
         trainer.engine.take_seed()
-        yield Evaluation(trainer, module, stage, source, find_transfer(trainer.engine, module, given_datamodule))
+        yield Evaluation(trainer, module, stage, source, find_transfer(trainer.engine, module, datamodule))
     # What was trained with can still be saved, unless the weights are other ones now.
     trainer.engine.optimizers = trained
     if not trained:

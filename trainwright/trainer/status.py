@@ -99,8 +99,8 @@ class Status:
 
     @property
     def world_size(self) -> int:
-        """Return how many processes the job has."""
-        return self.engine.world_size
+        """Return how many processes the job has, or will have where each call starts it."""
+        return self.engine.num_workers or self.engine.world_size
 
     @property
     def num_nodes(self) -> int:
@@ -110,7 +110,7 @@ class Status:
     @property
     def num_devices(self) -> int:
         """Return how many processes, one a device, run on this node."""
-        return self.engine.environment.local_world_size
+        return self.engine.num_workers or self.engine.environment.local_world_size
 
     @property
     def device_ids(self) -> list[int]:

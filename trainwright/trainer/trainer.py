@@ -30,6 +30,7 @@ from trainwright.strategies import Strategy
 from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation, evaluate
 from trainwright.trainer.fit import TrainingRun, fit
+from trainwright.trainer.handover import hand_over
 from trainwright.trainer.hooks import HookTable
 from trainwright.trainer.inputs import (
     check_compile,
@@ -43,7 +44,7 @@ from trainwright.trainer.parts import arranged_callbacks, arranged_loggers, maki
 from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
 from trainwright.trainer.resume import edit_with_hooks, open_with_hooks, rank_state, restore, restore_parts, run_state
-from trainwright.trainer.running import evaluating, refuse_nested, running
+from trainwright.trainer.running import evaluating, read_request, refuse_nested, running
 from trainwright.trainer.settings import Settings, refuse_unknown
 from trainwright.trainer.sources import find_source, find_transfer, read_datamodule
 from trainwright.trainer.state import TrainerState
@@ -101,9 +102,11 @@ class Trainer(Status):
     Raises:
         ValueError, TypeError: a setting is wrong; said here, before any process is started.
         LaunchError: the processes of the job could not be started.
+        WorkerFailed: by a call that hands its work over, where a rank has failed.
 
     The first Trainer of a plain script that asks for several devices replaces the process by a launcher that runs the same
-    script in that many processes.
+    script in that many processes. In a notebook, a REPL, a test and `python -c`, and with strategy="ddp_spawn" or
+    "ddp_notebook", each call starts the processes, hands its work over, and brings back what it has changed.
     """
 
     def __init__(
@@ -154,17 +157,17 @@ class Trainer(Status):
         **unknown: Any,
     ) -> None:
         given = locals()
-        refuse_unknown(unknown, [name for name in given if name not in ("self", "unknown")])
+        self.given_arguments = {name: value for name, value in given.items() if name not in ("self", "unknown")}
+        """What the constructor was given, for the Trainers of processes to which a call is handed over."""
+        refuse_unknown(unknown, list(self.given_arguments))
         self.given_settings = Settings(**{each.name: given[each.name] for each in fields(Settings)})
         self.settings = self.given_settings.effective
         self.default_root_dir = choose_root(default_root_dir)
         self.profiler = resolve_profiler(profiler)
         self.callbacks = arranged_callbacks(callbacks, self.settings)
         self.loggers = arranged_loggers(logger, self.default_root_dir, self.settings)
-        precision = choose_precision(precision, plugins)
-        self.engine = Engine(
-            devices=devices, strategy=strategy, precision=precision, accelerator=accelerator, num_nodes=num_nodes
-        )
+        places = {name: given[name] for name in ("devices", "strategy", "accelerator", "num_nodes")}
+        self.engine = Engine(**places, precision=choose_precision(precision, plugins), takes_handover=True)
         check_compile(self.settings.compile, self.engine.strategy)
         set_switches(self.settings)  # once nothing is left that could be refused
         self.state = TrainerState()
@@ -249,6 +252,10 @@ class Trainer(Status):
         if not source.is_defined:
             source.load()  # which says what is missing
         path = choose_checkpoint(ckpt_path, self.checkpoint_callback, self.engine)
+        if self.engine.num_workers:
+            options = {"train_dataloaders": train, "val_dataloaders": val_dataloaders}
+            hand_over(self, "fit", model, datamodule, path, **options)
+            return
         self.state = TrainerState()
         self.should_stop, self.stop_is_agreed, self.resume_source, self.ckpt_path = False, False, None, path
         self.accumulate_grad_batches = self.settings.accumulate_grad_batches
@@ -320,7 +327,12 @@ class Trainer(Status):
         Returns:
             A list with an entry for each batch; with several loaders a list of such lists.
         """
-        with evaluating(self, "predict", "predict", model, dataloaders, ckpt_path, datamodule) as evaluation:
+        asked = read_request(self, "predict", "predict", model, dataloaders, ckpt_path, datamodule)
+        if self.engine.num_workers:
+            options = {"dataloaders": asked.loaders, "return_predictions": return_predictions}
+            outputs: list[Any] = hand_over(self, "predict", asked.module, asked.datamodule, asked.path, **options)
+            return outputs
+        with evaluating(self, asked) as evaluation:
             predictions = predict(evaluation, return_predictions is not False)
         return predictions[0] if len(predictions) == 1 else predictions
 
@@ -340,6 +352,13 @@ class Trainer(Status):
             raise ValueError("storage_options is not accepted; put them into the fsspec URL or its configuration.")
         if not self.engine.modules:
             raise RuntimeError("there is nothing to save: save_checkpoint works from fit's beginning on.")
+        if not weights_only and self.engine.num_workers:
+            rank_zero_warn(
+                "the optimizers have ended with the processes that the run was handed over to: save_checkpoint writes the "
+                "weights alone, from which no fit goes on; ModelCheckpoint saves all, within the run.",
+                stacklevel=2,
+            )
+            weights_only = True
         if not weights_only and self.stage != "fit" and not self.engine.optimizers:
             raise RuntimeError(
                 "the latest run was an evaluation, which has no optimizer to save; pass weights_only=True, or save after fit."
@@ -460,7 +479,13 @@ class Trainer(Status):
     def _evaluate(
         self, call: str, stage: str, model: Any, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
     ) -> list[dict[str, float]]:
-        with evaluating(self, call, stage, model, loaders, ckpt_path, datamodule) as evaluation:
+        asked = read_request(self, call, stage, model, loaders, ckpt_path, datamodule)
+        metrics: list[dict[str, float]]
+        if self.engine.num_workers:
+            options = {"dataloaders": asked.loaders, "verbose": verbose}
+            metrics = hand_over(self, call, asked.module, asked.datamodule, asked.path, **options)
+            return metrics
+        with evaluating(self, asked) as evaluation:
             metrics = evaluate(evaluation)
         if verbose and any(metrics):
             names = [name for name, _ in evaluation.loaders]

@@ -1,0 +1,89 @@
+"""Handing work over: a function runs in every worker of a new job, and what it returned on rank 0 comes back.
+
+For a process whose own command cannot be run again: a notebook, a REPL, a test runner. The workers are fresh interpreters
+under the same launcher as a script's (never forks: CUDA may be in use here); they do not run the user's script.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from trainwright.distributed.agreement import summarize
+from trainwright.distributed.environment import Environment
+from trainwright.errors import LaunchError, WorkerFailed
+from trainwright.launch.packing import pack, read_result, unpack, write_result
+from trainwright.launch.processes import launcher_command
+from trainwright.launch.relay import run_beside
+
+WORK, PLACE, RESULT, REPORT = "work", "place.json", "result", "report"
+
+
+def run_in_workers(
+    function: Callable[..., Any], named: dict[str, Any], num_processes: int, *, folder: Path, asked: str
+) -> Any:
+    """Run `function(folder, **named)` in every worker of a new job; return what it returned on rank 0.
+
+    Args:
+        function: is imported by the workers, or travels with the work where they cannot; returns plain data and tensors.
+        named: its arguments; their names stand in the error about one that cannot be copied.
+        num_processes: how many workers.
+        folder: an empty folder that is this job's own.
+        asked: begins the errors: what asked for the job.
+
+    Raises:
+        TypeError: an argument that cannot be copied.
+        WorkerFailed: a rank has failed.
+        LaunchError: the job could not be started.
+    """
+    pack(folder / WORK, {**named, "the function": function}, asked)
+    place = {"path": [str(entry) for entry in sys.path], "argv": [str(each) for each in sys.argv]}
+    (folder / PLACE).write_text(json.dumps(place), encoding="utf-8")
+    worker = str(Path(__file__).with_name("worker.py"))
+    flags = cast("list[str]", cast(Any, subprocess)._args_from_interpreter_flags())
+    command = [sys.executable, *flags, worker, str(folder)]
+    code = run_beside(launcher_command(num_processes, command, report=str(folder / REPORT)))
+    result = folder / RESULT
+    if code != 0 or not result.exists():
+        raise _failed(folder, code, asked)
+    return read_result(result)
+
+
+def work(folder: str) -> None:
+    """Do in a worker what was handed over, and leave what rank 0 returned."""
+    place, environment = Path(folder), Environment.detect()
+    rank = environment.rank
+    try:
+        named = unpack(place / WORK)
+        (place / f"taken-{rank}").touch()
+        if len(list(place.glob("taken-*"))) == environment.world_size:
+            (place / WORK).unlink(missing_ok=True)  # it may be large, and nobody removes it if this process is killed
+        result = named.pop("the function")(place, **named)
+        if rank == 0:
+            write_result(place / f"{RESULT}.part", result)
+            os.rename(place / f"{RESULT}.part", place / RESULT)
+    except Exception as error:
+        (place / f"error-{rank}").write_text(summarize(error), encoding="utf-8")
+        raise
+
+
+def _failed(folder: Path, code: int, asked: str) -> Exception:
+    """Return the error that says how a job has ended."""
+    report = folder / REPORT
+    if code == 0:
+        return WorkerFailed(f"{asked}: a worker left before its work was done; call no sys.exit() in it.")
+    if not report.exists():
+        return LaunchError(
+            f"{asked}: the launcher of its workers ended with exit code {code} before their work was done; what it printed "
+            "stands above. Start the work as a script to see more."
+        )
+    text = report.read_text(encoding="utf-8").strip()
+    told = sorted(each.read_text(encoding="utf-8") for each in folder.glob("error-*"))
+    if told and "(exit code" in text:  # it failed where it was not in touch with the others, before or after the job
+        text = f"{text} ({told[0]})"
+    return WorkerFailed(f"{asked}: {text} A traceback, where there is one, was printed to standard error.")

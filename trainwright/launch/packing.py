@@ -1,0 +1,191 @@
+"""Work on its way to another process of the same user: packed with cloudpickle, and what cannot be packed named.
+
+Classes and functions travel with it where the other process could not import them: those of a notebook, of `__main__`, and
+of modules that a test runner has made. Tensors are written from their own memory, beside the rest, and not copied.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from functools import partial
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+
+ADVICE = (
+    "Accepted is what cloudpickle can copy; open files, locks, connections and generators are not. Make it where it is used "
+    "(in setup(), in a hook, at the first __getitem__), or leave it out in __getstate__; a plain script needs no copy."
+)
+DEEPEST = 40
+LARGE_BYTES = 1 << 20
+"""From here on a numpy array is written from its own memory too, as a tensor."""
+NUMBERS = frozenset(("int8", "int16", "int32", "int64", "uint8", "float16", "float32", "float64", "bool"))
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Cloudpickle's, which also takes along what stands in modules that a fresh interpreter would not find."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._known: set[str] = set()
+        self._carried: list[types.ModuleType] = []
+
+    def dump(self, obj: Any) -> None:
+        try:
+            super().dump(obj)
+        finally:
+            for module in self._carried:
+                cloudpickle.unregister_pickle_by_value(module)
+            self._carried.clear()
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, types.FunctionType)):
+            self._carry(obj.__module__)
+        if _is_large_array(obj):
+            return torch.Tensor.numpy, (torch.from_numpy(obj),)
+        return super().reducer_override(obj)
+
+    def _carry(self, name: str | None) -> None:
+        if name is None or name in self._known:
+            return
+        self._known.add(name)
+        module = sys.modules.get(name)
+        if module is None or name == "__main__" or is_importable(module):
+            return
+        if name not in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.register_pickle_by_value(module)
+            self._carried.append(module)
+
+
+def _is_large_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or type(value) is not numpy.ndarray or value.nbytes < LARGE_BYTES:
+        return False
+    return bool(value.flags.carray and value.dtype.isnative and value.dtype.name in NUMBERS)
+
+
+def is_importable(module: types.ModuleType) -> bool:
+    """Return whether a fresh interpreter with this search path would find this very module."""
+    path: Any = None
+    spec: ModuleSpec | None = None
+    parts = module.__name__.split(".")
+    for count in range(1, len(parts) + 1):
+        spec = _find_spec(".".join(parts[:count]), path)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+        if path is None and count < len(parts):
+            return False
+    own = getattr(module, "__file__", None)
+    return spec is not None and (own is None or spec.origin == own)
+
+
+def _find_spec(name: str, path: Any) -> ModuleSpec | None:
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec: ModuleSpec | None = find(name, path) if find is not None else None
+        if spec is not None:
+            return spec
+    return None
+
+
+def pack(path: Path, work: Mapping[str, Any], asked: str) -> None:
+    """Write the work to a file.
+
+    Raises:
+        TypeError: something in it cannot be copied; the message says where it is.
+    """
+    try:
+        torch.save(dict(work), path, pickle_module=sys.modules[__name__], pickle_protocol=5)
+    except Exception as error:  # whatever an object's __reduce__ or __getstate__ raises
+        for name, value in work.items():
+            if (reason := _failure(value)) is not None:
+                where, culprit, reason = find_culprit(value, name, reason)
+                raise TypeError(
+                    f"{asked} hands its work over to new processes, and {where} ({type(culprit).__name__}) cannot be copied "
+                    f"there: {reason}. {ADVICE}"
+                ) from error
+        raise
+
+
+def unpack(path: Path) -> dict[str, Any]:
+    """Read the work that `pack` has written, onto the CPU. It is trusted: it comes from this user's other process."""
+    work: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
+    return work
+
+
+def write_result(path: Path, result: Any) -> None:
+    """Write plain data and tensors."""
+    torch.save(result, path)
+
+
+def read_result(path: Path) -> Any:
+    """Read what `write_result` has written; nothing but plain data and tensors is read."""
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+class _Probe(Pickler):
+    """Tries whether an object can be packed, without the memory of its tensors."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        return "tensor" if isinstance(obj, (torch.TypedStorage, torch.UntypedStorage)) else None
+
+
+def _failure(value: Any) -> str | None:
+    try:
+        _Probe(io.BytesIO(), protocol=5).dump(value)
+    except Exception as error:
+        return str(error).strip().rstrip(".") or type(error).__name__
+    return None
+
+
+def find_culprit(value: Any, where: str, reason: str) -> tuple[str, Any, str]:
+    """Return the place of the innermost part that cannot be packed, that part, and why."""
+    seen: set[int] = set()
+    while id(value) not in seen and len(seen) < DEEPEST:
+        seen.add(id(value))
+        for name, part in _parts(value):
+            if id(part) not in seen and (failure := _failure(part)) is not None:
+                value, where, reason = part, where + name, failure
+                break
+    return where, value, reason
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object is made of, each with what its place is called."""
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from ((f"[{number}]", item) for number, item in enumerate(value))
+    elif isinstance(value, types.MethodType):
+        yield from (("", value.__self__), ("", value.__func__))
+    elif isinstance(value, partial):
+        yield from (("", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, types.FunctionType):
+        variables = inspect.getclosurevars(value)
+        yield from ((f", its variable {name!r}", item) for name, item in variables.nonlocals.items())
+        yield from ((f", the global {name!r}", item) for name, item in variables.globals.items())
+        yield from ((f", its default {item!r:.30}", item) for item in value.__defaults__ or ())
+    elif isinstance(value, type):
+        yield from ((f".{name}", getattr(item, "__func__", item)) for name, item in vars(value).items())
+        yield from ((f", its base {base.__name__}", base) for base in value.__bases__)
+    elif hasattr(value, "__dict__"):
+        yield from _attributes(value)
+        yield (f", its class {type(value).__name__}", type(value))
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    own = getattr(value, "__getstate__", None)
+    state = own() if callable(own) else vars(value)
+    for name, item in (state if isinstance(state, Mapping) else vars(value)).items():
+        if isinstance(value, torch.nn.Module) and name in ("_modules", "_parameters", "_buffers"):
+            yield from ((f".{key}", each) for key, each in item.items())
+        else:
+            yield f".{name}", item
