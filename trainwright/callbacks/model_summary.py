@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,17 +42,17 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         # On every rank: the forward of a sharded module is collective.
-        trainer.print(summarize(module, self.max_depth, trainer.engine.precision.forward_context))
+        trainer.print(summarize(module, self.max_depth, partial(trainer.engine.run, module, "forward")))
 
 
 def summarize(
     module: nn.Module,
     max_depth: int = 1,
-    forward_context: Callable[[], Any] = lambda: None,
+    run: Callable[..., Any] | None = None,
 ) -> str:
-    """Return the table. `forward_context` returns the context that a forward runs in, or None."""
+    """Return the table. `run` makes the module's forward with the arguments that it is given; by default by calling it."""
     children = {name: child for name, child in module.named_modules() if name and _is_shown(name, max_depth)}
-    sizes, note = _measure(module, children, forward_context)
+    sizes, note = _measure(module, children, run or module)
     header = ["Name", "Type", "Parameters", "Mode"] + (["In", "Out"] if sizes else [])
     rows = [
         [
@@ -65,7 +66,7 @@ def summarize(
     ]
     parameters = list(module.parameters())
     trainable = _count(parameter for parameter in parameters if parameter.requires_grad)
-    size = sum(each.numel() * each.element_size() for each in parameters if not is_lazy(each))
+    size = sum(_numel(each) * each.element_size() for each in parameters if not is_lazy(each))
     lines = _table([header, *rows]) if rows else []
     lines.append(f"{_count(parameters):,} parameters, {trainable:,} of them trained, {size / 2**20:.3f} MiB")
     if any(is_lazy(parameter) for parameter in parameters):
@@ -80,7 +81,11 @@ def _is_shown(name: str, max_depth: int) -> bool:
 
 
 def _count(parameters: Any) -> int:
-    return sum(parameter.numel() for parameter in parameters if not is_lazy(parameter))
+    return sum(_numel(parameter) for parameter in parameters if not is_lazy(parameter))
+
+
+def _numel(parameter: Any) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))  # ZeRO leaves an empty tensor in a sharded one's stead
 
 
 def _table(rows: list[list[str]]) -> list[str]:
@@ -96,7 +101,7 @@ def _table(rows: list[list[str]]) -> list[str]:
 
 
 def _measure(
-    module: nn.Module, children: Mapping[str, nn.Module], forward_context: Callable[[], Any]
+    module: nn.Module, children: Mapping[str, nn.Module], run: Callable[..., Any]
 ) -> tuple[Sizes, str]:
     """Run the module on its example_input_array; return the sizes, or a note of what went wrong."""
     example = getattr(module, "example_input_array", None)
@@ -116,18 +121,15 @@ def _measure(
         stack.enter_context(_without_trace(module))
         for name, child in children.items():
             stack.callback(child.register_forward_hook(record(name), with_kwargs=True).remove)
-        context = forward_context()
-        if context is not None:
-            stack.enter_context(context)
         try:
             first = next(module.parameters(), None)
             example = to_device(example, first.device if first is not None else torch.device("cpu"))
             if isinstance(example, Mapping):
-                module(**example)
+                run(**example)
             elif isinstance(example, tuple):
-                module(*example)
+                run(*example)
             else:
-                module(example)
+                run(example)
         except Exception as error:
             return {}, f"(no sizes: the forward of example_input_array failed with {type(error).__name__}: {error})"
     return sizes, ""
