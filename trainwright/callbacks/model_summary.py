@@ -85,7 +85,9 @@ def _count(parameters: Any) -> int:
 
 
 def _numel(parameter: Any) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))  # ZeRO leaves an empty tensor in a sharded one's stead
+    return int(
+        getattr(parameter, "ds_numel", parameter.numel())
+    )  # ZeRO leaves an empty tensor in a sharded one's stead
 
 
 def _table(rows: list[list[str]]) -> list[str]:
@@ -100,9 +102,7 @@ def _table(rows: list[list[str]]) -> list[str]:
 # -- what goes in and comes out ------------------------------------------------------------------------------------------
 
 
-def _measure(
-    module: nn.Module, children: Mapping[str, nn.Module], run: Callable[..., Any]
-) -> tuple[Sizes, str]:
+def _measure(module: nn.Module, children: Mapping[str, nn.Module], run: Callable[..., Any]) -> tuple[Sizes, str]:
     """Run the module on its example_input_array; return the sizes, or a note of what went wrong."""
     example = getattr(module, "example_input_array", None)
     if example is None or not children:

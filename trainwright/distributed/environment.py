@@ -141,14 +141,17 @@ def announce_place(local_rank: int, **more: str) -> None:
 _READERS: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (_read_torchrun, _read_cluster)
 
 
-def pick_backend(device_type: str) -> str:
-    """Return the collective backend for a kind of device: "nccl" for "cuda", "gloo" for "cpu"."""
+def pick_backend(device_type: str, *, on_host_too: bool = False) -> str:
+    """Return the collective backend for a kind of device: "nccl" for "cuda", "gloo" for "cpu".
+
+    `on_host_too` adds gloo for tensors in host memory, for an engine that keeps its shards there.
+    """
     import torch.distributed as dist
 
     if device_type == "cpu":
         return "gloo"
     if device_type == "cuda":
-        return "nccl"
+        return "cpu:gloo,cuda:nccl" if on_host_too else "nccl"
     backend = dist.Backend.default_device_backend_map.get(device_type)
     if backend is None:
         accepted = ", ".join(sorted(dist.Backend.default_device_backend_map))

@@ -117,7 +117,10 @@ class Engine:
         asked_seconds = timeout_seconds if timeout_seconds is not None else self.strategy.timeout_seconds
         self.timeout_seconds = 1800.0 if asked_seconds is None else asked_seconds
         self.connection = open_process_group(
-            environment, pick_backend(device_type), self.timeout_seconds, needs_group=self.strategy.needs_group
+            environment,
+            pick_backend(device_type, on_host_too=self.strategy.communicates_on_host),
+            self.timeout_seconds,
+            needs_group=self.strategy.needs_group,
         )
         if asked_seconds is not None or self.connection.owns_group:
             collectives.set_timeout(self.timeout_seconds)  # the group may have been opened before, with another

@@ -80,6 +80,8 @@ class Strategy:
     """True where torch.compile can trace what its engine does around the modules."""
     needs_group = False
     """True where its engine wants a process group, on one process too."""
+    communicates_on_host = False
+    """True where its engine sends tensors that are in host memory, though it computes on GPUs."""
     timeout_seconds: float | None = None
     """How long a rank waits for the others; None leaves it to the Engine."""
 
