@@ -17,10 +17,7 @@ from jobs import run_job
 from trainwright.strategies.base import Optimization
 from trainwright.strategies.deepspeed import DeepSpeedStrategy
 
-CLIPPING = (
-    "the DeepSpeed config says gradient_clipping=0.5, and the Trainer gradient_clip_val=1.0: the config's is used."
-)
-ACCUMULATION = "the DeepSpeed config says gradient_accumulation_steps=2, and the Trainer accumulate_grad_batches=4: the config's is used."
+TOLD = "the DeepSpeed config says {}: the config's is used."
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +69,13 @@ def test_a_loop_of_ones_own(job: Any, stage: int) -> None:
 @pytest.mark.slow
 def test_disagreements_are_told_once(job: Any) -> None:
     told = job[0][0]["told"]
-    stage = "the DeepSpeed config says stage=1, and the strategy stage=2: the config's is used."
-    assert told["all"] == [stage, CLIPPING, ACCUMULATION]
+    assert told["all"] == [
+        TOLD.format("stage=1, and the strategy stage=2"),
+        TOLD.format("gradient_clipping=0.5, and the Trainer gradient_clip_val=1.0"),
+        TOLD.format("gradient_accumulation_steps=2, and the Trainer accumulate_grad_batches=4"),
+    ]
     assert told["agree"] == told["silent"] == told["none"] == []
-    assert told["bf16"] == ["the DeepSpeed config says bf16-mixed, and the Trainer 16-mixed: the config's is used."]
+    assert told["bf16"] == [TOLD.format("bf16-mixed, and the Trainer 16-mixed")]
     assert told["fp16"] == ["DeepSpeed has no float16 on the CPU: bfloat16 is used in its place."]
     assert all(texts == [] for texts in job[0][1]["told"].values())  # rank 0 speaks
 
@@ -90,6 +90,7 @@ def test_precisions(job: Any) -> None:
             assert 0.0 < loss < 20.0
 
 
+@pytest.mark.slow
 def test_one_process(tmp_path: Path) -> None:
     """One process trains as without the strategy."""
     script = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainwright.strategies.materialize import materialize
+from trainwright.strategies.materialize import innermost_first, materialize
 
 CPU = torch.device("cpu")
 
@@ -29,8 +29,12 @@ class Scaled(nn.Module):
 
 
 def transformer() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-    return nn.Sequential(nn.Embedding(7, 4, padding_idx=0), layer, nn.MultiheadAttention(4, 2), nn.Linear(4, 7))
+    return nn.Sequential(
+        nn.Embedding(7, 4, padding_idx=0),
+        nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+        nn.MultiheadAttention(4, 2),
+        nn.Linear(4, 7),
+    )
 
 
 def mixture() -> nn.Module:
@@ -68,21 +72,20 @@ def test_tied_tensors_stay_tied() -> None:
     assert net[0].weight is net[2].weight
 
 
-def test_parts_are_made_in_the_order_given() -> None:
-    """A part at a time, as they are sharded, draws what all at once draw."""
+def test_parts_are_made_one_after_another() -> None:
+    """Parts, as they are sharded, draw what all at once draw, and leave the others as they are."""
     torch.manual_seed(3)
     real = transformer()
     with torch.device("meta"):
         module = transformer()
     torch.manual_seed(3)
-    for part in module:
-        parts = [*reversed(list(part.modules()))]
-        materialize(module, CPU, [each for each in parts if isinstance(each, nn.Embedding)])
-        if isinstance(part, nn.Embedding):
-            assert torch.equal(part.weight, real[0].weight)
-        else:
-            assert all(parameter.is_meta for parameter in part.parameters())
-    materialize(module, CPU)
+    order = list(innermost_first(module))
+    assert order[-1] is module
+    half = order.index(module[1]) + 1
+    materialize(module, CPU, order[:half])
+    assert torch.equal(module[1].linear1.weight, real[1].linear1.weight)
+    assert all(parameter.is_meta for parameter in (*module[2].parameters(), *module[3].parameters()))
+    materialize(module, CPU, order[half:])
     assert torch.equal(module[3].weight, real[3].weight)
 
 

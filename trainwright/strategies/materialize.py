@@ -19,7 +19,8 @@ def materialize(module: nn.Module, device: torch.device, parts: Sequence[nn.Modu
     """Replace the module's meta tensors by real ones, initialised as its constructors would have.
 
     Each submodule's own `reset_parameters` is called, innermost first, which draws the numbers in the order in which
-    constructors draw them. What else was done to a tensor on the meta device is lost there, so it is refused: torch counts
+    constructors draw them, as long as modules are registered as they are made; copies of a module draw numbers of their
+    own. What else was done to a tensor on the meta device is lost there, so it is refused: torch counts
     how often a tensor was changed in place, and both counts have to agree. Tied tensors stay tied, with the values of the
     first module that has them.
 

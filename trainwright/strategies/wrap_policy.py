@@ -25,7 +25,8 @@ def choose_groups(
     group has. A parameter that is also used from outside of a block (a tied weight) keeps the block from being one.
 
     Raises:
-        ValueError: the policy's classes name a module whose parameters are tied to others outside of it, or none at all.
+        ValueError: the policy names a module whose parameters are tied to others outside of it, one that cannot be called,
+            or none at all.
     """
     owners: dict[Tensor, set[nn.Module]] = {}
     for each in module.modules():
@@ -43,6 +44,11 @@ def choose_groups(
         )
     names = {each: name for name, each in module.named_modules()}
     for group in groups:
+        if not has_forward(group):
+            raise ValueError(
+                f"auto_wrap_policy makes {names[group]!r} a group, but a {type(group).__name__} cannot be called, and a call "
+                "is what gathers a group. Name the classes of the modules in it."
+            )
         if tied := _tied(group, owners):
             raise ValueError(
                 f"auto_wrap_policy makes {names[group]!r} a group, but its parameter {tied!r} is also used outside of it (tied "
