@@ -50,6 +50,7 @@ def test_modules_that_use_weights_inside_of_them_stay_whole() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
     net = nn.Sequential(encoder, nn.Sequential(nn.MultiheadAttention(8, 2)))
     assert names(net) == ["0.layers.0", "0.layers.1", "1.0"]
+    assert sorted(names(encoder, {nn.Linear})) == [f"layers.{n}.linear{m}" for n in (0, 1) for m in (1, 2)]
 
 
 def test_tied_weights_keep_a_block_from_being_a_group() -> None:

@@ -118,6 +118,8 @@ def _make_wrapper(*args: Any, **options: Any) -> Any:
     class FollowingDDP(ShardedDataParallel):  # type: ignore[misc]
         """ShardedDDP that takes note of a change of what is trained once, not before each forward from then on."""
 
+        _grad_to_be_reduced: list[bool]
+
         def _detect_train_change(self) -> bool:
             has_changed: bool = super()._detect_train_change()
             if has_changed:

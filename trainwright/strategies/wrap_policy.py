@@ -35,7 +35,10 @@ def choose_groups(
     if policy is None:
         return list(_by_size(module, owners, min_parameters, {}))
     is_wanted = policy if callable(policy) and not isinstance(policy, type) else _is_one_of(policy)
-    groups = [each for each in reversed(list(module.modules())) if each is not module and is_wanted(each)]
+    modules = list(module.modules())
+    # A Linear by its class, which attention reads the weight of and never calls.
+    uncalled = {each.out_proj for each in modules if isinstance(each, nn.MultiheadAttention)}
+    groups = [each for each in reversed(modules) if each is not module and each not in uncalled and is_wanted(each)]
     if not groups:
         found = sorted({type(each).__name__ for each in module.modules() if each is not module})
         raise ValueError(
