@@ -36,6 +36,7 @@ def run_job(function: Callable[[Path], Any], ranks: int, folder: Path, *, second
 
 def main() -> None:
     path, name, folder = sys.argv[1:]
+    sys.path.append(str(Path(path).parent))  # of the job's neighbours
     spec = importlib.util.spec_from_file_location("job_module", path)
     assert spec is not None
     assert spec.loader is not None

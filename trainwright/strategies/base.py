@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.contents import describe_optimizer, is_extra_state
@@ -78,6 +79,8 @@ class Strategy:
     """True where its engine's own configuration says which optimizer to make, so that the module makes none."""
     takes_compile = True
     """True where torch.compile can trace what its engine does around the modules."""
+    keeps_optimizers = True
+    """True where optimizers still have their state when the run that they were made for is over."""
     needs_group = False
     """True where its engine wants a process group, on one process too."""
     communicates_on_host = False
@@ -296,6 +299,17 @@ def refuse_sharded(module: nn.Module, name: str) -> None:
                 f"parameter {parameter_name!r} of {type(module).__name__} is sharded, as fsdp or ZeRO stage 3 has left it, and "
                 f"strategy={name!r} needs it whole. Go on with the strategy that sharded it, or make the module anew and "
                 "load a checkpoint."
+            )
+
+
+def refuse_lazy(module: nn.Module, name: str) -> None:
+    """Refuse parameters whose shape the first forward is to tell (ValueError): there is nothing to share out yet."""
+    for parameter_name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"parameter {parameter_name!r} of {type(module).__name__} is lazy: its shape is not known before a forward, "
+                f"and strategy={name!r} shares it out before. Run a forward on a sample in the module's __init__, or give the "
+                "layer its size."
             )
 
 

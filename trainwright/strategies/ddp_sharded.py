@@ -20,7 +20,7 @@ from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.distributed import collectives
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_info
-from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors
+from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, refuse_lazy
 from trainwright.strategies.group_view import GroupView
 from trainwright.strategies.late_reduction import LateReduction
 
@@ -112,11 +112,32 @@ def _make_oss(own: Optimizer) -> Any:
     return BalancedOSS([dict(group) for group in own.param_groups], optim=take_own)
 
 
+def _make_wrapper(*args: Any, **options: Any) -> Any:
+    from fairscale.nn.data_parallel import ShardedDataParallel
+
+    class FollowingDDP(ShardedDataParallel):  # type: ignore[misc]
+        """ShardedDDP that takes note of a change of what is trained once, not before each forward from then on."""
+
+        _grad_to_be_reduced: list[bool]
+
+        def _detect_train_change(self) -> bool:
+            has_changed: bool = super()._detect_train_change()
+            if has_changed:
+                self._reference_trainable_mask = [p.requires_grad for p in self._all_params]
+                self._grad_to_be_reduced = []  # else it warns of parameters that the last step did not use
+                for frozen in (p for p in self._all_params if not p.requires_grad):
+                    frozen.grad = None  # else momentum and decay would go on with it
+            return has_changed
+
+    return FollowingDDP(*args, **options)
+
+
 class ShardedDDPStrategy(Strategy):
     """Data parallelism whose optimizer state is dealt out over the ranks, tensor by tensor.
 
     For any module whose parameters have one dtype, and any optimizer that steps each parameter by itself. Optimizers may not
-    call closures. Gradients that this rank does not step are undefined after a backward.
+    call closures. Gradients that this rank does not step are undefined after a backward, and a parameter that a step leaves out
+    counts as one whose gradient is zero.
 
     Args:
         reduce_buffer_size: elements of a bucket in which small gradients are sent together.
@@ -153,6 +174,7 @@ class ShardedDDPStrategy(Strategy):
         self.place(module)
         if self.world_size == 1:
             return
+        refuse_lazy(module, self.name)
         broadcast_tensors((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic
         self.wrapped[module] = None  # until its optimizers are there
@@ -179,8 +201,6 @@ class ShardedDDPStrategy(Strategy):
 
     def _wrap(self, modules: Sequence[nn.Module]) -> None:
         """Put ShardedDDP around the modules whose optimizers are there and that have none yet."""
-        from fairscale.nn.data_parallel import ShardedDataParallel
-
         for module in modules:
             own = set(module.parameters())
             theirs = [
@@ -190,7 +210,7 @@ class ShardedDDPStrategy(Strategy):
             ]
             if self.wrapped.get(module) is not None or not theirs:
                 continue
-            self.wrapped[module] = ShardedDataParallel(
+            self.wrapped[module] = _make_wrapper(
                 StepForward(module),
                 [each.oss for each in theirs],
                 sync_models_at_startup=False,  # done already

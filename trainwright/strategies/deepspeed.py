@@ -23,7 +23,7 @@ from trainwright.compiled_names import clean_name
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import zero_state
-from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step
+from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, refuse_lazy
 from trainwright.strategies.deepspeed_config import build_config, low_precision, read_config, settle
 from trainwright.strategies.deepspeed_engine import make_engine
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, owned
@@ -57,6 +57,7 @@ class DeepSpeedStrategy(Strategy):
     is_parallel = True
     takes_closure = False
     needs_group = True
+    keeps_optimizers = False
 
     def __init__(
         self,
@@ -151,6 +152,7 @@ class DeepSpeedStrategy(Strategy):
         return (self.offload_optimizer and self.device.type != "cpu") or asked
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        refuse_lazy(module, self.name)
         sharded = {name: p for name, p in module.named_parameters() if hasattr(p, "ds_id")}
         if self.stage < 3 or not sharded:
             self.place(module)
@@ -159,24 +161,26 @@ class DeepSpeedStrategy(Strategy):
         whole = [p for p in module.parameters() if not hasattr(p, "ds_id")]
         broadcast_tensors((*whole, *module.buffers()))
         self.wrapped[module] = None
-        self._trained[module] = [name for name, p in module.named_parameters() if p.requires_grad]
-        if optimization is None and self.stage == 3:
+        if optimization is None and self.stage == 3 and any(True for _ in module.parameters()):
             self._parts[module] = [self._initialize(Part([module]), None)]
 
     def _refuse_other_dtype(self, sharded: Mapping[str, Any]) -> None:
         """Refuse what an earlier run has sharded in another precision's dtype (ValueError)."""
-        low = self.precision.autocast_dtype
+        told = self.precision.name
+        low = torch.bfloat16 if told.startswith("bf16") else torch.float16 if told.startswith("16") else None
         for name, parameter in sharded.items():
             is_low = parameter.ds_tensor.dtype in (torch.bfloat16, torch.float16)
             if parameter.ds_tensor.dtype != low and (low is not None or is_low):
                 raise ValueError(
-                    f"parameter {name!r} was sharded by a run in another precision, and this one is in {self.precision.name}; "
+                    f"parameter {name!r} was sharded by a run in another precision, and this one is in {told}; "
                     "go on in that precision, or make the module anew and load a checkpoint."
                 )
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
     ) -> list[Optimizer]:
+        for module in modules:
+            self._trained.setdefault(module, [name for name, p in module.named_parameters() if p.requires_grad])
         if not optimizers and not self._engines and self.makes_optimizer:
             return [self._make_optimizer(modules)]
         if optimizers and self.makes_optimizer:
@@ -281,6 +285,7 @@ class DeepSpeedStrategy(Strategy):
     def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
         engine = self._engines[optimizer]
         zero, norm = engine.optimizer, None
+        zero_state.fill_missing_gradients(zero, self.stage)
         zero.clip_grad = 0.0
         if isinstance(clip, partial) and clip.func == self.clip_gradients:
             asked = clip.keywords
@@ -326,6 +331,7 @@ class DeepSpeedStrategy(Strategy):
                 "under offloading DeepSpeed keeps gradients where they cannot be changed before its step; clip by the "
                 "Trainer's gradient_clip_val, or do not offload."
             )
+        zero_state.fill_missing_gradients(zero, self.stage)
         if self.stage == 1 and optimizer not in self._finished:
             engine._running_engine_step = True  # the boundary of a window, else nothing is reduced
             engine.allreduce_gradients()

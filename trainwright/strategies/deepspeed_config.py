@@ -41,7 +41,26 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
         raise TypeError(
             f"config= is a {type(config).__name__}; accepted are a dict of DeepSpeed's settings, or the path of a JSON file."
         )
-    return _without_auto(copy.deepcopy(dict(config)))
+    return _checked(_without_auto(copy.deepcopy(dict(config))))
+
+
+def _checked(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration, of which what is read here has the right kind (ValueError)."""
+    for key in ("zero_optimization", "fp16", "bf16", "optimizer"):
+        if not isinstance(config.get(key, {}), Mapping):
+            raise ValueError(
+                f"the DeepSpeed config's {key}={config[key]!r} is no section; give a dict of settings, or leave it out."
+            )
+    clip, accumulate = config.get("gradient_clipping", 0.0), config.get("gradient_accumulation_steps", 1)
+    if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip >= 0:
+        raise ValueError(
+            f"the DeepSpeed config's gradient_clipping={clip!r} is no number from 0; give the largest norm, 0 for none."
+        )
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(
+            f"the DeepSpeed config's gradient_accumulation_steps={accumulate!r} is not accepted; give a whole number from 1."
+        )
+    return config
 
 
 def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,15 +20,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.checkpoint.tensors import Piece
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors
+from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, refuse_lazy
 from trainwright.strategies.late_reduction import LateReduction
-from trainwright.strategies.materialize import materialize
+from trainwright.strategies.materialize import innermost_first, materialize
 from trainwright.strategies.sharded_access import explain, open_methods, refuse_sharded_loss
 from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, choose_groups
 
@@ -114,6 +116,7 @@ class FSDPStrategy(Strategy):
         self._late.follow(p for p in module.parameters() if not isinstance(p, DTensor))
 
     def _shard(self, module: nn.Module) -> None:
+        refuse_lazy(module, self.name)
         before = dict(module.named_parameters())
         if any(isinstance(parameter, DTensor) for parameter in before.values()):
             raise ValueError(
@@ -125,15 +128,25 @@ class FSDPStrategy(Strategy):
         root = Root(module)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         low = self.mixed_precision or self._policy()
-        if low.param_dtype is not None:
-            known = set(groups)
-            norms = [each for each in module.modules() if isinstance(each, _BatchNorm) and each not in known]
-            for norm in norms:
-                self._shard_group(norm, mesh, MixedPrecisionPolicy())
-        for group in groups:
-            kind = type(group)
-            self._shard_group(group, mesh, low)
-            open_methods(group, kind, lambda: root.depth > 0)
+        chosen = set(groups)
+        constructed: list[nn.Module] = []
+        for each in innermost_first(
+            module
+        ):  # so that meta modules draw their values in the order of their constructors
+            constructed.append(each)
+            if each in chosen and each is not module:
+                materialize(module, self.device, constructed)
+                kind = type(each)
+                each.register_forward_hook(_without_views)  # before FSDP's
+                self._shard_group(each, mesh, low)
+                open_methods(each, kind, lambda: root.depth > 0)
+            elif isinstance(each, _BatchNorm) and low.param_dtype is not None:
+                materialize(module, self.device, constructed)
+                self._shard_group(each, mesh, MixedPrecisionPolicy())
+            else:
+                continue
+            constructed = []
+        materialize(module, self.device, constructed)
         for each in to_checkpoint:
             each.forward = partial(checkpoint, each.forward, use_reentrant=False)
         self._shard_group(root, mesh, low, is_root=True)
@@ -160,8 +173,7 @@ class FSDPStrategy(Strategy):
     def _shard_group(
         self, group: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, is_root: bool = False
     ) -> None:
-        """Give one group's parameters their values, rank 0's, and keep this rank's shard of them. Collective."""
-        materialize(group.module if isinstance(group, Root) else group, self.device)
+        """Give one group's parameters rank 0's values, and keep this rank's shard of them. Collective."""
         group.to(self.device)
         whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
         broadcast_tensors((*whole, *(group.buffers() if is_root else ())))
@@ -206,16 +218,17 @@ class FSDPStrategy(Strategy):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        context = self.precision.forward_context()
+        root: Any = self.wrapped[module]
         try:
-            if context is None:
-                return self.wrapped[module](name, *args, **kwargs)
-            with context:
-                return self.wrapped[module](name, *args, **kwargs)
+            with self.precision.forward_context() or nullcontext():
+                outputs = root(name, *args, **kwargs)
         except RuntimeError as error:
             if (explained := explain(error, module)) is not None:
                 raise explained from error
             raise
+        if not (self._automatic and torch.is_grad_enabled()):
+            root.reshard()  # no backward will: and what a hook freezes has to be the shard, not what was gathered
+        return outputs
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         refuse_sharded_loss(loss, next(iter(self.wrapped), None))
@@ -307,6 +320,13 @@ class FSDPStrategy(Strategy):
         for root in self._roots():
             root.reshard()
             root.unshard()
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """Copy the views among a group's outputs: one that is changed in place would lose FSDP's hook on it, and gradients."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return output
+    return tree_map_only(Tensor, lambda each: each.clone() if each._is_view() else each, output)
 
 
 def _total_norm(gradients: list[Tensor]) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,60 +11,85 @@ from torch.distributed.tensor import DTensor
 
 REMEDY = "Give its module a reset_parameters() that sets it, or make the module on a real device."
 
+Places = dict[Tensor, list[tuple[dict[str, Any], str]]]
+"""Where each meta tensor stands: in which tables of which modules, by which name."""
 
-def materialize(module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
-    """Replace the module's meta tensors by real ones, initialised as its constructors would have; return new by old.
+
+def materialize(module: nn.Module, device: torch.device, parts: Sequence[nn.Module] | None = None) -> None:
+    """Replace the module's meta tensors by real ones, initialised as its constructors would have.
 
     Each submodule's own `reset_parameters` is called, innermost first, which draws the numbers in the order in which
-    constructors draw them. What else was done to a tensor on the meta device is lost there, so it is refused: torch counts
-    how often a tensor was changed in place, and both counts have to agree. Tied tensors stay tied.
+    constructors draw them, as long as modules are registered as they are made; copies of a module draw numbers of their
+    own. What else was done to a tensor on the meta device is lost there, so it is refused: torch counts
+    how often a tensor was changed in place, and both counts have to agree. Tied tensors stay tied, with the values of the
+    first module that has them.
+
+    Args:
+        module: what the tensors are named after, and where tied ones are looked for.
+        device: where the real tensors are made.
+        parts: the submodules whose own tensors are replaced, in that order; all of them where it is not given.
 
     Raises:
         ValueError: a tensor that no reset gives its values; it is named.
     """
-    replaced = _replace(module, device)
-    if not replaced:
-        return {}
+    places: Places = {}
+    for each in module.modules():
+        for table, name, tensor in _own_tensors(each):
+            if tensor.is_meta and not isinstance(tensor, DTensor):
+                places.setdefault(tensor, []).append((table, name))
+    if not places:
+        return
+    counts: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
-        for each in _innermost_first(module):
-            reset = getattr(each, "reset_parameters", None) or getattr(each, "_reset_parameters", None)
-            own = {id(tensor) for _, tensor in _own_tensors(each)}
-            if callable(reset) and any(id(new) in own for new in replaced.values()):
-                reset()
-    counts = {id(new): (old._version, new._version) for old, new in replaced.items()}
+        for each in innermost_first(module) if parts is None else parts:
+            for old, new in _initialise(each, places, device):
+                counts[id(new)] = (old, new)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        before, after = counts.get(id(tensor), (1, 1))
+        if id(tensor) not in counts:
+            continue
+        before, after = (each._version for each in counts[id(tensor)])
         if after == 0 or before != after:
             how = "no reset_parameters sets it" if after == 0 else "it was set in other ways than by reset_parameters"
             raise ValueError(
                 f"{name!r} of {type(module).__name__} was made on the meta device, where values are lost, and {how}. {REMEDY}"
             )
-    return replaced
 
 
-def _replace(module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
-    replaced: dict[Tensor, Tensor] = {}
-    for each in module.modules():
-        for name, tensor in list(_own_tensors(each)):
-            if not tensor.is_meta or isinstance(tensor, DTensor):
-                continue
-            if tensor not in replaced:
-                empty = torch.empty_like(tensor, device=device)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                replaced[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-            tensors = each._parameters if name in each._parameters else each._buffers
-            tensors[name] = replaced[tensor]  # type: ignore[assignment]
-    return replaced
+def _initialise(module: nn.Module, places: Places, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Replace one module's own meta tensors wherever they stand, and reset it; yield the old and new ones."""
+    made: list[tuple[Tensor, Tensor]] = []
+    others: list[tuple[dict[str, Any], str, Tensor]] = []
+    for table, name, tensor in list(_own_tensors(module)):
+        if tensor in places:
+            made.append((tensor, _empty(tensor, device)))
+            for its_table, its_name in places.pop(tensor):
+                its_table[its_name] = made[-1][1]
+        elif not any(tensor is new for _, new in made):
+            others.append((table, name, tensor))
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if made and callable(reset):
+        for table, name, tensor in others:  # tied to a module before, or real: what a reset draws for it is dropped
+            table[name] = _empty(tensor, device)
+        reset()
+        for table, name, tensor in others:
+            table[name] = tensor
+    yield from made
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for tensors in (module._parameters, module._buffers):
-        for name, tensor in tensors.items():
+def _empty(tensor: Tensor, device: torch.device) -> Tensor:
+    empty = torch.empty_like(tensor, device=device)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    for table in (module._parameters, module._buffers):
+        for name, tensor in table.items():
             if tensor is not None:
-                yield name, tensor
+                yield table, name, tensor
 
 
-def _innermost_first(module: nn.Module) -> Iterator[nn.Module]:
+def innermost_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and all in it, each after what it holds: as their constructors end."""
     seen: set[nn.Module] = set()
 
     def walk(each: nn.Module) -> Iterator[nn.Module]:

@@ -25,7 +25,8 @@ def choose_groups(
     group has. A parameter that is also used from outside of a block (a tied weight) keeps the block from being one.
 
     Raises:
-        ValueError: the policy's classes name a module whose parameters are tied to others outside of it, or none at all.
+        ValueError: the policy names a module whose parameters are tied to others outside of it, one that cannot be called,
+            or none at all.
     """
     owners: dict[Tensor, set[nn.Module]] = {}
     for each in module.modules():
@@ -34,7 +35,10 @@ def choose_groups(
     if policy is None:
         return list(_by_size(module, owners, min_parameters, {}))
     is_wanted = policy if callable(policy) and not isinstance(policy, type) else _is_one_of(policy)
-    groups = [each for each in reversed(list(module.modules())) if each is not module and is_wanted(each)]
+    modules = list(module.modules())
+    # A Linear by its class, which attention reads the weight of and never calls.
+    uncalled = {each.out_proj for each in modules if isinstance(each, nn.MultiheadAttention)}
+    groups = [each for each in reversed(modules) if each is not module and each not in uncalled and is_wanted(each)]
     if not groups:
         found = sorted({type(each).__name__ for each in module.modules() if each is not module})
         raise ValueError(
@@ -43,6 +47,11 @@ def choose_groups(
         )
     names = {each: name for name, each in module.named_modules()}
     for group in groups:
+        if not has_forward(group):
+            raise ValueError(
+                f"auto_wrap_policy makes {names[group]!r} a group, but a {type(group).__name__} cannot be called, and a call "
+                "is what gathers a group. Name the classes of the modules in it."
+            )
         if tied := _tied(group, owners):
             raise ValueError(
                 f"auto_wrap_policy makes {names[group]!r} a group, but its parameter {tied!r} is also used outside of it (tied "

@@ -63,6 +63,20 @@ def allocate(
             optimizer.state[flat].setdefault(key, made)
 
 
+def fill_missing_gradients(zero: Any, stage: int) -> None:
+    """Let a step whose window no loss reached be one of zero gradients; DeepSpeed takes it that one did."""
+    if stage == 3:
+        partitions = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        for index, group in enumerate(zero.fp16_groups if not zero.offload_optimizer else []):
+            if zero.averaged_gradients.get(index) is None:
+                zero.averaged_gradients[index] = [partitions[parameter.ds_id] for parameter in group]
+        return
+    zero.setup_buckets()
+    for index, owned in enumerate(zero.params_in_partition if stage == 2 and not zero.cpu_offload else []):
+        if zero.all_grad_tensors.get(index) is None:
+            zero.all_grad_tensors[index] = zero.get_all_grad_tensors(owned, zero.gradient_accumulation_dtype)
+
+
 def refresh(parameters: Sequence[Any]) -> None:
     """Let parameters without a master, which a load has changed in their partition, show it where they are gathered."""
     for parameter in parameters:

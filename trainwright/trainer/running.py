@@ -230,7 +230,8 @@ def evaluating(trainer: Trainer, request: Request) -> Iterator[Evaluation]:
     call, stage, module, loaders, datamodule, path = request
     source = find_source(stage, loaders, datamodule, module, "dataloaders", call)
     trainer.ckpt_path = path
-    trained = list(trainer.engine.optimizers) if path is None and trainer.module is module else []
+    can_keep = path is None and trainer.module is module and trainer.engine.strategy.keeps_optimizers
+    trained = list(trainer.engine.optimizers) if can_keep else []
     with running(trainer, module, call, datamodule):
         opened = open_with_hooks(trainer, path) if path is not None else None
         prepare_module(trainer, module)

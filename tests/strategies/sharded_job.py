@@ -1,0 +1,197 @@
+"""What ddp_sharded has to do with optimizers of every kind, as functions that run on each rank and on one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract_job import quiet
+from everyday_job import Regresses, everyday, loader, numbers, trainer
+from small import QUIET
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import trainwright as tw
+from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
+
+
+class Signs(torch.optim.Optimizer):
+    """An optimizer that torch does not have, with an attribute and a plain value in its state."""
+
+    def __init__(self, params: Any, lr: float, *, decay: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.decay = decay
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                state["mean"] = state.get("mean", torch.zeros_like(parameter)) * self.decay + parameter.grad
+                parameter -= group["lr"] * state["mean"].tanh() / state["count"]
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": partial(torch.optim.Adam, lr=0.02, eps=1e-3, amsgrad=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.05, eps=1e-3),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, eps=1e-3, momentum=0.5),
+    "signs": partial(Signs, lr=0.05, decay=0.5),
+}
+
+
+class Steps(Regresses):
+    """Steps two groups by any optimizer, each at a rate of its own."""
+
+    def __init__(self, make: Any, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        lr = self.make.keywords["lr"]
+        groups = [{"params": self.body.parameters()}, {"params": self.head.parameters(), "lr": lr / 2}]
+        optimizer = self.make(groups)
+        factors = [lambda step: 0.9**step, lambda step: 1.0 / (1 + step)]
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Leaves(Regresses):
+    """Leaves out a layer in every other step, and trains another from the second epoch on only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(5, 3)
+        self.late = nn.Linear(5, 3)
+
+    def on_train_epoch_start(self) -> None:
+        self.late.requires_grad_(self.current_epoch > 0)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        hidden = self.body(batch[0]) + self.late(batch[0])
+        if batch_idx % 2:
+            hidden = hidden + self.side(batch[0])
+        return F.mse_loss(self.head(hidden.tanh()), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Freezes(Regresses):
+    """Freezes a layer in the second epoch, which momentum and decay must then leave alone, and trains it again."""
+
+    def on_train_epoch_start(self) -> None:
+        self.body[0].requires_grad_(self.current_epoch != 1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+class Norms(Regresses):
+    """Has running statistics, which differ between ranks until an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.append(nn.BatchNorm1d(3))
+
+
+def steps(strategy: Any, ranks: int, name: str, path: Path) -> list[float]:
+    used = trainer(strategy, accumulate_grad_batches=2, gradient_clip_val=0.5)
+    used.fit(Steps(OPTIMIZERS[name]), loader(22, ranks))
+    used.save_checkpoint(str(path))
+    return [group["lr"] for group in used.optimizers[0].param_groups]
+
+
+def leaves(strategy: Any, ranks: int, folder: Path) -> None:
+    for kind in (Leaves, Freezes):
+        used = trainer(strategy, max_epochs=3)
+        used.fit(kind(), loader(16, ranks))
+        used.save_checkpoint(str(folder / f"{kind.__name__}.ckpt"))
+
+
+def resumed_steps(folder: Path, name: str) -> None:
+    """Save a run that was resumed within its second epoch beside one that was never stopped."""
+    for end, settings in (("whole", {}), ("half", {"max_steps": 8})):
+        torch.manual_seed(7)
+        used = trainer("ddp_sharded", max_epochs=2, **settings)
+        used.fit(Steps(OPTIMIZERS[name], 0.3), loader(22, 1, shuffle=True))
+        used.save_checkpoint(str(folder / f"{name}-{end}.ckpt"))
+    used = trainer("ddp_sharded", max_epochs=2)
+    used.fit(Steps(OPTIMIZERS[name], 0.3), loader(22, 1, shuffle=True), ckpt_path=str(folder / f"{name}-half.ckpt"))
+    used.save_checkpoint(str(folder / f"{name}-resumed.ckpt"))
+
+
+def norms(path: Path) -> dict[str, Any]:
+    module = Norms()
+    used = trainer("ddp_sharded")
+    used.fit(module, loader(16, 1), loader(9, 1))
+    used.save_checkpoint(str(path))
+    return {"mean": module.body[-1].running_mean.clone(), "val_loss": float(used.callback_metrics["val_loss"])}
+
+
+def half_the_bytes() -> list[Tensor]:
+    """Gradients that are sent in float16: close to those sent whole, and alike on the ranks."""
+    found = []
+    for reduce_fp16 in (False, True):
+        module = Regresses()
+        trainer(lambda half=reduce_fp16: ShardedDDPStrategy(reduce_fp16=half)).fit(module, loader(16, 1))
+        found.append(torch.cat([p.detach().reshape(-1) for p in module.parameters()]))
+    return found
+
+
+def two_models(path: Path) -> Tensor:
+    """A loop of one's own with two models, of which each has an optimizer."""
+    used = tw.Accelerator(strategy="ddp_sharded", cpu=True)
+    maker, judge = Regresses(), Regresses()
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (maker, judge)]
+    maker_, judge_, first, second, data = used.prepare(maker, judge, *optimizers, DataLoader(numbers(12), batch_size=2))
+    for x, y in data:
+        for model, optimizer in ((maker_, first), (judge_, second)):
+            used.backward(F.mse_loss(model(x), y))
+            used.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    used.save_state(str(path))
+    with pytest.raises(RuntimeError, match=r"ddp_sharded deals the parameters out.*groups cannot be added later"):
+        first.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    together = [torch.cat([p.detach().reshape(-1) for p in each.parameters()]) for each in (maker, judge)]
+    return torch.stack(together)
+
+
+def refusals() -> None:
+    mixed = Regresses()
+    mixed.head.double()
+    with pytest.raises(ValueError, match=r"this AdamW steps parameters in float32, float64. Convert the module"):
+        trainer("ddp_sharded").fit(mixed, loader(4, 1))
+
+    class Closes(Regresses):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises((ValueError, RuntimeError), match=r"LBFGS"):
+        trainer("ddp_sharded").fit(Closes(), loader(4, 1))
+
+
+def sharded(folder: Path) -> dict[str, Any]:
+    """Make every check, on this rank."""
+    quiet()
+    found: dict[str, Any] = {"everyday": everyday("ddp_sharded", folder)}
+    found["lr"] = {name: steps("ddp_sharded", 1, name, folder / f"{name}.ckpt") for name in OPTIMIZERS}
+    leaves("ddp_sharded", 1, folder)
+    for name in ("sgd", "adam", "signs"):
+        resumed_steps(folder, name)
+    found["norms"] = norms(folder / "norms.ckpt")
+    found["half"] = half_the_bytes()
+    found["two"] = two_models(folder / "two.ckpt")
+    refusals()
+    used = tw.Trainer(strategy="ddp_sharded", max_epochs=1, **QUIET)
+    used.fit(Regresses(), loader(8, 1))
+    found["held"] = sum(1 for _ in used.optimizers[0].state)
+    return found

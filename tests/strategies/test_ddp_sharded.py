@@ -1,0 +1,85 @@
+"""FairScale's OSS and ShardedDDP on two ranks: any torch optimizer and one of a user's own ends as on one process."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import everyday_job
+import pytest
+import sharded_job
+import torch
+from everyday_job import Regresses, assert_everyday, assert_same_weights, loader, trainer
+from jobs import run_job
+from sharded_job import OPTIMIZERS, sharded
+
+from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    folder = tmp_path_factory.mktemp("sharded")
+    return run_job(sharded, 2, folder), folder
+
+
+def test_everyday(job: Any, tmp_path: Path) -> None:
+    ranks, folder = job
+    assert_everyday([rank["everyday"] for rank in ranks], everyday_job.alone(tmp_path), folder, tmp_path)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(job: Any, name: str, tmp_path: Path) -> None:
+    """Groups, schedulers, accumulation and clipping, with state of every kind."""
+    ranks, folder = job
+    expected = sharded_job.steps("single_device", 2, name, tmp_path / f"{name}.ckpt")
+    for rank in ranks:
+        assert rank["lr"][name] == pytest.approx(expected)
+    assert_same_weights(folder / f"{name}.ckpt", tmp_path / f"{name}.ckpt")
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "signs"])
+def test_resumed(job: Any, name: str) -> None:
+    folder = job[1]
+    assert_same_weights(folder / f"{name}-resumed.ckpt", folder / f"{name}-whole.ckpt", 0.0)
+
+
+def test_unused_and_frozen_parameters(job: Any, tmp_path: Path) -> None:
+    sharded_job.leaves("single_device", 2, tmp_path)
+    for name in ("Leaves", "Freezes"):
+        assert_same_weights(job[1] / f"{name}.ckpt", tmp_path / f"{name}.ckpt")
+
+
+def test_ranks_stay_alike(job: Any) -> None:
+    """In weights, running statistics and evaluations; float16 gradients are nearly the same, and not quite."""
+    one, other = job[0]
+    for key in ("half", "two"):
+        for left, right in zip(one[key], other[key], strict=True):
+            assert torch.equal(left, right)
+    whole, half = one["half"]
+    assert 0.0 < float((whole - half).abs().max()) < 0.01
+    assert torch.equal(one["norms"]["mean"], other["norms"]["mean"])
+    assert one["norms"]["val_loss"] == other["norms"]["val_loss"]
+    assert 0 < one["held"] < 6
+    assert one["held"] + other["held"] == 6  # tensors of the model, each with one rank
+
+
+def test_one_process_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    with caplog.at_level(logging.INFO):
+        sharded_job.steps("ddp_sharded", 2, "adam", tmp_path / "one.ckpt")
+    assert "has nothing to share on one process; it runs as 'single_device'" in caplog.text
+    sharded_job.steps("single_device", 2, "adam", tmp_path / "plain.ckpt")
+    assert_same_weights(tmp_path / "one.ckpt", tmp_path / "plain.ckpt", 0.0)
+    trainer("ddp_sharded").validate(Regresses(), loader(4, 1), verbose=False)
+
+
+@pytest.mark.parametrize("given", [-1, True, 1.5])
+def test_buffer_size_is_checked(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"reduce_buffer_size=.* is not accepted; pass a whole number from 0"):
+        ShardedDDPStrategy(reduce_buffer_size=given)
+
+
+def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"needs FairScale.*pip install 'trainwright\[fairscale\]'"):
+        ShardedDDPStrategy()

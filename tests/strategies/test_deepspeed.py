@@ -1,0 +1,162 @@
+"""DeepSpeed on two ranks and on one: its own configuration beside the Trainer's, and every stage as one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed_job
+import everyday_job
+import pytest
+from deepspeed_job import STAGES, deepspeed, deepspeed_everyday, run_equal
+from everyday_job import assert_everyday, assert_same_weights
+from jobs import run_job
+
+from trainwright.strategies.base import Optimization
+from trainwright.strategies.deepspeed import DeepSpeedStrategy
+
+TOLD = "the DeepSpeed config says {}: the config's is used."
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    folder = tmp_path_factory.mktemp("deepspeed")
+    return run_job(deepspeed, 2, folder), folder
+
+
+@pytest.mark.slow
+def test_everyday(tmp_path: Path) -> None:
+    ranks = run_job(deepspeed_everyday, 2, tmp_path)
+    expected = everyday_job.alone(tmp_path / "alone")
+    for stage in (2, 3):
+        folder = tmp_path / str(stage)
+        assert_everyday([rank[stage] for rank in ranks], expected, folder, tmp_path / "alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_equal_to_one_process(job: Any, stage: int, tmp_path: Path) -> None:
+    """Any torch optimizer, settings by the Trainer and by the config, parameters without dimensions, a scheduler."""
+    ranks, folder = job
+    expected = run_equal(stage, tmp_path, alone=True)
+    for name, (steps, lr) in expected.items():
+        for rank in ranks:
+            assert rank["equal"][stage][name] == (steps, pytest.approx(lr)), name
+        assert_same_weights(folder / f"{name}-{stage}.ckpt", tmp_path / f"{name}-{stage}.ckpt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_its_own_optimizer(job: Any, stage: int) -> None:
+    """The config's scheduler moves once a step, and both go on from a checkpoint."""
+    ranks, folder = job
+    for rank in ranks:
+        found = rank["own"][stage]
+        assert (found["steps"], found["half lr"]) == (12, pytest.approx(0.0375))
+        assert found["lr"] == pytest.approx(0.1)
+    assert_same_weights(folder / f"own-resumed-{stage}.ckpt", folder / f"own-{stage}.ckpt", 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loop_of_ones_own(job: Any, stage: int) -> None:
+    for rank in job[0]:
+        assert rank["loop"][stage] == pytest.approx(deepspeed_job.one_loop(), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_disagreements_are_told_once(job: Any) -> None:
+    told = job[0][0]["told"]
+    assert told["all"] == [
+        TOLD.format("stage=1, and the strategy stage=2"),
+        TOLD.format("gradient_clipping=0.5, and the Trainer gradient_clip_val=1.0"),
+        TOLD.format("gradient_accumulation_steps=2, and the Trainer accumulate_grad_batches=4"),
+    ]
+    assert told["agree"] == told["silent"] == told["none"] == []
+    assert told["bf16"] == [TOLD.format("bf16-mixed, and the Trainer 16-mixed")]
+    assert told["fp16"] == ["DeepSpeed has no float16 on the CPU: bfloat16 is used in its place."]
+    assert all(texts == [] for texts in job[0][1]["told"].values())  # rank 0 speaks
+
+
+@pytest.mark.slow
+def test_precisions(job: Any) -> None:
+    for rank in job[0]:
+        found = dict(rank["precisions"])
+        assert found.pop("dtype") == "torch.float32"
+        for name, (loss, used) in found.items():
+            assert name.startswith(used)
+            assert 0.0 < loss < 20.0
+
+
+@pytest.mark.slow
+def test_one_process(tmp_path: Path) -> None:
+    """One process trains as without the strategy."""
+    script = (
+        "import sys\n"
+        f"sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}\n"
+        "from pathlib import Path\n"
+        "from contract_job import quiet\n"
+        "from deepspeed_job import MAKERS, Plain, fitted\n"
+        "quiet()\n"
+        "for stage in (2, 3):\n"
+        "    strategy, path = f'deepspeed_stage_{stage}', Path(f'{stage}.ckpt')\n"
+        "    fitted(strategy, Plain(MAKERS['sgd']), 2, path, accumulate_grad_batches=2, gradient_clip_val=0.3)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    module = deepspeed_job.Plain(deepspeed_job.MAKERS["sgd"])
+    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
+    deepspeed_job.fitted("single_device", module, 2, tmp_path / "plain.ckpt", **settings)
+    for stage in (2, 3):
+        assert_same_weights(tmp_path / f"{stage}.ckpt", tmp_path / "plain.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"stage": 4}, ValueError, r"stage=4 is not accepted; choose from 1, 2 and 3"),
+        ({"config": {"zero_optimization": {"stage": 0}}}, ValueError, r"stage=0 is not accepted"),
+        (
+            {"stage": 2, "offload_parameters": True},
+            ValueError,
+            r"needs stage 3, which shards them, and this is stage 2",
+        ),
+        ({"config": "/nowhere.json"}, ValueError, r"config='/nowhere.json': there is no such file"),
+        ({"config": [1]}, TypeError, r"config= is a list; accepted are a dict"),
+        ({"config": {"fp16": {"enabled": True}, "bf16": {"enabled": True}}}, ValueError, r"enables fp16 and bf16"),
+        ({"config": {"zero_optimization": 2}}, ValueError, r"zero_optimization=2 is no section; give a dict"),
+        ({"config": {"fp16": True}}, ValueError, r"fp16=True is no section; give a dict"),
+        ({"config": {"gradient_clipping": "much"}}, ValueError, r"gradient_clipping='much' is no number"),
+        ({"config": {"gradient_accumulation_steps": 0}}, ValueError, r"gradient_accumulation_steps=0 is not accepted"),
+    ],
+)
+def test_settings_are_checked(options: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        DeepSpeedStrategy(**options)
+
+
+def test_a_damaged_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{'stage': 2}")
+    with pytest.raises(ValueError, match=r"config.json' is no JSON .*; mend the file"):
+        DeepSpeedStrategy(config=tmp_path / "config.json")
+
+
+def test_batch_sizes_that_leave_the_accumulation_open() -> None:
+    strategy = DeepSpeedStrategy(config={"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2})
+    with pytest.raises(ValueError, match=r"leave the accumulation to be worked out; give gradient_accumulation_steps"):
+        strategy.settle(Optimization())
+
+
+def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"needs DeepSpeed.*pip install 'trainwright\[deepspeed\]'"):
+        DeepSpeedStrategy()

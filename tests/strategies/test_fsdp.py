@@ -1,0 +1,101 @@
+"""FSDP2 on two ranks and on one: what a model may be, what a step may do, and that all of it ends as on one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import everyday_job
+import fsdp_job
+import pytest
+from everyday_job import assert_everyday, assert_same_weights
+from fsdp_job import fsdp, run_equal
+from jobs import run_job
+
+import trainwright as tw
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    folder = tmp_path_factory.mktemp("fsdp")
+    return run_job(fsdp, 2, folder), folder
+
+
+def test_everyday(job: Any, tmp_path: Path) -> None:
+    ranks, folder = job
+    assert_everyday([rank["everyday"] for rank in ranks], everyday_job.alone(tmp_path), folder, tmp_path)
+
+
+def test_equal_to_one_process(job: Any, tmp_path: Path) -> None:
+    """Whatever the groups are and whenever they are gathered and reduced."""
+    ranks, folder = job
+    expected = run_equal(False, tmp_path)
+    for name, metrics in expected.items():
+        for rank in ranks:
+            assert rank["equal"][name] == pytest.approx(metrics, rel=1e-5, abs=1e-6), name
+        assert_same_weights(folder / f"{name}.ckpt", tmp_path / f"{name}.ckpt")
+
+
+def test_activation_checkpointing(job: Any) -> None:
+    ranks, folder = job
+    for rank in ranks:
+        losses, calls = rank["recomputing"]["kept"]
+        assert rank["recomputing"]["by class"] == (losses, 2 * calls)
+    assert_same_weights(folder / "by class.ckpt", folder / "kept.ckpt", 0.0)
+
+
+def test_meta_device(job: Any) -> None:
+    ranks, folder = job
+    for rank in ranks:
+        assert rank["meta"]["meta"] == rank["meta"]["cpu"]
+    assert_same_weights(folder / "meta.ckpt", folder / "cpu.ckpt", 0.0)
+
+
+def test_low_precision(job: Any) -> None:
+    for rank in job[0]:
+        assert rank["low"]["seen"] == ["torch.bfloat16, torch.float32"]
+        assert rank["low"]["true"] == ["torch.bfloat16, torch.bfloat16"]
+        assert all(0.0 < loss < 20.0 for loss in rank["low"]["losses"])
+
+
+def test_a_loop_of_ones_own(job: Any) -> None:
+    ranks, _ = job
+    assert ranks[0]["norm"] == ranks[1]["norm"] > 0.5
+
+
+def test_offload_on_the_cpu_is_told(job: Any) -> None:
+    assert ["nothing is moved" in text for text in job[0][0]["told"]] == [True]
+    assert job[0][1]["told"] == []  # rank 0 speaks
+
+
+def test_one_process(tmp_path: Path) -> None:
+    """One process trains as without the strategy, and goes on from its own checkpoint."""
+    script = (
+        "import sys\n"
+        f"sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}\n"
+        "from pathlib import Path\n"
+        "from fsdp_job import Blocks, by_blocks, fitted\n"
+        "from everyday_job import resumed\n"
+        "fitted(by_blocks, Blocks('methods'), 2, Path('one.ckpt'), accumulate_grad_batches=2)\n"
+        "resumed('fsdp', Path('.'))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    fsdp_job.fitted("single_device", fsdp_job.Blocks("methods"), 2, tmp_path / "two.ckpt", accumulate_grad_batches=2)
+    assert_same_weights(tmp_path / "one.ckpt", tmp_path / "two.ckpt")
+    assert_same_weights(tmp_path / "resumed.ckpt", tmp_path / "whole.ckpt", 0.0)
+
+
+@pytest.mark.parametrize("given", [-1, True, 0.5, "many"])
+def test_min_parameters_is_checked(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"min_parameters=.* is not accepted; pass a whole number from 0"):
+        tw.FSDPStrategy(min_parameters=given)
