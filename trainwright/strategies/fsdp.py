@@ -114,8 +114,7 @@ class FSDPStrategy(Strategy):
         self._late.follow(p for p in module.parameters() if not isinstance(p, DTensor))
 
     def _shard(self, module: nn.Module) -> None:
-        before = dict(module.named_parameters())
-        if any(isinstance(parameter, DTensor) for parameter in before.values()):
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise ValueError(
                 f"{type(module).__name__} holds sharded parameters already, of torch's fully_shard; leave the sharding to the "
                 "strategy, or make the module anew."
@@ -138,9 +137,6 @@ class FSDPStrategy(Strategy):
             each.forward = partial(checkpoint, each.forward, use_reentrant=False)
         self._shard_group(root, mesh, low, is_root=True)
         module.__dict__[ROOT] = root  # not as a submodule
-        after = dict(module.named_parameters())
-        for name, parameter in before.items():
-            self._sharded[parameter] = after[name]
 
     def _to_checkpoint(self, module: nn.Module, groups: list[nn.Module]) -> list[nn.Module]:
         policy = self.activation_checkpointing_policy
@@ -161,6 +157,8 @@ class FSDPStrategy(Strategy):
         self, group: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, is_root: bool = False
     ) -> None:
         """Give one group's parameters their values, rank 0's, and keep this rank's shard of them. Collective."""
+        # A group at a time, since whoever holds these keeps their memory.
+        before = {name: each for name, each in group.named_parameters() if not isinstance(each, DTensor)}
         materialize(group.module if isinstance(group, Root) else group, self.device)
         group.to(self.device)
         whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
@@ -177,6 +175,9 @@ class FSDPStrategy(Strategy):
             offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
             ignored_params={parameter for parameter in whole if parameter.dim() == 0},  # FSDP2 shards rows
         )
+        after = dict(group.named_parameters())
+        for name, parameter in before.items():
+            self._sharded[parameter] = after[name]
 
     def _refuse_mixed(self, group: nn.Module, whole: list[nn.Parameter]) -> None:
         dtypes = {parameter.dtype for parameter in whole if parameter.requires_grad and parameter.dim() > 0}
