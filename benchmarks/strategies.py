@@ -17,6 +17,7 @@ is what of the optimizer's state lies on a rank, and `budget` the most that shou
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -113,6 +114,8 @@ class Loop:
         self.process.wait()
 
     def failure(self) -> Failed:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=10)  # it may still be printing why
         self.stop()
         self.printed.seek(0)
         return Failed(f"{self.name} ended early:\n{self.printed.read().decode(errors='replace')[-6000:]}")
@@ -166,7 +169,7 @@ def measure(strategy: str, precision: str, names: list[str], options: argparse.N
         for loop in loops:
             loop.stop()
     check_losses(strategy, precision, loops)
-    for loop in [] if options.gpu else loops:
+    for loop in [] if options.gpu or options.small else loops:
         alone = start(loop.name, strategy, precision, options, 0, GIVES_BACK)
         alone.finish()
         loop.memory = alone.memory
@@ -230,6 +233,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tiny model, to try it")
     parser.add_argument("--gpu", action="store_true", help="one GPU, in 16-mixed and bf16-mixed")
     options = parser.parse_args()
+    if options.rounds < 1 or options.steps < 1:
+        parser.error(f"--rounds {options.rounds} --steps {options.steps}: both are 1 or more")
     accepted = ON_GPU if options.gpu else STRATEGIES
     wanted = options.strategies.split(",") if options.strategies else accepted
     names = options.loops.split(",")
@@ -256,6 +261,8 @@ def run(wanted: Any, names: list[str], options: argparse.Namespace) -> None:
         for strategy in wanted:
             why = {name: left_out(strategy, name, options) for name in names}
             notes += [f"{strategy}: {name} left out, {reason}" for name, reason in why.items() if reason]
+            if strategy == "fsdp" and why.get("lightning", "") is None and not options.gpu:
+                notes.append("fsdp: lightning by its ModelParallelStrategy, since its FSDPStrategy takes CUDA only")
             if present := [name for name in names if why[name] is None]:
                 title = f"{strategy} {precision}" if options.gpu else strategy
                 loops = measure(strategy, precision, present, options)
