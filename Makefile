@@ -3,12 +3,13 @@
 #   make demo              train and test examples/digits.py; DEVICES=2 for two processes, ARGS="--precision bf16-mixed"
 #   make test              the fast tests; make test-slow the others, make test-all both
 #   make check             formatting, lint, types; make format mends the first two
-#   make bench             benchmarks/overhead.py, beside the other frameworks
+#   make bench             benchmarks/overhead.py (ARGS) and benchmarks/strategies.py (STRATEGY_ARGS), beside other frameworks
 #   make clean             remove .venv
 
 PYTHON ?= python3
 DEVICES ?= 1
 ARGS ?=
+STRATEGY_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -40,6 +41,7 @@ format: $(VENV)/test.stamp
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
+	$(BIN)/python benchmarks/strategies.py $(STRATEGY_ARGS)
 
 clean:
 	rm -rf $(VENV)
@@ -61,5 +63,7 @@ $(VENV)/test.stamp: $(VENV)/base.stamp
 	touch $@ $(VENV)/examples.stamp
 
 $(VENV)/bench.stamp: $(VENV)/base.stamp
+	# First torch: DeepSpeed and FairScale come as source, which looks for the one that is there.
+	$(INSTALL) -e .
 	$(INSTALL) -e ".[bench]"
 	touch $@

@@ -114,10 +114,10 @@ class DeepSpeedStrategy(Strategy):
         if told is not None and precision.name not in ("32-true", told, told.replace("mixed", "true")):
             rank_zero_warn(
                 f"the DeepSpeed config says {told}, and the Trainer {precision.name}: the config's is used.",
-                stacklevel=3,
+                stacklevel=4,
             )
         if device_type == "cpu" and (told or precision.name).startswith("16"):
-            rank_zero_warn("DeepSpeed has no float16 on the CPU: bfloat16 is used in its place.", stacklevel=3)
+            rank_zero_warn("DeepSpeed has no float16 on the CPU: bfloat16 is used in its place.", stacklevel=4)
         if device_type == "cpu" and (self.offload_optimizer or self.offload_parameters):
             rank_zero_warn(
                 "offloading moves to the host what a GPU holds, and this run computes on the CPU: nothing is moved."

@@ -176,5 +176,5 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tell(key: str, value: Any, given: str) -> None:
     rank_zero_warn(
-        f"the DeepSpeed config says {key}={value}, and the Trainer {given}: the config's is used.", stacklevel=5
+        f"the DeepSpeed config says {key}={value}, and the Trainer {given}: the config's is used.", stacklevel=6
     )

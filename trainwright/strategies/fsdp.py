@@ -97,7 +97,7 @@ class FSDPStrategy(Strategy):
         self.auto_wrap_policy = auto_wrap_policy
         self.min_parameters = min_parameters
         self.reshard_after_forward = reshard_after_forward
-        self.cpu_offload = cpu_offload
+        self.cpu_offload = self.communicates_on_host = cpu_offload
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.mixed_precision = mixed_precision
         self.sync_every_batch = sync_every_batch
@@ -117,8 +117,7 @@ class FSDPStrategy(Strategy):
 
     def _shard(self, module: nn.Module) -> None:
         refuse_lazy(module, self.name)
-        before = dict(module.named_parameters())
-        if any(isinstance(parameter, DTensor) for parameter in before.values()):
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise ValueError(
                 f"{type(module).__name__} holds sharded parameters already, of torch's fully_shard; leave the sharding to the "
                 "strategy, or make the module anew."
@@ -130,9 +129,9 @@ class FSDPStrategy(Strategy):
         low = self.mixed_precision or self._policy()
         chosen = set(groups)
         constructed: list[nn.Module] = []
-        for each in innermost_first(
-            module
-        ):  # so that meta modules draw their values in the order of their constructors
+        unmade = {name: each for name, each in module.named_parameters() if each.is_meta}
+        # Innermost first, so that meta modules draw their values in the order of their constructors.
+        for each in innermost_first(module):
             constructed.append(each)
             if each in chosen and each is not module:
                 materialize(module, self.device, constructed)
@@ -152,7 +151,7 @@ class FSDPStrategy(Strategy):
         self._shard_group(root, mesh, low, is_root=True)
         module.__dict__[ROOT] = root  # not as a submodule
         after = dict(module.named_parameters())
-        for name, parameter in before.items():
+        for name, parameter in unmade.items():
             self._sharded[parameter] = after[name]
 
     def _to_checkpoint(self, module: nn.Module, groups: list[nn.Module]) -> list[nn.Module]:
@@ -174,6 +173,8 @@ class FSDPStrategy(Strategy):
         self, group: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, is_root: bool = False
     ) -> None:
         """Give one group's parameters rank 0's values, and keep this rank's shard of them. Collective."""
+        # A group at a time, since whoever holds these keeps their memory.
+        before = {name: each for name, each in group.named_parameters() if not isinstance(each, DTensor)}
         group.to(self.device)
         whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
         broadcast_tensors((*whole, *(group.buffers() if is_root else ())))
@@ -189,6 +190,9 @@ class FSDPStrategy(Strategy):
             offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
             ignored_params={parameter for parameter in whole if parameter.dim() == 0},  # FSDP2 shards rows
         )
+        after = dict(group.named_parameters())
+        for name, parameter in before.items():
+            self._sharded[parameter] = after[name]
 
     def _refuse_mixed(self, group: nn.Module, whole: list[nn.Parameter]) -> None:
         dtypes = {parameter.dtype for parameter in whole if parameter.requires_grad and parameter.dim() > 0}
