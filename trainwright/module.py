@@ -236,12 +236,16 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
                 if parameter not in own and parameter not in self._toggled:
                     self._toggled[parameter] = parameter.requires_grad
                     parameter.requires_grad = False
+        self.trainer.strategy.follow_toggle()
 
     def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:
         """Give back what `toggle_optimizer` has taken."""
+        if not self._toggled:
+            return
         for parameter, required in self._toggled.items():
             parameter.requires_grad = required
         self._toggled.clear()
+        self.trainer.strategy.follow_toggle()
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:

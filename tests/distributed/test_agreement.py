@@ -57,6 +57,21 @@ def test_the_store_does_not_grow() -> None:
     assert store.num_keys() <= 4
 
 
+def test_who_has_left_is_not_waited_for() -> None:
+    def work(agreement: Agreement) -> bytes | str:
+        agreement.exchange(b"both", timeout_seconds=10)
+        if agreement.rank == 1:
+            agreement.leave()
+            return b""
+        try:
+            return agreement.exchange(b"alone", timeout_seconds=60)[1]
+        except RuntimeError as error:
+            return str(error)
+
+    said, _ = run_ranks(2, work)
+    assert str(said).startswith("rank 1 has come to the end of its script, and rank 0 waits for it")
+
+
 def test_rank_0_broadcasts() -> None:
     def work(agreement: Agreement) -> bytes:
         return agreement.broadcast(b"word" if agreement.rank == 0 else None, 10)

@@ -99,14 +99,16 @@ class Players(tw.Module):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         critic, maker = self.optimizers()
         made = self.maker(batch[0][:, :3])
-        critic.zero_grad()
-        self.manual_backward(F.softplus(-self.critic(batch[0][:, 3:])).mean())  # two backwards, one step
-        self.manual_backward(F.softplus(self.critic(made.detach())).mean())
-        critic.step()
-        maker.zero_grad()
-        self.manual_backward(F.softplus(-self.critic(made)).mean())
-        self.clip_gradients(maker, 0.05)
-        maker.step()
+        with self.toggled_optimizer(critic):
+            critic.zero_grad()
+            self.manual_backward(F.softplus(-self.critic(batch[0][:, 3:])).mean())  # two backwards, one step
+            self.manual_backward(F.softplus(self.critic(made.detach())).mean())
+            critic.step()
+        with self.toggled_optimizer(maker):
+            maker.zero_grad()
+            self.manual_backward(F.softplus(-self.critic(self.maker(batch[0][:, :3]))).mean())
+            self.clip_gradients(maker, 0.05)
+            maker.step()
 
     def configure_optimizers(self) -> Any:
         # Plain SGD with a rate of 1: the first step's gradients are what the weights have changed by.

@@ -287,6 +287,45 @@ def own_loop(folder: Path) -> float:
     return float(norm)
 
 
+class LogsNorm(tw.Module):
+    """Logs a value that it computes from its weights, whatever holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0]).square().mean()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("norm", sum(parameter.norm() for parameter in self.parameters()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def called_after_fit(folder: Path) -> float:
+    """Call a module outside of a step: without gradients as on one process, with them refused."""
+    loader = DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=1)
+    module = LogsNorm()
+    trainer = tw.Trainer(strategy=FSDPStrategy(min_parameters=1), max_epochs=1, **QUIET)
+    trainer.fit(module, loader)
+    with pytest.raises(RuntimeError, match=r"was called outside of a step with gradients.*under torch.no_grad"):
+        module(torch.ones(2, 3))
+    with torch.no_grad():
+        here = module(torch.ones(2, 3))
+    path = folder / "called.ckpt"
+    trainer.save_checkpoint(str(path))
+    with pytest.raises(TypeError, match=r"log\('norm'\) was given a value that was computed from sharded parameters"):
+        tw.Trainer(strategy=FSDPStrategy(min_parameters=1), **QUIET).validate(module, loader, verbose=False)
+    whole = LogsNorm.load_from_checkpoint(str(path))
+    return float((whole(torch.ones(2, 3)).detach() - here).abs().max())
+
+
 def fsdp(folder: Path) -> dict[str, Any]:
     """Make every check, on this rank."""
     quiet()
@@ -296,6 +335,7 @@ def fsdp(folder: Path) -> dict[str, Any]:
     found["meta"] = on_meta(folder)
     found["low"] = low_precision(folder)
     refusals()
+    found["called"] = called_after_fit(folder)
     found["norm"] = own_loop(folder)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -99,3 +99,8 @@ def test_one_process(tmp_path: Path) -> None:
 def test_min_parameters_is_checked(given: Any) -> None:
     with pytest.raises(ValueError, match=r"min_parameters=.* is not accepted; pass a whole number from 0"):
         tw.FSDPStrategy(min_parameters=given)
+
+
+def test_calls_outside_of_a_step(job: Any) -> None:
+    ranks, _ = job
+    assert all(rank["called"] < 1e-6 for rank in ranks)

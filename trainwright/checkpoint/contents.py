@@ -37,7 +37,7 @@ def is_extra_state(name: str) -> bool:
 
 def extra_states(module: nn.Module) -> dict[str, Any]:
     """Return the extra states in a module's state_dict by their keys."""
-    return {name: value for name, value in module.state_dict().items() if is_extra_state(name)}
+    return {name: value for name, value in module.state_dict(keep_vars=True).items() if is_extra_state(name)}
 
 
 def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:

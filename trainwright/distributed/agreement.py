@@ -39,6 +39,11 @@ class Store(Protocol):
     def clone(self) -> Store: ...
 
 
+LONGEST_PAUSE = 0.02
+LOOK_SECONDS = 0.5
+"""How often a rank that waits looks whether the others are still there."""
+
+
 class Agreement:
     """Swaps small payloads between all ranks, from any thread, without a collective.
 
@@ -93,13 +98,30 @@ class Agreement:
         own = payload if self.rank == 0 and payload is not None else b""
         return self.exchange(own, timeout_seconds=timeout_seconds)[0]
 
+    def leave(self) -> None:
+        """Tell the others that this rank makes no call any more."""
+        if self._store is not None:
+            self._store.set(f"left/{self.rank}", b"")
+
+    def _refuse_left(self, keys: list[str]) -> None:
+        """Say that a rank which is waited for has come to its end (RuntimeError)."""
+        assert self._store is not None
+        for rank, key in enumerate(keys):
+            if not self._store.check([key]) and self._store.check([f"left/{rank}"]) and not self._store.check([key]):
+                raise RuntimeError(
+                    f"rank {rank} has come to the end of its script, and rank {self.rank} waits for it in a call that every "
+                    "rank has to make (fit, validate, test, predict, save_checkpoint). Make it on all ranks: not under "
+                    "`if trainer.is_global_zero:`, and without leaving one rank's script early."
+                )
+
     def _key(self, call: int, rank: int) -> str:
         return f"agreement/{self._name}/{call}/{rank}"
 
     def _wait(self, keys: list[str], timeout_seconds: float) -> None:
         # Polling, because a blocking wait would hold the connection against other threads and run no signal handler.
         assert self._store is not None
-        deadline = time.monotonic() + timeout_seconds
+        looked = time.monotonic()
+        deadline = looked + timeout_seconds
         pause = 0.0005
         while not self._store.check(keys):
             if time.monotonic() > deadline:
@@ -109,7 +131,10 @@ class Agreement:
                     "every rank must make this call. See what those ranks are doing, or allow more time."
                 )
             time.sleep(pause)
-            pause = min(2 * pause, 0.02)
+            if pause == LONGEST_PAUSE and time.monotonic() > looked + LOOK_SECONDS:
+                looked = time.monotonic()
+                self._refuse_left(keys)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
 
 @dataclass(frozen=True)

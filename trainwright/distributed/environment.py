@@ -14,6 +14,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -211,6 +212,8 @@ class Connection:
         if self.owns_group and not self._watch.has_failed:
             import torch.distributed as dist
 
+            with suppress(RuntimeError, OSError):  # who holds the store may have ended before
+                self.agreement.leave()
             for holder in self._holders:
                 if (release := holder()) is not None:
                     release()

@@ -122,6 +122,7 @@ class PreparedOptimizer(Optimizer):
         ]
         for parameter in frozen:
             parameter.requires_grad_(False)
+        self._engine.strategy.follow_toggle()
         if not sync_grad:
             self._engine.sync_gradients(False)
         try:
@@ -129,6 +130,7 @@ class PreparedOptimizer(Optimizer):
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(True)
+            self._engine.strategy.follow_toggle()
             if not sync_grad:
                 self._engine.sync_gradients(True)
 

@@ -155,6 +155,9 @@ class Strategy:
         """
         return list(optimizers)
 
+    def follow_toggle(self) -> None:
+        """Take note, within a manual step, that parameters of the optimizers were frozen or unfrozen by `toggle_optimizer`."""
+
     def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
         """Take note of which parameters require gradients now; called at the beginning of each epoch of training.
 

@@ -161,6 +161,8 @@ class DeepSpeedStrategy(Strategy):
         whole = [p for p in module.parameters() if not hasattr(p, "ds_id")]
         broadcast_tensors((*whole, *module.buffers()))
         self.wrapped[module] = None
+        if self.stage == 3 and zero_state.warn_of_shards not in module._state_dict_hooks.values():
+            module.register_state_dict_post_hook(zero_state.warn_of_shards)  # type: ignore[no-untyped-call]
         if optimization is None and self.stage == 3 and any(True for _ in module.parameters()):
             self._parts[module] = [self._initialize(Part([module]), None)]
 

@@ -42,6 +42,8 @@ class Root(StepForward):
 
     depth = 0
     """Greater than 0 while a step runs."""
+    is_called_alone = False
+    """Whether the module is being called outside of a step."""
 
     def forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self.depth += 1
@@ -150,6 +152,8 @@ class FSDPStrategy(Strategy):
             each.forward = partial(checkpoint, each.forward, use_reentrant=False)
         self._shard_group(root, mesh, low, is_root=True)
         module.__dict__[ROOT] = root  # not as a submodule
+        module.register_forward_pre_hook(_gather_for_call)
+        module.register_forward_hook(_let_go_after_call, always_call=True)
         after = dict(module.named_parameters())
         for name, parameter in unmade.items():
             self._sharded[parameter] = after[name]
@@ -266,6 +270,11 @@ class FSDPStrategy(Strategy):
         super().forget(optimizer)
         self._late.reset(optimizer)
 
+    def follow_toggle(self) -> None:
+        # The optimizers hold the shards, and a step uses what was gathered of them.
+        if any(root.depth > 0 for root in self.wrapped.values()):
+            self._gather_roots()
+
     def clip_gradients(
         self, optimizer: Optimizer, norm: float | None, value: float | None, scale: float = 1.0
     ) -> Tensor | None:
@@ -324,6 +333,27 @@ class FSDPStrategy(Strategy):
         for root in self._roots():
             root.reshard()
             root.unshard()
+
+
+def _gather_for_call(module: nn.Module, args: Any) -> None:
+    """Gather the root's own parameters for a call of the module outside of a step, as after a fit. Collective."""
+    root = module.__dict__.get(ROOT)
+    if root is None or root.depth > 0:
+        return
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{type(module).__name__} is sharded by fsdp, and was called outside of a step with gradients, which nobody would "
+            "reduce; call it under torch.no_grad(), on every rank, or train it by a Trainer or an Accelerator."
+        )
+    root.depth, root.is_called_alone = 1, True
+    root.unshard()
+
+
+def _let_go_after_call(module: nn.Module, args: Any, output: Any) -> None:
+    root = module.__dict__.get(ROOT)
+    if root is not None and root.is_called_alone:
+        root.depth, root.is_called_alone = 0, False
+        root.reshard()
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.contents import is_extra_state as is_extra_state
 from trainwright.checkpoint.tensors import Piece, TensorEntry
+from trainwright.rank_zero import rank_zero_warn
 
 Share = tuple[Tensor, Tensor, int, int, int, tuple[int, ...]]
 """(parameter, flat master, offset in the master, start in the parameter, elements, shape of the parameter)."""
@@ -75,6 +76,20 @@ def fill_missing_gradients(zero: Any, stage: int) -> None:
     for index, owned in enumerate(zero.params_in_partition if stage == 2 and not zero.cpu_offload else []):
         if zero.all_grad_tensors.get(index) is None:
             zero.all_grad_tensors[index] = zero.get_all_grad_tensors(owned, zero.gradient_accumulation_dtype)
+
+
+def warn_of_shards(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+    """Say that a state_dict holds nothing of what stage 3 has sharded; it runs whenever a user asks for one."""
+    if any(isinstance(value, nn.Parameter) for value in state.values()):
+        return  # asked for with keep_vars, as we do
+    lost = [name for name, p in module.named_parameters() if getattr(p, "ds_numel", 0) > 0 and p.numel() == 0]
+    if lost:
+        rank_zero_warn(
+            f"the state_dict of {type(module).__name__} is empty for {lost[0]!r} and {len(lost) - 1} others, of which each "
+            "rank holds a part under ZeRO stage 3. Save with trainer.save_checkpoint(path), and read the whole with "
+            f"{type(module).__name__}.load_from_checkpoint(path).",
+            stacklevel=3,
+        )
 
 
 def refresh(parameters: Sequence[Any]) -> None:

@@ -44,6 +44,8 @@ TRAINER_FIELDS = (
 )  # fmt: skip
 NOT_OURS = frozenset({*vars(nn.Module()), "_trainer", "_toggled", "trainer", "_running_module"})
 """Attributes of modules and callbacks that are torch's, or of the run."""
+ENGINES_OWN = ("ds_", "_ds_", "_fsdp", "_external_params", "_original_parameters", "applied_pre_backward")
+"""How the names of attributes begin that the strategies' engines leave on a module."""
 
 
 def hand_over(
@@ -153,7 +155,7 @@ def make_call(
     has_weights = call == "fit" or path is not None
     if has_weights:
         trainer.engine.save(str(folder / WEIGHTS), step=0, epoch=0, state={}, weights_only=True)
-    kept = model.state_dict()
+    kept = model.state_dict(keep_vars=True)
     return {
         "result": result,
         "has_weights": has_weights,
@@ -186,7 +188,7 @@ def _plain_attributes(owner: Any) -> dict[str, Any]:
             encode(value)
         except TypeError:
             continue
-        if name not in NOT_OURS:
+        if name not in NOT_OURS and not name.startswith(ENGINES_OWN):
             plain[name] = value
     return plain
 

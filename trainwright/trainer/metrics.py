@@ -118,6 +118,11 @@ class MetricCollector:
         elif isinstance(value, Tensor):
             if value.dim() and value.numel() != 1:
                 raise _not_one_element(name, value)
+            if hasattr(value, "full_tensor"):
+                raise TypeError(
+                    f"log({name!r}) was given a value that was computed from sharded parameters themselves, of which each rank "
+                    "holds a part; pass value.full_tensor(), computed on every rank."
+                )
             value = value.reshape(()) if value.dim() else value
             kept = value.detach().clone()
         elif isinstance(value, Real):  # int, bool, numpy's numbers
