@@ -29,7 +29,6 @@ from trainwright.strategies.deepspeed_engine import make_engine
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, owned
 
 STAGES = (1, 2, 3)
-THREE_ONLY = "stage3_"
 
 
 class DeepSpeedStrategy(Strategy):
