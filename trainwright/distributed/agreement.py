@@ -24,6 +24,8 @@ PEER_FAILED_EXIT_CODE = 79
 PRINT_SECONDS = 0.5
 """How long the other ranks stay for the first failing one to print its traceback."""
 
+ECHO_SECONDS = 2.0
+"""How long an error that only says that a peer has gone waits for that peer's own: a process takes a moment to end."""
 ECHO_TEXTS = ("connection closed by peer", "connection reset by peer", "connection was closed", "broken pipe")
 """What gloo, NCCL and the store say, in lower case, when the other end of a connection has gone."""
 
@@ -316,7 +318,7 @@ class PeerWatch:
         place = 1
         with contextlib.suppress(RuntimeError):  # without a store there is still the traceback to print
             if is_echo(error):
-                time.sleep(5 * self._poll_seconds)  # the culprit's own report, if there is one, ends this process here
+                time.sleep(ECHO_SECONDS)  # the culprit's own report, or the launcher's of it, ends this process here
             if self._board.is_ending():
                 leave(PEER_FAILED_EXIT_CODE)
             self.has_failed = True

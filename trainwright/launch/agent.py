@@ -19,7 +19,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
 
-from trainwright.distributed.agreement import PEER_FAILED_EXIT_CODE, FailureReport
+from trainwright.distributed.agreement import ECHO_TEXTS, PEER_FAILED_EXIT_CODE, FailureReport
 from trainwright.errors import LaunchError
 from trainwright.launch.nodes import Nodes
 from trainwright.launch.output import PrefixedOutput
@@ -113,6 +113,7 @@ class JobAgent(LocalElasticAgent):
             monitor_interval=0.05,
         )
         super().__init__(spec, self.logs)
+        self._ended_before: list[int] = []
         self._first_codes: dict[int, int] = {}
         self._reported_at: float | None = None
         self._has_lost_main = False
@@ -201,6 +202,7 @@ class JobAgent(LocalElasticAgent):
             return
         if not self._first_codes and failed:
             self._first_codes = failed
+            self._ended_before = sorted(rank for rank, code in codes.items() if code == 0)
             self._kill_groups(failed)
             with contextlib.suppress(*GONE):
                 self._post_first_failure()
@@ -282,6 +284,9 @@ class JobAgent(LocalElasticAgent):
             node = self.rendezvous.node_of(report.rank)
             where = f", on node {node} ({self.rendezvous.members[node].host}),"
         text = f"trainwright: rank {report.rank} of {world}{where} failed first ({report.summary}); {consequence}.\n"
+        if self._ended_before and any(each in report.summary.lower() for each in ECHO_TEXTS):
+            ended = ", ".join(str(self._own_first_rank() + rank) for rank in self._ended_before)
+            text += f"trainwright: before that, rank {ended} had come to the end of its script, or left it with exit code 0.\n"
         # A rank of another node has printed its traceback there, not here.
         is_shown = report.was_printed and local_rank in self._handlers()
         return code, text if is_shown else text + report.traceback
