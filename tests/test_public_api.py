@@ -28,8 +28,8 @@ METHODS = {
         load_state local_main_process_first main_process_first prepare print reduce save_state split_between_processes step
         unwrap_model wait_for_everyone""",
     tw.Strategy: """after_load allocate_optimizer_state backward before_evaluation check clip_gradients close connect
-        describe_optimizer follow_parameters follow_toggle forget model_pieces optimizer_pieces piece place run settle setup_module
-        setup_optimizers step sync_gradients unscale""",
+        describe_optimizer follow_parameters follow_toggle forget model_pieces optimizer_pieces piece place run settle
+        setup_module setup_optimizers step sync_gradients unscale""",
     tw.Precision: """backward convert_batch convert_module forget forward_context init_context load_state_dict reset state_dict
         step unscale""",
     tw.Trainer: """agree_on_stop appointment clip_gradients fit init_module manual_backward monitored predict print
