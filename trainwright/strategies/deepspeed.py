@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.contents import is_extra_state
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
@@ -355,7 +356,7 @@ class DeepSpeedStrategy(Strategy):
         shares = {share[0]: share for engine in self._engines.values() for share in self._shares(engine)}
         pieces = []
         for name, value in module.state_dict(keep_vars=True).items():
-            if not isinstance(value, Tensor) or zero_state.is_extra_state(name):
+            if not isinstance(value, Tensor) or is_extra_state(name):
                 continue
             if value in shares:
                 _, flat, offset, start, numel, shape = shares[value]

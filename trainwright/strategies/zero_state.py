@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.contents import is_extra_state as is_extra_state
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.rank_zero import rank_zero_warn
 
@@ -72,8 +71,10 @@ def fill_missing_gradients(zero: Any, stage: int) -> None:
             if zero.averaged_gradients.get(index) is None:
                 zero.averaged_gradients[index] = [partitions[parameter.ds_id] for parameter in group]
         return
-    zero.setup_buckets()
-    for index, owned in enumerate(zero.params_in_partition if stage == 2 and not zero.cpu_offload else []):
+    if stage == 1:
+        zero.setup_buckets()  # which its step reduces through; made by the backward, where there was one
+        return
+    for index, owned in enumerate(zero.params_in_partition if not zero.cpu_offload else []):
         if zero.all_grad_tensors.get(index) is None:
             zero.all_grad_tensors[index] = zero.get_all_grad_tensors(owned, zero.gradient_accumulation_dtype)
 

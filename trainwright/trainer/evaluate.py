@@ -172,7 +172,8 @@ def run_loader(
     for index, batch in enumerate(batches):
         if length is not None and index >= length:
             refuse_length(length)
-        evaluation.trainer.batch_indices = noted.popleft() if noted is not None else None
+        if noted is not None:
+            evaluation.trainer.batch_indices = noted.popleft()
         if transfer is not None:
             batch = transfer(batch, place)
         collector.batch = batch

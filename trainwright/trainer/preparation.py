@@ -59,7 +59,8 @@ def prepare_fit(trainer: Trainer, module: Module, source: LoaderSource, validati
     optimization = engine.strategy.settle(
         Optimization(automatic, settings.clip_norm, settings.clip_value, settings.accumulate_grad_batches)
     )
-    trainer.accumulate_grad_batches = optimization.accumulate
+    if optimization.accumulate != settings.accumulate_grad_batches:
+        trainer.accumulate_grad_batches = optimization.accumulate
     engine.prepare_module(module, optimization)
     trainer.run = run = TrainingRun(
         trainer=trainer,
