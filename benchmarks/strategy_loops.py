@@ -279,13 +279,10 @@ def without_shared_memory() -> None:
     deepspeed.comm.torch.build_shm_op = lambda: None
 
 
-def trainwright(job: Job) -> torch.optim.Optimizer:
-    import trainwright as tw
+def measured(job: Job, module_class: Any, callback_class: Any) -> tuple[Any, Any]:
+    """Return the model and the callback that takes the times, for a framework with these base classes."""
 
-    if job.strategy.startswith("deepspeed"):
-        import deepspeed  # noqa: F401  # before memory is measured, as by hand
-
-    class Model(tw.Module):
+    class Model(module_class):
         def __init__(self) -> None:
             super().__init__()
             self.net = job.make_net()
@@ -298,13 +295,23 @@ def trainwright(job: Job) -> torch.optim.Optimizer:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return make_optimizer(self.parameters())
 
-    class Clock(tw.Callback):
+    class Clock(callback_class):
         def on_train_start(self, trainer: Any, module: Any) -> None:
             job.begin()
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             job.after_step()
 
+    return Model, Clock
+
+
+def trainwright(job: Job) -> torch.optim.Optimizer:
+    import trainwright as tw
+
+    if job.strategy.startswith("deepspeed"):
+        import deepspeed  # noqa: F401  # before memory is measured, as by hand
+
+    Model, Clock = measured(job, tw.Module, tw.Callback)
     strategy: Any = job.strategy
     if strategy == "fsdp":
         strategy = tw.FSDPStrategy(auto_wrap_policy={nn.TransformerEncoderLayer})  # a small model's too
@@ -330,11 +337,9 @@ def lightning(job: Job) -> torch.optim.Optimizer:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
-    class Model(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = job.make_net()
+    Plain, Clock = measured(job, pl.LightningModule, pl.Callback)
 
+    class Model(Plain):
         def configure_model(self) -> None:
             from torch.distributed.fsdp import fully_shard
 
@@ -343,21 +348,6 @@ def lightning(job: Job) -> torch.optim.Optimizer:
                 for layer in self.net.layers:
                     fully_shard(layer, mesh=mesh)
                 fully_shard(self.net, mesh=mesh)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = loss_of(self.net, batch)
-            job.loss = loss.detach()
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return make_optimizer(self.parameters())
-
-    class Clock(pl.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            job.begin()
-
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            job.after_step()
 
     strategy: Any = job.strategy
     if strategy.startswith("deepspeed"):

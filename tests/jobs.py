@@ -34,6 +34,20 @@ def run_job(function: Callable[[Path], Any], ranks: int, folder: Path, *, second
     return [torch.load(folder / f"result-{rank}.pt") for rank in range(ranks)]
 
 
+def run_alone(script: str, folder: Path, *, seconds: float = 120.0) -> None:
+    """Run lines of Python in one process of their own, with warnings as errors, beside the jobs of the strategies' tests."""
+    places = [str(Path(__file__).parent / "strategies"), str(Path(__file__).parent)]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", f"import sys\nsys.path[:0] = {places!r}\n{script}"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def main() -> None:
     path, name, folder = sys.argv[1:]
     sys.path.append(str(Path(path).parent))  # of the job's neighbours

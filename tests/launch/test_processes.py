@@ -9,19 +9,16 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from started import GONE_SECONDS, ROOT, Started, python
 
 from trainwright.errors import LaunchError
 from trainwright.launch.output import PrefixedOutput
 from trainwright.launch.processes import launch
-
-ROOT = Path(__file__).resolve().parents[2]
-GONE_SECONDS = 20.0  # four times the goal of 5 s
 
 SCRIPT = """
 import json, os, signal, sys, threading, time
@@ -80,69 +77,21 @@ all_reduce(torch.zeros(1))
 """
 
 
-class Job:
-    """One started script, with a temporary folder of its own and a tag by which all its processes are found."""
+class Job(Started):
+    """The script, started in a folder of its own, with a temporary folder that has to be empty in the end."""
 
     def __init__(self, folder: Path, *arguments: str, command: list[str] | None = None, **variables: str) -> None:
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
         (folder / "sub").mkdir()
         (folder / "sub" / "train.py").write_text(SCRIPT)
-        self.tag = uuid.uuid4().hex
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "PYTHON"))}
-        environment = {
-            **kept,
-            "PYTHONPATH": str(ROOT),
-            "TMPDIR": str(self.temporary),
-            "TEST_TAG": self.tag,
-            "OMP_NUM_THREADS": "1",
-            **variables,
-        }
-        self.process = subprocess.Popen(
-            [*(command or [sys.executable]), "sub/train.py", *arguments],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.stdout, self.stderr = "", ""
+        left_out = dict.fromkeys(name for name in os.environ if name.startswith(("TORCHELASTIC", "PYTHON")))
+        settings = {**left_out, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary), **variables}
+        super().__init__([*(command or python()), "sub/train.py", *arguments], folder, **settings)
 
-    def wait(self) -> int:
-        self.stdout, self.stderr = self.process.communicate(timeout=60)
-        return self.process.returncode
-
-    def wait_for(self, text: str, times: int) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            times -= text in line
-            if times == 0:
-                return
-        pytest.fail(f"the job ended early: {self.wait()} {self.stderr}")
-
-    def processes(self) -> list[psutil.Process]:
-        return [process for process in psutil.process_iter() if self._is_ours(process)]
-
-    def _is_ours(self, process: psutil.Process) -> bool:
-        try:
-            is_ours = process.environ().get("TEST_TAG") == self.tag
-            return is_ours and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
-
-    def check_nothing_left(self) -> None:
-        deadline = time.monotonic() + GONE_SECONDS
-        while self.processes() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert self.processes() == []
+    def check_nothing_left(self, deadline: float | None = None) -> None:
+        super().check_nothing_left(deadline)
         assert list(self.temporary.iterdir()) == []
-
-    def close(self) -> None:
-        for process in self.processes():
-            process.kill()
-        if self.process.poll() is None or (self.process.stdout is not None and not self.process.stdout.closed):
-            self.process.communicate(timeout=60)
 
 
 def listening_ports() -> set[int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import everyday_job
 import pytest
 from deepspeed_job import STAGES, deepspeed, deepspeed_everyday, run_equal
 from everyday_job import assert_everyday, assert_same_weights
-from jobs import run_job
+from jobs import run_alone, run_job
 
 from trainwright.strategies.base import Optimization
 from trainwright.strategies.deepspeed import DeepSpeedStrategy
@@ -94,8 +92,6 @@ def test_precisions(job: Any) -> None:
 def test_one_process(tmp_path: Path) -> None:
     """One process trains as without the strategy."""
     script = (
-        "import sys\n"
-        f"sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}\n"
         "from pathlib import Path\n"
         "from contract_job import quiet\n"
         "from deepspeed_job import MAKERS, Plain, fitted\n"
@@ -104,15 +100,7 @@ def test_one_process(tmp_path: Path) -> None:
         "    strategy, path = f'deepspeed_stage_{stage}', Path(f'{stage}.ckpt')\n"
         "    fitted(strategy, Plain(MAKERS['sgd']), 2, path, accumulate_grad_batches=2, gradient_clip_val=0.3)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_alone(script, tmp_path)
     module = deepspeed_job.Plain(deepspeed_job.MAKERS["sgd"])
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
     deepspeed_job.fitted("single_device", module, 2, tmp_path / "plain.ckpt", **settings)

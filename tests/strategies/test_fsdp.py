@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import fsdp_job
 import pytest
 from everyday_job import assert_everyday, assert_same_weights
 from fsdp_job import fsdp, run_equal
-from jobs import run_job
+from jobs import run_alone, run_job
 
 import trainwright as tw
 
@@ -73,23 +71,13 @@ def test_offload_on_the_cpu_is_told(job: Any) -> None:
 def test_one_process(tmp_path: Path) -> None:
     """One process trains as without the strategy, and goes on from its own checkpoint."""
     script = (
-        "import sys\n"
-        f"sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}\n"
         "from pathlib import Path\n"
         "from fsdp_job import Blocks, by_blocks, fitted\n"
         "from everyday_job import resumed\n"
         "fitted(by_blocks, Blocks('methods'), 2, Path('one.ckpt'), accumulate_grad_batches=2)\n"
         "resumed('fsdp', Path('.'))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_alone(script, tmp_path)
     fsdp_job.fitted("single_device", fsdp_job.Blocks("methods"), 2, tmp_path / "two.ckpt", accumulate_grad_batches=2)
     assert_same_weights(tmp_path / "one.ckpt", tmp_path / "two.ckpt")
     assert_same_weights(tmp_path / "resumed.ckpt", tmp_path / "whole.ckpt", 0.0)
