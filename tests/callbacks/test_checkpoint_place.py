@@ -13,7 +13,7 @@ from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
 from trainwright.callbacks.checkpoint_place import replace_checkpoint
-from trainwright.checkpoint.store import find_checkpoints, is_checkpoint, latest_checkpoint
+from trainwright.checkpoint.store import find_checkpoints, is_checkpoint, latest_checkpoint, remove_checkpoint
 
 NAN = math.nan
 
@@ -138,7 +138,7 @@ def test_a_run_that_was_killed_before_the_renaming(tmp_path: Path, old_one_is_go
 
     def killed(place: str, path: str) -> None:
         if old_one_is_gone:
-            tw.callbacks.model_checkpoint.remove_checkpoint(path)
+            remove_checkpoint(path)
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch:

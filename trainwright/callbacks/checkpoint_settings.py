@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 
+KEY_SETTINGS = (
+    "monitor", "mode", "save_top_k", "every_n_train_steps", "every_n_epochs", "train_time_interval", "filename",
+)  # fmt: skip
+"""What tells the state of one ModelCheckpoint from that of another."""
+
+
 def check_top_k(save_top_k: Any, monitor: str | None) -> None:
     """Refuse a number of checkpoints that cannot be kept (ValueError)."""
     if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:

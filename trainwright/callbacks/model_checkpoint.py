@@ -18,13 +18,20 @@ from torch import Tensor
 
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.checkpoint_name import FIELD, SUFFIX, check_template, fill_template
-from trainwright.callbacks.checkpoint_place import choose_place, replace_checkpoint
-from trainwright.callbacks.checkpoint_settings import check_top_k, checked_intervals
+from trainwright.callbacks.checkpoint_place import (
+    choose_place,
+    is_replaceable,
+    is_taken,
+    remove_replaced,
+    replace_checkpoint,
+)
+from trainwright.callbacks.checkpoint_settings import KEY_SETTINGS, check_top_k, checked_intervals
 from trainwright.callbacks.decision import decided
-from trainwright.checkpoint.filesystem import resolve
-from trainwright.checkpoint.store import is_checkpoint, remove_checkpoint, same_place, sweep_temporaries
+from trainwright.callbacks.interruption import inexactness
+from trainwright.checkpoint.store import is_checkpoint, same_place, sweep_temporaries
 from trainwright.data.seeding import isolate_rng, rng_state, set_rng_state
 from trainwright.duration import to_seconds
+from trainwright.loggers.position import CHECKPOINTS
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -103,6 +110,7 @@ class ModelCheckpoint(Callback):
             None if train_time_interval is None else to_seconds(train_time_interval, name="train_time_interval")
         )
         self.dirpath = os.fspath(dirpath).rstrip("/") if dirpath is not None else None
+        self._default_dirpath: str | None = None
         self.filename = filename if filename is not None else "{epoch}-{step}"
         self.monitor, self.verbose, self.mode = monitor, verbose, mode
         self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
@@ -126,6 +134,8 @@ class ModelCheckpoint(Callback):
         """Where the newest one was written, before it got its path."""
         self._unrenamed: tuple[str, str, float | None] = ("", "", None)
         """Of the checkpoint that a run goes on from: where it was written, which path it was to get, and its score."""
+        self._replaced: list[str] = []
+        """Checkpoints whose place the newest takes, and which go once it is there: the resume source in a later run."""
         self._generators: dict[str, Any] = {}
         """As they were before the validation that runs; kept for save_on_exception."""
         self._appointment: Any = None
@@ -133,16 +143,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
-        names = (
-            "monitor",
-            "mode",
-            "save_top_k",
-            "every_n_train_steps",
-            "every_n_epochs",
-            "train_time_interval",
-            "filename",
-        )
-        settings = ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        settings = ", ".join(f"{name}={getattr(self, name)}" for name in KEY_SETTINGS)
         return f"{type(self).__qualname__}({settings})"
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,6 +153,7 @@ class ModelCheckpoint(Callback):
             "best_model_score": None if self.best_model_score is None else float(self.best_model_score),
             "last_model_path": self.last_model_path,
             "place": self._place,
+            "replaced": self._replaced,
             "current_score": None if self.current_score is None else float(self.current_score),
         }
 
@@ -165,6 +167,7 @@ class ModelCheckpoint(Callback):
         last, place = state["last_model_path"], state.get("place", "")
         self._place = place
         self.last_model_path = last if is_ours(last) else ""
+        self._replaced = [path for path in state.get("replaced", []) if is_ours(path)]
         self._unrenamed = (place, last, state["best_k_models"].get(last)) if place != last else ("", "", None)
         current = state.get("current_score")
         self.current_score = None if current is None else _scalar(current)
@@ -181,15 +184,28 @@ class ModelCheckpoint(Callback):
             self._begin()
         if not self._is_fitting:
             return
-        if self.dirpath is None:
-            self.dirpath = f"{trainer.log_dir or trainer.default_root_dir}/checkpoints"
+        folder = self.folder_in(trainer)
+        if self.given_dirpath is None:
+            self.dirpath = self._default_dirpath = folder
         if trainer.is_global_zero:
-            sweep_temporaries(self.dirpath)  # what killed writers have left
+            sweep_temporaries(folder)  # what killed writers have left
+
+    def folder_in(self, trainer: Trainer) -> str:
+        """Return the folder that this run saves in, once its loggers have theirs."""
+        return self.given_dirpath or f"{trainer.log_dir or trainer.default_root_dir}/{CHECKPOINTS}"
+
+    @property
+    def given_dirpath(self) -> str | None:
+        """Return the folder that was asked for; None where it is the default one, also when a run has chosen that."""
+        return None if self.dirpath == self._default_dirpath else self.dirpath
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._saved_at, self._step_seen, self._has_begun = time.monotonic(), trainer.global_step, True
         if trainer.resume_source is not None:
             self._take_rank_zeros(trainer)
+            self._replaced = remove_replaced(
+                self._replaced, trainer.resume_source, trainer
+            )  # a killed run may not have
         if self.train_time_interval is not None and self._is_fitting:
             self._appointment = trainer.appointment(self.state_key)
 
@@ -251,7 +267,7 @@ class ModelCheckpoint(Callback):
         if not self.save_on_exception or not self._is_fitting or not self._has_begun:
             return
         try:
-            refusal = self._refusal(trainer)
+            refusal = inexactness(trainer)
             if refusal:
                 print(f"save_on_exception: nothing is saved: {refusal}.", file=sys.stderr)
                 return
@@ -267,23 +283,6 @@ class ModelCheckpoint(Callback):
         except Exception as error:  # the first exception is what has to be seen
             print(f"save_on_exception: the save failed: {type(error).__name__}: {error}", file=sys.stderr)
 
-    def _refusal(self, trainer: Trainer) -> str:
-        """Return why a run cannot be resumed exactly from where it failed; nothing where it can."""
-        state, run = trainer.state, trainer.run
-        if trainer.world_size > 1:
-            return f"it would take all {trainer.world_size} ranks"
-        if trainer.is_within_batch or trainer.is_within_window:
-            return "the run failed in the middle of a batch, or of an accumulation window"
-        if (
-            state.epoch_ended
-            or state.batch >= trainer.num_training_batches
-            or (run is not None and run.is_ending_epoch)
-        ):
-            return "the run failed at the end of an epoch"
-        if trainer.is_evaluating and state.validated_at == state.total_batches:
-            return "the run failed at the end of a validation"
-        return ""
-
     # -- what to save and to keep ------------------------------------------------------------------------------------
 
     def _save(self, trainer: Trainer) -> None:
@@ -296,12 +295,13 @@ class ModelCheckpoint(Callback):
             return
         path, place, score, is_best, dropped = plan
         # The state that is saved with it knows of itself: a resumed run finds its own checkpoint among the kept ones.
-        before = (dict(self.best_k_models), self.last_model_path, self.current_score, self._place)
+        before = (dict(self.best_k_models), self.last_model_path, self.current_score, self._place, self._replaced)
         for each in dropped:
             self.best_k_models.pop(each, None)
         if is_best:
             self.best_k_models[path] = _scalar(0.0 if score is None else score)
         self.last_model_path, self._place = path, place
+        self._replaced = [each for each in dict.fromkeys([*self._replaced, *dropped]) if each != path]
         self.current_score = None if score is None else _scalar(score)
         self._judge()
         try:
@@ -309,15 +309,14 @@ class ModelCheckpoint(Callback):
             if is_saved and place != path:
                 decided(trainer.engine, lambda: replace_checkpoint(place, path))  # no rank looks for it before
         except BaseException:
-            self.best_k_models, self.last_model_path, self.current_score, self._place = before
+            self.best_k_models, self.last_model_path, self.current_score, self._place, self._replaced = before
             self._judge()
             raise
         self._step_saved = trainer.global_step
         if self.verbose:
             trainer.print(f"epoch {trainer.current_epoch}, step {trainer.global_step}: saved {path}")
-        for each in dropped if is_saved and trainer.is_global_zero else ():
-            if not same_place(each, path) and not same_place(each, trainer.resume_source or "") and is_checkpoint(each):
-                remove_checkpoint(each)
+        if is_saved:
+            self._replaced = remove_replaced(self._replaced, path, trainer)
 
     def _plan(self, trainer: Trainer) -> tuple[str, str, float | None, bool, list[str]] | None:
         """Return the path of a save, where to write it, its score, whether it is kept as one of the best, and what goes.
@@ -417,7 +416,7 @@ class ModelCheckpoint(Callback):
         plain = self.format_checkpoint_name(values)
 
         def is_replaced(path: str) -> bool:
-            if not resolve(path)[0].has_rename or same_place(path, trainer.resume_source or ""):
+            if not is_replaceable(path) or same_place(path, trainer.resume_source or ""):
                 return False
             if any(same_place(path, each) for each in dropped):
                 return True
@@ -431,8 +430,8 @@ class ModelCheckpoint(Callback):
         )
 
     def file_exists(self, filepath: str, trainer: Trainer) -> bool:
-        """Return whether a checkpoint has this path; asked for on rank 0."""
-        return is_checkpoint(filepath)
+        """Return whether a checkpoint, or anything else, has this path; asked for on rank 0."""
+        return is_taken(filepath)
 
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None

@@ -18,6 +18,7 @@ from typing import Any
 from trainwright.checkpoint.codec import encode
 from trainwright.checkpoint.discovery import (
     CheckpointEntry,
+    find_candidates,
     find_checkpoints,
     is_checkpoint,
     latest_checkpoint,
@@ -49,6 +50,7 @@ __all__ = [
     "Piece",
     "ReadReport",
     "TensorEntry",
+    "find_candidates",
     "find_checkpoints",
     "is_checkpoint",
     "latest_checkpoint",

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from trainwright.checkpoint.opening import Verify
 from trainwright.data.seeding import set_rng_state
 from trainwright.data.transfer import map_tensors
 from trainwright.engine.between_ranks import portion
@@ -275,11 +276,12 @@ class Accelerator:
         self.engine.save(str(output_dir), step=self.step_count, epoch=place["epoch"], state=state)
         return str(output_dir)
 
-    def load_state(self, input_dir: str) -> None:
+    def load_state(self, input_dir: str, verify: Verify = "full") -> None:
         """Go on from a checkpoint: of `save_state`, or of a Trainer with the same model, optimizers and schedulers.
 
         The next iteration of each loader goes on where it was; after a Trainer's checkpoint that is the first loader.
-        Collective: call on every rank.
+        `verify` says how the files are looked at first: "full" (every digest), "size", or "off". Collective: call on every
+        rank.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
@@ -292,7 +294,7 @@ class Accelerator:
                     f"{input_dir}: it was saved with {saved} schedulers, but {present} were prepared. Prepare the same ones."
                 )
 
-        restored = self.engine.load(str(input_dir), check=check)
+        restored = self.engine.load(self.engine.open(str(input_dir), verify=verify), check=check)
         for scheduler, saved in zip(self._schedulers, restored.state["lr_schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         position = restored.state["position"]
