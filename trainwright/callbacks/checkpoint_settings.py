@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 KEY_SETTINGS = (
     "monitor", "mode", "save_top_k", "every_n_train_steps", "every_n_epochs", "train_time_interval", "filename",
 )  # fmt: skip

@@ -276,11 +276,12 @@ class Engine:
         rank_state: dict[str, Any] | None = None,
         weights_only: bool = False,
         edit: Edit | None = None,
+        number: int = 0,
     ) -> None:
         """Write a checkpoint of the modules, the optimizers and the caller's state. Collective: call on every rank.
 
         Of `state` rank 0's is stored, of `rank_state` (not with weights_only) each rank's own. `edit` may change the
-        checkpoint's contents: see checkpoint/editing.py.
+        checkpoint's contents: see checkpoint/editing.py. `number` tells which of several saves of one step is the later.
 
         Raises:
             CheckpointError: on every rank alike; nothing is left at the path then.
@@ -309,6 +310,7 @@ class Engine:
                 "world_size": self.world_size,
                 "strategy": self.strategy.name,
                 "weights_only": weights_only,
+                "number": number,
             },
             exchange=self.agreement,
             rank=self.rank,

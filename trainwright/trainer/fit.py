@@ -181,6 +181,8 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
             f"{run.num_batches} batches; go on with the data and the batch_size that it was saved with, or from a checkpoint "
             "of an epoch's end."
         )
+    if trainer.resume_source is not None:
+        trainer.logbook.take_up_rows()
     if generators is not None:
         set_rng_state(generators)
     trainer.logbook.start(run.module, training=True, stage="train")

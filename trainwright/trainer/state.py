@@ -14,7 +14,8 @@ class TrainerState:
     this rank has finished in the epoch, `total_batches` those of the run, `step` the optimizer steps of the run (each
     optimizer's under manual optimization), `batches_that_stepped` the batches after which a step was made: the loggers' x
     axis. `validations` counts the validations of the run, and `validated_at` is `total_batches` as it was at the latest.
-    `epoch_ended` is True once the epoch has no batch and no validation to come, while its number still stands.
+    `epoch_ended` is True once the epoch has no batch and no validation to come, while its number still stands. `saves` counts
+    the checkpoints, which puts those of one step in order.
     """
 
     epoch: int = 0
@@ -26,6 +27,7 @@ class TrainerState:
     validations: int = 0
     validated_at: int = -1
     epoch_ended: bool = False
+    saves: int = 0
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters as plain data."""
