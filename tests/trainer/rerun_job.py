@@ -58,7 +58,11 @@ def script(after: int = 0, late: bool = False) -> None:
         max_epochs=3,
         log_every_n_steps=2,
         val_check_interval=6,
-        callbacks=[saving, tw.ModelCheckpoint(save_last=True, save_top_k=-1, filename="end-{epoch}"), killed],
+        callbacks=[
+            saving,
+            tw.ModelCheckpoint(save_top_k=-1, filename="end-{epoch}", save_on_train_epoch_end=True),
+            killed,
+        ],
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -80,6 +84,7 @@ def attempt(folder: Path, *args: Any) -> int:
 
             traceback.print_exc()
             os._exit(1)
+        sys.stdout.flush()
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
