@@ -50,6 +50,7 @@ STRATEGIES = (
     "deepspeed_stage_3",
     "single_device",
 )
+VICTIMS = ("rank", "launcher", "all")
 MOMENTS = {"step": 4, "save": 3, "validation": 2, "start": 1, "load": 1}
 """When to kill, and how often each. "start" is before the first step after a start, "load" before that."""
 LONGEST_DELAY = {"step": 0.05, "save": 0.025, "validation": 0.012, "start": 0.03, "load": 0.15}
@@ -113,7 +114,7 @@ class Job:
         self._read_bytes = 0
         self.events: list[dict[str, Any]] = []
         self.traces = Traces(f"{folder}#{start}")
-        script = [sys.executable, str(ROOT / "benchmarks" / "soak_job.py"), "--strategy", strategy]
+        script = [sys.executable, "-W", "error", str(ROOT / "benchmarks" / "soak_job.py"), "--strategy", strategy]
         script += ["--devices", str(self.num_ranks), "--folder", str(folder), "--epochs", str(soak.options.epochs)]
         script += ["--forget", soak.options.forget] if soak.options.forget and start else []
         launcher = [sys.executable, "-m", "trainwright.launch.processes", "--num-processes", str(self.num_ranks), "--"]
@@ -300,11 +301,11 @@ class Soak:
 
     def _kill_and_go_on(self, folder: Path, result: Result, kills: int, checks: list[Future[list[str]]]) -> None:
         """Start the run and kill it, again and again, and let it end at last."""
-        generator = random.Random(f"{self.options.seed}/{result.number}")
+        planned = plan(self.options.seed, result.number, kills, RANKS.get(result.strategy, 2), self.options.epochs)
         newest = -1
         while True:
             job = Job(self, result.strategy, folder, result.kills)
-            kill = plan(generator, job.num_ranks, self.options) if result.kills < kills else None
+            kill = planned[result.kills] if result.kills < kills else None
             try:
                 code = self._strike(job, kill, newest, result) if kill is not None else job.wait()
                 for pid in [event["pid"] for event in job.events if event["event"] == "load"]:
@@ -381,15 +382,19 @@ class Soak:
             return outcome
 
 
-def plan(generator: random.Random, num_ranks: int, options: argparse.Namespace) -> Kill:
-    """Choose the next kill of a run."""
-    moment = generator.choices(list(MOMENTS), list(MOMENTS.values()))[0]
+def plan(seed: int, number: int, kills: int, num_ranks: int, epochs: int) -> list[Kill]:
+    """Choose the kills of a run: of any three that follow each other, one is of a rank, one of the launcher, one of all."""
+    generator = random.Random(f"{seed}/{number}")
     # So far apart that a run is killed as often as asked for before it ends, and sometimes twice in one epoch.
-    furthest = max(2, 2 * options.epochs * STEPS // (options.per_run + 2))
-    victims = [*map(str, range(num_ranks)), "launcher", "all"] if num_ranks > 1 else ["0"]
-    return Kill(
-        moment, generator.randint(1, furthest), generator.uniform(0, LONGEST_DELAY[moment]), generator.choice(victims)
-    )
+    furthest = max(2, 2 * epochs * STEPS // (kills + 2))
+    victims = generator.sample(VICTIMS, len(VICTIMS)) if num_ranks > 1 else ["rank"]
+    chosen = []
+    for count in range(kills):
+        victim, moment = victims[count % len(victims)], generator.choices(list(MOMENTS), list(MOMENTS.values()))[0]
+        rank, steps = generator.randrange(num_ranks), generator.randint(1, furthest)
+        delay = generator.uniform(0, LONGEST_DELAY[moment])
+        chosen.append(Kill(moment, steps, delay, str(rank) if victim == "rank" else victim))
+    return chosen
 
 
 def _emptied(folder: Path) -> Path:

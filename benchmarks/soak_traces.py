@@ -13,6 +13,8 @@ from pathlib import Path
 TAG = "SOAK_TAG"
 GONE_SECONDS = 10.0
 """A loader worker looks every five seconds whether its parent lives."""
+SHARED = ("torch_", "psm_", "sem.", "mp-", "gloo", "nccl", "deepspeed", "ds_")
+"""How shared memory begins that torch, python, gloo, NCCL and DeepSpeed make; other programs have theirs there too."""
 LISTENS = "0A"
 """A listening socket's state in /proc/net/tcp."""
 
@@ -45,7 +47,9 @@ class Traces:
         left += [f"a listening port (socket {inode})" for inode in self._ports & _listening()]
         for name in sorted(set(os.listdir("/dev/shm")) - self._shared_before):
             owner = re.match(r"torch_(\d+)_", name)
-            if owner is None or not os.path.exists(f"/proc/{owner[1]}"):  # else it is another job's that runs
+            if name.startswith(SHARED) and (
+                owner is None or not os.path.exists(f"/proc/{owner[1]}")
+            ):  # else another job's
                 left.append(f"/dev/shm/{name}")
         return left + [f"the temporary {path.name}" for path in sorted(self.temporary.iterdir())]
 
