@@ -227,8 +227,6 @@ class Soak:
                 again = f"--only {each.number} --seed {self.options.seed} --per-run {self.options.per_run}"
                 again += f" --epochs {self.options.epochs} --strategies {','.join(self.options.strategies)}"
                 print(f"run {each.number} ({each.strategy}) was not as it has to be; again: {sys.argv[0]} {again}")
-                for line in (*each.wrong[:8], *each.lost, *each.left):
-                    print(f"    {line[:1500]}")
         print(
             f"{kills} kills in {len(results)} runs of {len({each.strategy for each in results})} strategies: "
             f"{sum(bool(each.wrong) for each in results)} runs that differ, {sum(len(each.lost) for each in results)} lost "

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,13 @@ def forget(part: str) -> None:
         tw.EarlyStopping.load_state_dict = nothing  # type: ignore[method-assign]
 
 
+def allow_warnings_of_others() -> None:
+    """Let the packages of the strategies warn of themselves; a warning of any other kind ends the run."""
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    for module in ("deepspeed", "fairscale", "torch"):
+        warnings.filterwarnings("ignore", module=rf"{module}(\..*)?")
+
+
 def train(options: argparse.Namespace) -> None:
     folder = Path(options.folder)
     tw.seed_everything(11)
@@ -216,6 +224,7 @@ def main() -> None:
     parser.add_argument("--forget", default="", choices=("", *FORGETTABLE))
     options = parser.parse_args()
     options.events = os.environ["SOAK_EVENTS"]
+    allow_warnings_of_others()
     forget(options.forget)
     train(options)
 
