@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+INTERVALS = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
+"""The settings that say when to save, of which one may be given."""
+
 
 def check_top_k(save_top_k: Any, monitor: str | None) -> None:
     """Refuse a number of checkpoints that cannot be kept (ValueError)."""

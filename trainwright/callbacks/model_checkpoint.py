@@ -19,7 +19,7 @@ from torch import Tensor
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.checkpoint_name import FIELD, SUFFIX, check_template, fill_template
 from trainwright.callbacks.checkpoint_place import choose_place, replace_checkpoint
-from trainwright.callbacks.checkpoint_settings import check_top_k, checked_intervals
+from trainwright.callbacks.checkpoint_settings import INTERVALS, check_top_k, checked_intervals
 from trainwright.callbacks.decision import decided
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.store import is_checkpoint, remove_checkpoint, same_place, sweep_temporaries
@@ -133,15 +133,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
-        names = (
-            "monitor",
-            "mode",
-            "save_top_k",
-            "every_n_train_steps",
-            "every_n_epochs",
-            "train_time_interval",
-            "filename",
-        )
+        names = ("monitor", "mode", "save_top_k", *INTERVALS, "filename")
         settings = ", ".join(f"{name}={getattr(self, name)}" for name in names)
         return f"{type(self).__qualname__}({settings})"
 
@@ -152,6 +144,7 @@ class ModelCheckpoint(Callback):
             "best_model_score": None if self.best_model_score is None else float(self.best_model_score),
             "last_model_path": self.last_model_path,
             "place": self._place,
+            "is_put_off": self._is_put_off,
             "current_score": None if self.current_score is None else float(self.current_score),
         }
 
@@ -163,7 +156,7 @@ class ModelCheckpoint(Callback):
 
         self.best_k_models = {path: _scalar(score) for path, score in state["best_k_models"].items() if is_ours(path)}
         last, place = state["last_model_path"], state.get("place", "")
-        self._place = place
+        self._place, self._is_put_off = place, bool(state.get("is_put_off"))
         self.last_model_path = last if is_ours(last) else ""
         self._unrenamed = (place, last, state["best_k_models"].get(last)) if place != last else ("", "", None)
         current = state.get("current_score")
@@ -190,6 +183,8 @@ class ModelCheckpoint(Callback):
         self._saved_at, self._step_seen, self._has_begun = time.monotonic(), trainer.global_step, True
         if trainer.resume_source is not None:
             self._take_rank_zeros(trainer)
+            if self._is_put_off:  # another callback's save at this step is what the run goes on from
+                self._save(trainer)
         if self.train_time_interval is not None and self._is_fitting:
             self._appointment = trainer.appointment(self.state_key)
 
