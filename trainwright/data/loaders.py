@@ -24,7 +24,7 @@ from trainwright.data.batch_stream import END, BatchStream, distributed_sampler
 from trainwright.data.index_stream import IndexStream, in_dataset_order
 from trainwright.data.seeding import derive_seed
 from trainwright.data.share import Mode
-from trainwright.data.workers import SeededDataset, SeededIterable, WorkerStart
+from trainwright.data.workers import SeededDataset, SeededIterable, WorkerStart, holding_signals, note_begun
 
 
 class ShardedLoader:
@@ -231,8 +231,9 @@ def _begun(loader: Callable[[], DataLoader[Any] | None], begun: weakref.WeakSet[
     """Begin an iteration of a loader with workers, and note its iterator."""
     clone = loader()
     assert clone is not None
-    iterator = type(clone)._get_iterator(clone)
-    begun.add(iterator)
+    with holding_signals():
+        iterator = type(clone)._get_iterator(clone)
+    note_begun(iterator, begun)
     return iterator
 
 

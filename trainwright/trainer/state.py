@@ -14,7 +14,9 @@ class TrainerState:
     this rank has finished in the epoch, `total_batches` those of the run, `step` the optimizer steps of the run (each
     optimizer's under manual optimization), `batches_that_stepped` the batches after which a step was made: the loggers' x
     axis. `validations` counts the validations of the run, and `validated_at` is `total_batches` as it was at the latest.
-    `epoch_ended` is True once the epoch has no batch and no validation to come, while its number still stands.
+    `schedulers_stepped` is True once an epoch's schedulers have stepped, but for those that follow a metric: its validation
+    may be still to come. `epoch_ended` is True once the epoch has no batch and no validation to come, while its number still
+    stands.
     """
 
     epoch: int = 0
@@ -25,6 +27,7 @@ class TrainerState:
     skipped_steps: int = 0
     validations: int = 0
     validated_at: int = -1
+    schedulers_stepped: bool = False
     epoch_ended: bool = False
 
     def state_dict(self) -> dict[str, int]:
@@ -41,4 +44,4 @@ class TrainerState:
 
     def next_epoch(self) -> None:
         """Go on to the next epoch."""
-        self.epoch, self.batch, self.epoch_ended = self.epoch + 1, 0, False
+        self.epoch, self.batch, self.epoch_ended, self.schedulers_stepped = self.epoch + 1, 0, False, False
