@@ -272,7 +272,8 @@ class Accelerator:
             "loaders": loaders,
             "lr_schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
         }
-        self.engine.save(str(output_dir), step=self.step_count, epoch=place["epoch"], state=state)
+        own = {"sources": [loader.sources() for loader in self._loaders]}
+        self.engine.save(str(output_dir), step=self.step_count, epoch=place["epoch"], state=state, rank_state=own)
         return str(output_dir)
 
     def load_state(self, input_dir: str) -> None:
@@ -300,8 +301,10 @@ class Accelerator:
         self._window.reset()
         if position.get("epoch_ended"):
             position = {"epoch": position["epoch"] + 1, "batch": 0}
-        for loader, place in zip(self._loaders, restored.state.get("loaders", [position]), strict=False):
-            loader.load_state_dict(place)
+        places = restored.state.get("loaders", [position])
+        sources = [*restored.sources, *([] for _ in self._loaders)]
+        for loader, place, states in zip(self._loaders, places, sources, strict=False):
+            loader.load_state_dict(place, states)
         if restored.rng is not None:
             set_rng_state(restored.rng)
 

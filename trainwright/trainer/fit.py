@@ -51,7 +51,7 @@ from trainwright.trainer.optimization import (
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.stop import EvaluationAbandoned, abandonable
-from trainwright.trainer.training_data import load_training_data, reload_data
+from trainwright.trainer.training_data import load_training_data, place_in_data, reload_data, seek
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
@@ -170,12 +170,7 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
     load_training_data(run)
     if trainer.settings.limit_train_batches == 0:
         return
-    if run.num_batches is not None and state.batch > run.num_batches:
-        raise ValueError(
-            f"{trainer.resume_source} stands after batch {state.batch} of its epoch, but the training loader has "
-            f"{run.num_batches} batches; go on with the data and the batch_size that it was saved with, or from a checkpoint "
-            "of an epoch's end."
-        )
+    seek(run)
     if generators is not None:
         set_rng_state(generators)
     if trainer.signal_stop.number:  # it came in the sanity check
@@ -188,7 +183,8 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
         while not trainer.is_done:
             fit_epoch(run)
             if not state.epoch_ended:
-                break  # stopped within the epoch: it is where a resumed run goes on
+                state.places, state.sources = place_in_data(trainer)  # stopped within it: a resumed run goes on there
+                break
             state.next_epoch()
     trainer.signal_stop.settle()
     trainer.logbook.collector = None
@@ -200,7 +196,8 @@ def fit_epoch(run: TrainingRun) -> None:
     trainer, state, hooks, logbook = run.trainer, run.state, run.hooks, run.trainer.logbook
     collector = logbook.collector or logbook.start(run.module, training=True, stage="train")
     reload_data(run)
-    run.loader.set_epoch(run.engine.seed, state.epoch, state.batch)
+    seek(run)
+    state.places = state.sources = ()  # the loader tells them from here on
     hooks.call("on_train_epoch_start")
     logbook.take_up_epoch()
     run.accumulate = trainer.accumulate_grad_batches
