@@ -20,7 +20,7 @@ from trainwright.checkpoint.store import write_checkpoint
 from trainwright.checkpoint.tensors import DTYPE_NAMES, DTYPES, Piece, TensorEntry
 from trainwright.errors import CheckpointError
 
-CHUNK_ELEMENTS = 4 << 20
+CHUNK_ELEMENTS = 1 << 20
 EXPORT_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
