@@ -89,7 +89,7 @@ def export_safetensors(
         for name in ordered:
             for chunk in _chunks(checkpoint, section, name, kept[name]):
                 _write(stream, host_bytes(chunk.to(kinds[name])))
-    state = checkpoint.state() if section == "model" else {}
+    state = checkpoint.run_state() if section == "model" else {}
     extra = [name for states in state.get("extra", {}).values() for name in states]
     return Exported([new_names[name] for name in kept], shared, sorted(entries.keys() - taken.keys()), extra)
 

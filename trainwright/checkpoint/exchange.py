@@ -155,7 +155,7 @@ def _from_directory(path: str, names: set[str]) -> Weights:
     entries = checkpoint.tensors("model")
     tensors: dict[str, Any] = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
     checkpoint.read_into("model", [Piece(name, entries[name].shape, 0, each) for name, each in tensors.items()])
-    state = checkpoint.state()
+    state = checkpoint.run_state()
     for number, states in state.get("extra", {}).items():  # the first module's names have no number before them
         tensors.update({name if number == "0" else f"{number}.{name}": value for name, value in states.items()})
     return Weights(

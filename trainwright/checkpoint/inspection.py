@@ -71,7 +71,7 @@ def examine(path: str) -> Verdict:
 
 def _read_through(checkpoint: Checkpoint) -> None:
     checkpoint.check_places()
-    checkpoint.state()
+    checkpoint.run_state()
     for rank in range(checkpoint.world_size):
         checkpoint.rank_state(rank)
 
@@ -99,9 +99,7 @@ def _has_manifest(files: Files, path: str) -> bool:
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what a checkpoint holds as JSON-able data."""
-    state = checkpoint.state()
-    if not isinstance(state, dict):
-        state = {}
+    state = checkpoint.run_state()
     about = {key: value for key, value in checkpoint.header.items() if key not in ("step", "epoch", "world_size")}
     return {
         "path": checkpoint.path,

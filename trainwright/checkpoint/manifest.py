@@ -102,9 +102,9 @@ def table_from_json(table: Mapping[str, Any]) -> dict[str, TensorEntry]:
     entries = {}
     for name, item in table.items():
         shape = item["shape"]
-        _check(
-            type(shape) is list and len(shape) <= MAX_DIMENSIONS and all(map(_is_count, shape)), name, "shape", shape
-        )
+        sane = type(shape) is list and len(shape) <= MAX_DIMENSIONS and all(map(_is_count, shape))
+        # An empty tensor has strides too, which are as long as its other dimensions together.
+        _check(sane and _is_count(math.prod(size or 1 for size in shape)), name, "shape", shape)
         pieces = [StoredPiece(*piece) for piece in item["pieces"]]
         for piece in pieces:
             sane = isinstance(piece.file, str) and isinstance(piece.key, str)

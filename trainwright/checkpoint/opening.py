@@ -141,6 +141,19 @@ class Checkpoint:
         """Return the plain state that the run stored."""
         return self._read_plain("state")
 
+    def run_state(self) -> dict[str, Any]:
+        """Return the plain state of a run, which is a dict.
+
+        Raises:
+            CheckpointError: it is something else, so that no run has written it.
+        """
+        state = self.state()
+        if not isinstance(state, dict):
+            raise CheckpointError(
+                f"{self.path}: state.json holds a {type(state).__name__}; a run's is a dict. {REMEDY}"
+            )
+        return state
+
     def rank_state(self, rank: int) -> Any | None:
         """Return the plain state that a rank stored for itself; None where it stored none or there was no such rank."""
         name = rank_section(rank)
