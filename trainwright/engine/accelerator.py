@@ -276,11 +276,15 @@ class Accelerator:
         self.engine.save(str(output_dir), step=self.step_count, epoch=place["epoch"], state=state, rank_state=own)
         return str(output_dir)
 
-    def load_state(self, input_dir: str) -> None:
+    def load_state(self, input_dir: str, *, weights_only: bool = False) -> None:
         """Go on from a checkpoint: of `save_state`, or of a Trainer with the same model, optimizers and schedulers.
 
         The next iteration of each loader goes on where it was; after a Trainer's checkpoint that is the first loader.
         Collective: call on every rank.
+
+        Args:
+            input_dir: the checkpoint, of whatever strategy and number of processes.
+            weights_only: take the model's weights and nothing else, whatever trained them; also of an imported checkpoint.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
@@ -293,8 +297,11 @@ class Accelerator:
                     f"{input_dir}: it was saved with {saved} schedulers, but {present} were prepared. Prepare the same ones."
                 )
 
+        if weights_only:
+            self.engine.load(str(input_dir), weights_only=True)
+            return
         restored = self.engine.load(str(input_dir), check=check)
-        for scheduler, saved in zip(self._schedulers, restored.state["lr_schedulers"], strict=True):
+        for scheduler, saved in zip(self._schedulers, restored.state.get("lr_schedulers", []), strict=True):
             scheduler.load_state_dict(saved)
         position = restored.state["position"]
         self.step_count = int(position["step"])

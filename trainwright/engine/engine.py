@@ -325,7 +325,7 @@ class Engine:
             world_size=self.world_size,
             timeout_seconds=self.timeout_seconds,
         )
-        state = checkpoint.state()
+        state = checkpoint.run_state()
         if edit is None:
             return Opened(checkpoint, state, None)
         header = {"epoch": int(checkpoint.header["epoch"]), "global_step": int(checkpoint.header["step"])}
