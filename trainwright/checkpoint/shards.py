@@ -68,7 +68,7 @@ def write_shard(out: HashingStream, file_name: str, pieces: Sequence[Piece]) -> 
     keys = {METADATA_KEY}
     for group in tied_groups(pieces):
         first = group[0]
-        _check_storable(first)
+        check_storable(first)
         key = first.name if first.is_whole else f"{first.name}[{first.start}:{first.stop}]"
         while key in keys:
             key += "+"
@@ -90,7 +90,8 @@ def write_shard(out: HashingStream, file_name: str, pieces: Sequence[Piece]) -> 
     return entries
 
 
-def _check_storable(piece: Piece) -> None:
+def check_storable(piece: Piece) -> None:
+    """Refuse a tensor whose kind or dtype has no place in a safetensors file (CheckpointError)."""
     tensor = piece.tensor
     if tensor.dtype not in DTYPE_NAMES:
         accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)

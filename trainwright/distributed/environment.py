@@ -186,6 +186,11 @@ class Connection:
         """
         return self._book.make(name)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether an error of this process was posted, so that the other ranks leave."""
+        return self._watch is not None and self._watch.has_failed
+
     def before_close(self, release: Callable[[], None]) -> None:
         """Have a bound method called before the group is closed: it lets go of what holds on to the group.
 
