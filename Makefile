@@ -3,13 +3,15 @@
 #   make demo              train and test examples/digits.py; DEVICES=2 for two processes, ARGS="--precision bf16-mixed"
 #   make test              the fast tests; make test-slow the others, make test-all both
 #   make check             formatting, lint, types; make format mends the first two
-#   make bench             benchmarks/overhead.py (ARGS) and benchmarks/strategies.py (STRATEGY_ARGS), beside other frameworks
+#   make bench             benchmarks/overhead.py (ARGS), benchmarks/strategies.py (STRATEGY_ARGS) and benchmarks/checkpoint.py
+#                          (CHECKPOINT_ARGS), beside other frameworks
 #   make clean             remove .venv
 
 PYTHON ?= python3
 DEVICES ?= 1
 ARGS ?=
 STRATEGY_ARGS ?=
+CHECKPOINT_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -42,6 +44,7 @@ format: $(VENV)/test.stamp
 bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
 	$(BIN)/python benchmarks/strategies.py $(STRATEGY_ARGS)
+	$(BIN)/python benchmarks/checkpoint.py $(CHECKPOINT_ARGS)
 
 clean:
 	rm -rf $(VENV)

@@ -3,8 +3,8 @@
 A perceptron of 20 M parameters with its AdamW state is 240 MB. The bare work is to write the same bytes to a file, sync it, and
 hash them once with SHA-256, on each rank its part. All ways take turns in each round, each after a sync of the disk, and the
 ratio is the median of those within the rounds: to the bare work for saves, to reading and hashing the same files for the
-verification. Of a save in the background `seconds` is what holds the loop, and `whole` also what its thread takes. torch.save and
-Lightning neither sync nor hash; DCP does not hash.
+verification. Of a save in the background `seconds` is what holds the loop, and `whole` also what its thread takes. torch.save
+and Lightning neither sync nor hash; DCP does not hash.
 
 Then a Trainer makes saves each 100 steps by ModelCheckpoint, with async_save and without: what a save holds the loop, as a part
 of the interval's steps, and how much slower steps are while the thread writes.
