@@ -253,8 +253,10 @@ class Accelerator:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def save_state(self, output_dir: str) -> str:
+    def save_state(self, output_dir: str, blocking: bool = True) -> str:
         """Write a checkpoint of everything that was prepared, in the Trainer's format; return its path. Collective.
+
+        With blocking=False training goes on once all is copied to host memory, and a thread writes: see `finish_save`.
 
         Raises:
             CheckpointError: on every rank alike, where the path exists too.
@@ -272,9 +274,23 @@ class Accelerator:
             "loaders": loaders,
             "lr_schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
         }
-        own = {"sources": [loader.sources() for loader in self._loaders]}
-        self.engine.save(str(output_dir), step=self.step_count, epoch=place["epoch"], state=state, rank_state=own)
+        self.engine.save(
+            str(output_dir),
+            step=self.step_count,
+            epoch=place["epoch"],
+            state=state,
+            rank_state={"sources": [loader.sources() for loader in self._loaders]},
+            blocking=blocking,
+        )
         return str(output_dir)
+
+    def finish_save(self) -> None:
+        """Wait for a `save_state(..., blocking=False)`; the next save, a load and the program's end wait too. Collective.
+
+        Raises:
+            CheckpointError: that save failed, on every rank alike; earlier checkpoints are unchanged.
+        """
+        self.engine.finish_save()
 
     def load_state(self, input_dir: str, *, weights_only: bool = False) -> None:
         """Go on from a checkpoint: of `save_state`, or of a Trainer with the same model, optimizers and schedulers.

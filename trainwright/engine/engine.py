@@ -24,8 +24,9 @@ from trainwright.checkpoint.contents import (
     set_extra_states,
 )
 from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
-from trainwright.checkpoint.store import Checkpoint, open_checkpoint, write_checkpoint
+from trainwright.checkpoint.store import Checkpoint, open_checkpoint
 from trainwright.checkpoint.tensors import Piece, TensorEntry
+from trainwright.checkpoint.writer import CheckpointWriter
 from trainwright.data.index_stream import Mode
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.seeding import derived_rng_state, rng_state
@@ -130,6 +131,7 @@ class Engine:
             collectives.set_timeout(self.timeout_seconds)  # the group may have been opened before, with another
         self.connection.before_close(self.strategy.close)
         self.agreement = self.connection.agreement
+        self.writer = CheckpointWriter(self.agreement, self.timeout_seconds, lambda: self.connection.has_failed)
         self.strategy.connect(environment.rank, environment.world_size, self.device, asked)
         self.seed = 0
         """What the order of the data starts from, alike on every rank: see `take_seed`."""
@@ -278,15 +280,18 @@ class Engine:
         rank_state: dict[str, Any] | None = None,
         weights_only: bool = False,
         edit: Edit | None = None,
+        blocking: bool = True,
     ) -> None:
         """Write a checkpoint of the modules, the optimizers and the caller's state. Collective: call on every rank.
 
         Of `state` rank 0's is stored, of `rank_state` (not with weights_only) each rank's own. `edit` may change the
-        checkpoint's contents: see checkpoint/editing.py.
+        checkpoint's contents: see checkpoint/editing.py. With blocking False it returns once all is copied to host memory,
+        and a thread writes and commits; one is in flight at a time, so a save first waits for the one before.
 
         Raises:
-            CheckpointError: on every rank alike; nothing is left at the path then.
+            CheckpointError: on every rank alike, for the one in flight before too; nothing is left at the path then.
         """
+        self.finish_save()
         pieces = self._model_pieces()
         if edit is not None:
             state, pieces = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
@@ -300,17 +305,22 @@ class Engine:
             contents["optimizers"] = [
                 self.strategy.describe_optimizer(optimizer, names) for optimizer, names in self._named_optimizers()
             ]
-        write_checkpoint(
+        self.writer.save(
             path,
             sections=sections,
             state=contents,
             rank_state=None if weights_only else {"rng": rng_state(), **(rank_state or {})},
             header={"step": step, "epoch": epoch, "world_size": self.world_size, "strategy": self.strategy.name},
-            exchange=self.agreement,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout_seconds=self.timeout_seconds,
+            blocking=blocking,
         )
+
+    def finish_save(self) -> None:
+        """Wait until a save that was begun with blocking=False has committed. Collective: call on every rank.
+
+        Raises:
+            CheckpointError: it failed, on every rank alike; earlier checkpoints are unchanged.
+        """
+        self.writer.finish()
 
     def open(self, path: str, *, edit: Edit | None = None) -> Opened:
         """Verify a checkpoint, and let `edit` change its contents before they are taken. Collective: call on every rank.
@@ -318,6 +328,7 @@ class Engine:
         Raises:
             CheckpointError: no checkpoint, or a damaged one.
         """
+        self.finish_save()  # it may be the one
         checkpoint = open_checkpoint(
             path,
             exchange=self.agreement,
@@ -392,7 +403,15 @@ class Engine:
         return Restored(state, rng, own if saved == self.world_size else None, (first or {}).get("sources", []))
 
     def close(self) -> None:
-        """Give back the modules and optimizers; the process group stays open for the next run of this process."""
+        """Give back the modules and optimizers; the process group stays open for the next run of this process.
+
+        Collective: a save in flight is waited for first.
+
+        Raises:
+            CheckpointError: that save failed, on every rank alike.
+        """
+        self.finish_save()
+        self.writer.release()
         self.strategy.close()
         self.modules, self.optimizers = [], []
 

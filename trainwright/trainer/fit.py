@@ -112,8 +112,9 @@ class TrainingRun:
     """True from an epoch's last batch until every scheduler of that epoch has stepped: nobody could go on from within."""
     step_results: list[StepResult] = field(default_factory=list)
     """What the steps of the module's own optimizer_step did that runs now."""
-    waiting_saves: list[tuple[str, bool]] = field(default_factory=list)
-    """Checkpoints that were asked for within a window or an epoch's ending, and are written when that is over."""
+    waiting_saves: list[tuple[str, bool, bool]] = field(default_factory=list)
+    """Checkpoints that were asked for within a window or an epoch's ending, and are written when that is over: the path, and
+    whether it is to hold the weights only, and to block."""
 
     def __post_init__(self) -> None:
         hooks = self.hooks

@@ -345,9 +345,16 @@ class Trainer(Status):
         return predictions[0] if len(predictions) == 1 else predictions
 
     def save_checkpoint(
-        self, filepath: str | os.PathLike[str], weights_only: bool = False, storage_options: Any = None
+        self,
+        filepath: str | os.PathLike[str],
+        weights_only: bool = False,
+        storage_options: Any = None,
+        blocking: bool = True,
     ) -> bool:
-        """Write a checkpoint and return whether it is there. Collective: call on every rank.
+        """Write a checkpoint and return whether it is there, or, with blocking=False, begun. Collective: call on every rank.
+
+        With blocking=False the loop goes on once all is copied to host memory, and a thread writes and commits. One such save
+        is in flight at a time: the next save, the end of a run, a load and the program's end wait for it, and raise its error.
 
         Within an accumulation window it is written when the window ends, since gradients are not part of it, and between an
         epoch's last batch and its end (the validation, on_train_epoch_end) when all schedulers have stepped; False then.
@@ -373,7 +380,7 @@ class Trainer(Status):
             )
         run = self.run
         if run is not None and (run.is_within_window or (run.is_ending_epoch and not weights_only)):
-            run.waiting_saves.append((str(filepath), weights_only))
+            run.waiting_saves.append((str(filepath), weights_only, blocking))
             return False
         self.engine.save(
             str(filepath),
@@ -383,13 +390,15 @@ class Trainer(Status):
             rank_state=None if weights_only else rank_state(self),
             weights_only=weights_only,
             edit=edit_with_hooks(self, "on_save_checkpoint"),
+            blocking=blocking,
         )
         return True
 
     def save_waiting(self) -> None:
         """Write the checkpoints that were asked for within the window that has ended."""
         while self.run is not None and self.run.waiting_saves:
-            self.save_checkpoint(*self.run.waiting_saves.pop(0))
+            path, weights_only, blocking = self.run.waiting_saves.pop(0)
+            self.save_checkpoint(path, weights_only, blocking=blocking)
 
     def agree_on_stop(self) -> None:
         """Let every rank stop here if one of them is to. Collective: call on every rank."""
