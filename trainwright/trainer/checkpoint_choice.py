@@ -67,6 +67,7 @@ def choose_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None
             f"ckpt_path={name!r} asks for a checkpoint of a ModelCheckpoint, but this trainer has none; pass a path, or leave "
             "enable_checkpointing at True."
         )
+    trainer.engine.finish_save()  # it may be the one
     is_handed_over = bool(trainer.engine.num_workers)
     if name == "auto":
         return Choice("auto") if is_handed_over else _newest_whole(trainer, verify, call)

@@ -12,6 +12,7 @@ from trainwright.callbacks.decision import decided
 from trainwright.checkpoint.exchange import is_plain
 from trainwright.checkpoint.opening import Verify
 from trainwright.data.datamodule import DataModule
+from trainwright.distributed.agreement import is_echo
 from trainwright.hyperparameters import logged_hyper_parameters
 from trainwright.loggers import Logger, match_states, resume_loggers, start_loggers, withdraw_loggers
 from trainwright.module import Module, is_overridden
@@ -70,9 +71,12 @@ def running(
             _start_loggers(trainer, choice, locks)
             _set_up(trainer, module, stage, datamodule)
             yield
+            engine.finish_save()
         except BaseException as error:
             outcome.error = error
             trainer.interrupted = isinstance(error, KeyboardInterrupt)
+            # One in flight can commit while every rank lives, whatever they raise; not where one has gone.
+            outcome.after(engine.writer.drop if is_echo(error) else engine.finish_save)
             for hook in trainer.hooks["on_exception"]:
                 outcome.after(hook, error)
             if datamodule is not None:
@@ -199,7 +203,8 @@ def _log_graph(trainer: Trainer, module: Module) -> None:
 
 def _close_logger(trainer: Trainer, logger: Logger, outcome: Outcome) -> None:
     """Let a logger write what it holds back."""
-    status = "interrupted" if trainer.interrupted else "failed" if outcome.error is not None else "success"
+    is_interrupted = trainer.interrupted or trainer.signal_stop.number
+    status = "interrupted" if is_interrupted else "failed" if outcome.error is not None else "success"
     outcome.after(logger.finalize, status)
     outcome.after(logger.close)
 
