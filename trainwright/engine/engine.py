@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.contents import (
     check_optimizer,
     extra_states,
+    fitting_extra_states,
     restore_optimizer,
     set_extra_states,
 )
@@ -354,14 +355,15 @@ class Engine:
         if tensors is not None:
             shapes = {name: tuple(value.shape) for name, value in tensors.items()}
         pieces = check_model(checkpoint.path, shapes, self._model_pieces(), strict)
+        extra = fitting_extra_states(self.modules, state, checkpoint.path, strict)
         if not weights_only:
             self._load_optimizers(checkpoint, state)
         if tensors is not None:
             fill(pieces, tensors)
         else:
             checkpoint.read_into("model", pieces)
-        for number, module in enumerate(self.modules):
-            set_extra_states(module, state.get("extra", {}).get(str(number), {}))
+        for module, states in zip(self.modules, extra, strict=True):
+            set_extra_states(module, states)
         same_job = (checkpoint.header.get("strategy"), checkpoint.world_size) == (self.strategy.name, self.world_size)
         kept = {} if weights_only or not same_job else state.get("strategy", {})
         self.strategy.after_load(self.modules, self.optimizers, kept)
