@@ -253,8 +253,10 @@ class Accelerator:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def save_state(self, output_dir: str) -> str:
+    def save_state(self, output_dir: str, blocking: bool = True) -> str:
         """Write a checkpoint of everything that was prepared, in the Trainer's format; return its path. Collective.
+
+        With blocking=False training goes on once all is copied to host memory, and a thread writes: see `finish_save`.
 
         Raises:
             CheckpointError: on every rank alike, where the path exists too.
@@ -272,8 +274,23 @@ class Accelerator:
             "loaders": loaders,
             "lr_schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
         }
-        self.engine.save(str(output_dir), step=self.step_count, epoch=place["epoch"], state=state)
+        self.engine.save(
+            str(output_dir),
+            step=self.step_count,
+            epoch=place["epoch"],
+            state=state,
+            rank_state={"sources": [loader.sources() for loader in self._loaders]},
+            blocking=blocking,
+        )
         return str(output_dir)
+
+    def finish_save(self) -> None:
+        """Wait for a `save_state(..., blocking=False)`; the next save, a load and the program's end wait too. Collective.
+
+        Raises:
+            CheckpointError: that save failed, on every rank alike; earlier checkpoints are unchanged.
+        """
+        self.engine.finish_save()
 
     def load_state(self, input_dir: str, *, weights_only: bool = False) -> None:
         """Go on from a checkpoint: of `save_state`, or of a Trainer with the same model, optimizers and schedulers.
@@ -307,8 +324,10 @@ class Accelerator:
         self._window.reset()
         if position.get("epoch_ended"):
             position = {"epoch": position["epoch"] + 1, "batch": 0}
-        for loader, place in zip(self._loaders, restored.state.get("loaders", [position]), strict=False):
-            loader.load_state_dict(place)
+        places = restored.state.get("loaders", [position])
+        sources = [*restored.sources, *([] for _ in self._loaders)]
+        for loader, place, states in zip(self._loaders, places, sources, strict=False):
+            loader.load_state_dict(place, states)
         if restored.rng is not None:
             set_rng_state(restored.rng)
 

@@ -25,11 +25,13 @@ from trainwright.checkpoint.contents import (
     set_extra_states,
 )
 from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
-from trainwright.checkpoint.store import Checkpoint, open_checkpoint, write_checkpoint
+from trainwright.checkpoint.store import Checkpoint, open_checkpoint
 from trainwright.checkpoint.tensors import Piece, TensorEntry
+from trainwright.checkpoint.writer import CheckpointWriter
 from trainwright.data.index_stream import Mode
 from trainwright.data.loaders import ShardedLoader
-from trainwright.data.seeding import rng_state
+from trainwright.data.seeding import derived_rng_state, rng_state
+from trainwright.data.source_state import SourceState
 from trainwright.distributed import collectives
 from trainwright.distributed.environment import Environment, open_process_group, pick_backend
 from trainwright.engine.between_ranks import broadcast, first_here
@@ -40,6 +42,7 @@ from trainwright.engine.model_layout import refuse_unlike_models
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult, resolve_precision
 from trainwright.precision.base import Clipper, Closure, Sender
+from trainwright.rank_zero import rank_zero_info
 from trainwright.strategies import Strategy, resolve_strategy
 from trainwright.strategies.base import Optimization, clean_name
 
@@ -51,11 +54,13 @@ class Restored(NamedTuple):
     """What a load gives back: the caller's own state, and this rank's generators where the checkpoint has them.
 
     `rank_state` is all that this rank stored for itself; None where it stored nothing, or the world size was another.
+    `sources` is where each loader's source stood (see data/source_state.py), at another world size as rank 0 saw it.
     """
 
     state: dict[str, Any]
     rng: dict[str, Any] | None
     rank_state: dict[str, Any] | None
+    sources: list[list[SourceState | None]]
 
 
 class Opened(NamedTuple):
@@ -127,6 +132,7 @@ class Engine:
             collectives.set_timeout(self.timeout_seconds)  # the group may have been opened before, with another
         self.connection.before_close(self.strategy.close)
         self.agreement = self.connection.agreement
+        self.writer = CheckpointWriter(self.agreement, self.timeout_seconds, lambda: self.connection.has_failed)
         self.strategy.connect(environment.rank, environment.world_size, self.device, asked)
         self.seed = 0
         """What the order of the data starts from, alike on every rank: see `take_seed`."""
@@ -275,15 +281,18 @@ class Engine:
         rank_state: dict[str, Any] | None = None,
         weights_only: bool = False,
         edit: Edit | None = None,
+        blocking: bool = True,
     ) -> None:
         """Write a checkpoint of the modules, the optimizers and the caller's state. Collective: call on every rank.
 
         Of `state` rank 0's is stored, of `rank_state` (not with weights_only) each rank's own. `edit` may change the
-        checkpoint's contents: see checkpoint/editing.py.
+        checkpoint's contents: see checkpoint/editing.py. With blocking False it returns once all is copied to host memory,
+        and a thread writes and commits; one is in flight at a time, so a save first waits for the one before.
 
         Raises:
-            CheckpointError: on every rank alike; nothing is left at the path then.
+            CheckpointError: on every rank alike, for the one in flight before too; nothing is left at the path then.
         """
+        self.finish_save()
         pieces = self._model_pieces()
         if edit is not None:
             state, pieces = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
@@ -297,17 +306,22 @@ class Engine:
             contents["optimizers"] = [
                 self.strategy.describe_optimizer(optimizer, names) for optimizer, names in self._named_optimizers()
             ]
-        write_checkpoint(
+        self.writer.save(
             path,
             sections=sections,
             state=contents,
             rank_state=None if weights_only else {"rng": rng_state(), **(rank_state or {})},
             header={"step": step, "epoch": epoch, "world_size": self.world_size, "strategy": self.strategy.name},
-            exchange=self.agreement,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout_seconds=self.timeout_seconds,
+            blocking=blocking,
         )
+
+    def finish_save(self) -> None:
+        """Wait until a save that was begun with blocking=False has committed. Collective: call on every rank.
+
+        Raises:
+            CheckpointError: it failed, on every rank alike; earlier checkpoints are unchanged.
+        """
+        self.writer.finish()
 
     def open(self, path: str, *, edit: Edit | None = None) -> Opened:
         """Verify a checkpoint, and let `edit` change its contents before they are taken. Collective: call on every rank.
@@ -315,6 +329,7 @@ class Engine:
         Raises:
             CheckpointError: no checkpoint, or a damaged one.
         """
+        self.finish_save()  # it may be the one
         checkpoint = open_checkpoint(
             path,
             exchange=self.agreement,
@@ -368,15 +383,37 @@ class Engine:
         kept = {} if weights_only or not same_job else state.get("strategy", {})
         self.strategy.after_load(self.modules, self.optimizers, kept)
         if weights_only:
-            return Restored(state, None, None)
+            return Restored(state, None, None, [])
         self.precision.load_state_dict(state.get("precision", {}))
         self.seed = int(state.get("seed", self.seed))
-        rank_state = checkpoint.rank_state(self.rank)
-        rng = rank_state.get("rng") if rank_state is not None else None
-        return Restored(state, rng, rank_state if checkpoint.world_size == self.world_size else None)
+        return self._restored(checkpoint, state)
+
+    def _restored(self, checkpoint: Checkpoint, state: dict[str, Any]) -> Restored:
+        """Return what is this rank's; one that the saved run had not gets generators that are derived from the seed."""
+        own, saved = checkpoint.rank_state(self.rank), checkpoint.world_size
+        rng = own.get("rng") if own is not None else None
+        if saved < self.world_size:
+            rank_zero_info(
+                "%s was saved on %d processes, and this run has %d: the generators of the further ones start from seeds that "
+                "are derived from the run's.",
+                checkpoint.path,
+                saved,
+                self.world_size,
+            )
+            rng = rng if self.rank < saved else derived_rng_state(self.seed, int(checkpoint.header["step"]), self.rank)
+        first = own if saved == self.world_size else checkpoint.rank_state(0)
+        return Restored(state, rng, own if saved == self.world_size else None, (first or {}).get("sources", []))
 
     def close(self) -> None:
-        """Give back the modules and optimizers; the process group stays open for the next run of this process."""
+        """Give back the modules and optimizers; the process group stays open for the next run of this process.
+
+        Collective: a save in flight is waited for first.
+
+        Raises:
+            CheckpointError: that save failed, on every rank alike.
+        """
+        self.finish_save()
+        self.writer.release()
         self.strategy.close()
         self.modules, self.optimizers = [], []
 

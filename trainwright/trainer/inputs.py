@@ -112,6 +112,7 @@ def choose_checkpoint(
             "ckpt_path='' is an empty path; pass a checkpoint's path, 'best' or 'last', or None. (A best_model_path is empty "
             "as long as nothing was saved.)"
         )
+    engine.finish_save()  # it may be the one
     if ckpt_path not in ("best", "last"):
         return None if ckpt_path is None else str(ckpt_path)
     if callback is None:

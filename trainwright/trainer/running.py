@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.exchange import is_plain
 from trainwright.data.datamodule import DataModule
+from trainwright.distributed.agreement import is_echo
 from trainwright.hyperparameters import logged_hyper_parameters
 from trainwright.loggers import Logger, start_loggers, withdraw_loggers
 from trainwright.module import Module, is_overridden
@@ -62,9 +63,12 @@ def running(trainer: Trainer, module: Module, stage: str, datamodule: DataModule
         try:
             _set_up(trainer, module, stage, datamodule)
             yield
+            engine.finish_save()
         except BaseException as error:
             outcome.error = error
             trainer.interrupted = isinstance(error, KeyboardInterrupt)
+            # One in flight can commit while every rank lives, whatever they raise; not where one has gone.
+            outcome.after(engine.writer.drop if is_echo(error) else engine.finish_save)
             for hook in trainer.hooks["on_exception"]:
                 outcome.after(hook, error)
             if datamodule is not None:
@@ -181,7 +185,8 @@ def _log_graph(trainer: Trainer, module: Module) -> None:
 
 def _close_logger(trainer: Trainer, logger: Logger, outcome: Outcome) -> None:
     """Let a logger write what it holds back."""
-    status = "interrupted" if trainer.interrupted else "failed" if outcome.error is not None else "success"
+    is_interrupted = trainer.interrupted or trainer.signal_stop.number
+    status = "interrupted" if is_interrupted else "failed" if outcome.error is not None else "success"
     outcome.after(logger.finalize, status)
     outcome.after(logger.close)
 

@@ -49,6 +49,7 @@ from trainwright.trainer.settings import Settings, refuse_unknown
 from trainwright.trainer.sources import find_source, find_transfer, read_datamodule
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Batches, Status
+from trainwright.trainer.stop import SignalStop
 from trainwright.trainer.table import format_table
 
 
@@ -211,7 +212,7 @@ class Trainer(Status):
         """The shares of loaders whose workers end with the run."""
         self.validation_clock: IntervalClock | None = None
         self.compiled: Compiled | None = None
-        self.stop_appointment: Appointment | None = None
+        self.signal_stop = SignalStop(self)
         self.callbacks_of_module: tuple[list[Callback], list[Callback]] = ([], [])
         """The callbacks that configure_callbacks has given, and those of the trainer's own whose place they have taken."""
         self.is_stop_validation = False
@@ -242,6 +243,7 @@ class Trainer(Status):
         Raises:
             TypeError, ValueError: a module or a loader that cannot be trained.
             CheckpointError: no such checkpoint, or one that is damaged or of another model.
+            RunStopped: SIGTERM, SIGUSR1 or Ctrl-C has stopped it, and it is saved; it ends the process.
         """
         refuse_nested(self, "fit")
         check_module(model, ["training_step", "configure_optimizers"], "fit")
@@ -258,8 +260,13 @@ class Trainer(Status):
             return
         self.state = TrainerState()
         self.should_stop, self.stop_is_agreed, self.resume_source, self.ckpt_path = False, False, None, path
+        self.signal_stop = SignalStop(self)
         self.accumulate_grad_batches = self.settings.accumulate_grad_batches
-        with running(self, model, "fit", datamodule), torch.autograd.set_detect_anomaly(self.settings.detect_anomaly):
+        with (
+            self.signal_stop,
+            running(self, model, "fit", datamodule),
+            torch.autograd.set_detect_anomaly(self.settings.detect_anomaly),
+        ):
             self.stop_appointment = self.appointment("stop")
             seconds = self.settings.validation_seconds
             self.validation_clock = None if seconds is None else IntervalClock(seconds, self.appointment("validation"))
@@ -269,6 +276,7 @@ class Trainer(Status):
             self.run = prepare_fit(self, model, source, self._validation(model, val_dataloaders, datamodule))
             self.hooks.call("on_fit_start")
             generators = restore(self, opened) if opened is not None else None
+            self.signal_stop.watch()
             fit(self.run, generators)
             self.hooks.call("on_fit_end")
 
@@ -337,9 +345,16 @@ class Trainer(Status):
         return predictions[0] if len(predictions) == 1 else predictions
 
     def save_checkpoint(
-        self, filepath: str | os.PathLike[str], weights_only: bool = False, storage_options: Any = None
+        self,
+        filepath: str | os.PathLike[str],
+        weights_only: bool = False,
+        storage_options: Any = None,
+        blocking: bool = True,
     ) -> bool:
-        """Write a checkpoint and return whether it is there. Collective: call on every rank.
+        """Write a checkpoint and return whether it is there, or, with blocking=False, begun. Collective: call on every rank.
+
+        With blocking=False the loop goes on once all is copied to host memory, and a thread writes and commits. One such save
+        is in flight at a time: the next save, the end of a run, a load and the program's end wait for it, and raise its error.
 
         Within an accumulation window it is written when the window ends, since gradients are not part of it, and between an
         epoch's last batch and its end (the validation, on_train_epoch_end) when all schedulers have stepped; False then.
@@ -365,7 +380,7 @@ class Trainer(Status):
             )
         run = self.run
         if run is not None and (run.is_within_window or (run.is_ending_epoch and not weights_only)):
-            run.waiting_saves.append((str(filepath), weights_only))
+            run.waiting_saves.append((str(filepath), weights_only, blocking))
             return False
         self.engine.save(
             str(filepath),
@@ -375,13 +390,15 @@ class Trainer(Status):
             rank_state=None if weights_only else rank_state(self),
             weights_only=weights_only,
             edit=edit_with_hooks(self, "on_save_checkpoint"),
+            blocking=blocking,
         )
         return True
 
     def save_waiting(self) -> None:
         """Write the checkpoints that were asked for within the window that has ended."""
         while self.run is not None and self.run.waiting_saves:
-            self.save_checkpoint(*self.run.waiting_saves.pop(0))
+            path, weights_only, blocking = self.run.waiting_saves.pop(0)
+            self.save_checkpoint(path, weights_only, blocking=blocking)
 
     def agree_on_stop(self) -> None:
         """Let every rank stop here if one of them is to. Collective: call on every rank."""
@@ -448,13 +465,16 @@ class Trainer(Status):
     def wants_to_stop(self) -> bool:
         """Return whether the run ends at this optimizer step."""
         settings, state = self.settings, self.state
+        if -1 < settings.max_steps <= state.step:
+            return True
         appointment = self.stop_appointment
         if appointment is not None:
             if appointment.is_due(state.step):
-                self.should_stop = self.stop_is_agreed = True
+                if not self.signal_stop.agree():
+                    self.should_stop = self.stop_is_agreed = True
             elif self.should_stop and not self.stop_is_agreed and self.world_size > 1:
                 appointment.ask()  # perhaps this rank alone has set it
-        if -1 < settings.max_steps <= state.step:
+        if self.signal_stop.number:
             return True
         if not self.should_stop or not (self.stop_is_agreed or self.world_size == 1):
             return False
