@@ -28,10 +28,10 @@ def test_what_is_saved(saved: tuple[Path, dict[str, Any]]) -> None:
     _, kept = saved
     assert len(kept) == sum(len(strategies(world)) for world in WORLDS)
     wanted, _ = kept["1-single_device"]
-    assert wanted["model"]["empty"].numel() == 0
-    assert wanted["model"]["shifted.shift"].dtype == torch.bfloat16
-    assert wanted["model"]["seen.mean_value"] != 0
-    assert "scratch" not in wanted["model"]
+    assert wanted["model"]["body.empty"].numel() == 0
+    assert wanted["model"]["body.frozen_half"].dtype == wanted["model"]["body.scale"].dtype == torch.bfloat16
+    assert wanted["model"]["body.seen.mean_value"] != 0
+    assert "body.scratch" not in wanted["model"]
     for name, (state, _) in kept.items():
         for section, tensors in wanted.items():
             assert state[section].keys() == tensors.keys(), name
