@@ -6,6 +6,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def test_taken_up_at_every_batch_of_two_epochs(tmp_path: Path) -> None:
         return trainer, module
 
     whole, expected = run(False)
-    saving, module = run(True)
+    _, module = run(True)
     assert_equal(weights(module), weights(expected))
     checkpoints = sorted(tmp_path.glob("*.ckpt"))
     assert len(checkpoints) == 2 * 7 + 2 * 2
@@ -191,7 +192,10 @@ def test_taken_up_at_every_batch_of_two_epochs(tmp_path: Path) -> None:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         assert metrics == {name: float(value) for name, value in whole.callback_metrics.items()}, path
         assert trainer.callbacks[0].state_dict() == whole.callbacks[0].state_dict(), path
-        assert trainer.lr_scheduler_configs[0].scheduler.state_dict() == whole.lr_scheduler_configs[0].scheduler.state_dict()
+        assert (
+            trainer.lr_scheduler_configs[0].scheduler.state_dict()
+            == whole.lr_scheduler_configs[0].scheduler.state_dict()
+        )
 
 
 class Tells(IterableDataset[Tensor]):
@@ -253,7 +257,7 @@ def part_of_an_epoch(folder: Path) -> dict[str, Any]:
         tw.seed_everything(5, verbose=False)
         steps = (number + 1) * 2
         trainer, module = tw.Trainer(max_steps=steps if ranks != 1 else -1, max_epochs=1, **QUIET), Takes()
-        with pytest.warns(UserWarning, match="IterableDataset") if data_warns(kind, ranks, trainer) else nothing():
+        with pytest.warns(UserWarning, match="IterableDataset") if data_warns(kind, ranks, trainer) else nullcontext():
             trainer.fit(module, loader, ckpt_path=None if path is None else str(path))
         trainer.save_checkpoint(str(place / f"{number}.ckpt"))
         found[kind] = (module.numbers, trainer.state.batch, trainer.num_training_batches)
@@ -262,14 +266,6 @@ def part_of_an_epoch(folder: Path) -> dict[str, Any]:
 
 def data_warns(kind: str, ranks: int, trainer: tw.Trainer) -> bool:
     return kind == "iterable" and ranks > 1 and trainer.global_rank == 0
-
-
-class nothing:  # noqa: N801 - it reads as contextlib's do
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: object) -> None:
-        return None
 
 
 def own_loop(loader: Any, path: Path | None, target: Path) -> Any:

@@ -35,7 +35,9 @@ def job(folder: Path) -> dict[str, Any]:
     def run(epochs: int, name: str, ckpt_path: str | None = None) -> dict[str, Tensor]:
         tw.seed_everything(4)
         callback = tw.ModelCheckpoint(str(folder / name), save_top_k=-1)
-        strategy = DDPStrategy(bucket_cap_mb=0.0002)  # else a model of many megabytes would be needed for several buckets
+        strategy = DDPStrategy(
+            bucket_cap_mb=0.0002
+        )  # else a model of many megabytes would be needed for several buckets
         settings = {**QUIET, "enable_checkpointing": True}
         trainer = tw.Trainer(max_epochs=epochs, callbacks=callback, strategy=strategy, **settings)
         module = Reordered()

@@ -158,7 +158,6 @@ class BatchStream(Share):
         batches = states.open(state) if side is None else _drawn_aside(side, lambda: states.open(state))
         return states.noting(batches, pass_number, 0 if state is None else self.start_item, state)
 
-
     def last_round(self, items: list[Any]) -> Any:
         """Return this rank's batch of a pass's last round; another's, which weighs nothing, where it has none."""
         counted = [count_samples(batch) for batch in items]

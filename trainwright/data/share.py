@@ -128,7 +128,6 @@ class Share:
         """Return how many samples an item has; 0 where that is no fixed number."""
         return 0
 
-
     @property
     def source_length(self) -> int | None:
         """Return how many items a pass has, over all ranks; None where that is unknown."""

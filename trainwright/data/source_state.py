@@ -1,4 +1,4 @@
-"""Source state: what an iterable says of where it stands (`state_dict`, `load_state_dict`), kept with the batches it belongs to.
+"""Source state: what an iterable says of where it stands (`state_dict`, `load_state_dict`), kept with its batches.
 
 Workers read ahead, so what counts is the state after the batches that were consumed. It is asked for after each batch, in
 the process that reads: a worker sends it along with the batch. What that process's generators are at goes with it, so that a
@@ -122,7 +122,10 @@ class StateLog:
             return None
         if found[-1]["items"] < place["items"] and found[-1] is not self._states[-1]:
             return None
-        return {**found[-1], "items": place["items"]}  # a last round with fewer batches than ranks counts as a whole one
+        return {
+            **found[-1],
+            "items": place["items"],
+        }  # a last round with fewer batches than ranks counts as a whole one
 
 
 class StatefulIterable(SeededIterable):

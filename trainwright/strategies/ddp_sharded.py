@@ -175,6 +175,8 @@ class ShardedDDPStrategy(Strategy):
         if self.world_size == 1:
             return
         refuse_lazy(module, self.name)
+        for parameter in module.parameters():
+            parameter.data = parameter.data.contiguous()  # FairScale mixes up the elements of another layout
         broadcast_tensors((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic
         self.wrapped[module] = None  # until its optimizers are there

@@ -23,14 +23,7 @@ from trainwright.compiled_names import clean_name
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import zero_state
-from trainwright.strategies.base import (
-    Optimization,
-    Strategy,
-    broadcast_tensors,
-    call_step,
-    refuse_lazy,
-    state_tensors,
-)
+from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, refuse_lazy, state_tensors
 from trainwright.strategies.deepspeed_config import build_config, low_precision, read_config, settle
 from trainwright.strategies.deepspeed_engine import make_engine
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, owned

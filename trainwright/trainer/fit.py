@@ -177,7 +177,9 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
     while not trainer.is_done:
         fit_epoch(run)
         if not state.epoch_ended:
-            state.places, state.sources = place_in_data(trainer)  # stopped within the epoch: a resumed run goes on there
+            state.places, state.sources = place_in_data(
+                trainer
+            )  # stopped within the epoch: a resumed run goes on there
             break
         state.next_epoch()
     trainer.logbook.collector = None

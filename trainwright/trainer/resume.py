@@ -143,8 +143,8 @@ def _unfinished_metrics(trainer: Trainer, checkpoint: Checkpoint, own: dict[str,
     if left_out:
         rank_zero_warn(
             f"{checkpoint.path} was saved within an epoch on {checkpoint.world_size} processes, and this run has "
-            f"{trainer.world_size}: the metrics {', '.join(left_out)} do not say how the states of several ranks become one, so "
-            "their values for that epoch are those of the rest of it.",
+            f"{trainer.world_size}: the metrics {', '.join(left_out)} do not say how the states of several ranks become one, "
+            "so their values for that epoch are those of the rest of it.",
             stacklevel=2,
         )
     return together
