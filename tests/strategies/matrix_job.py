@@ -22,7 +22,7 @@ from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
 from trainwright.strategies.deepspeed import DeepSpeedStrategy
 from trainwright.strategies.fsdp import FSDPStrategy
 
-WORLDS = (1, 2)
+WORLDS = (1, 2, 4)
 ROUND, STEPS = 8, 2
 """Samples of a round, whatever the world size, and the steps before a save."""
 SMALL: dict[str, Any] = {"reduce_bucket_size": 100_000}

@@ -17,7 +17,7 @@ CLOSE = 1e-6
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder, kept = tmp_path_factory.mktemp("matrix"), {}
     for world in WORLDS:
-        first = run_job(saves, world, folder)[0]
+        first = run_job(saves, world, folder, seconds=400.0)[0]
         kept |= {f"{world}-{name}": states for name, states in first.items()}
     torch.save(kept, folder / "states.pt")
     return folder, kept
@@ -43,7 +43,7 @@ def test_what_is_saved(saved: tuple[Path, dict[str, Any]]) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_loading(saved: tuple[Path, dict[str, Any]], world: int) -> None:
     folder, kept = saved
-    for found in run_job(loads, world, folder):
+    for found in run_job(loads, world, folder, seconds=400.0):
         assert found.keys() == {(source, name) for source in kept for name in strategies(world)}
         assert {cell: loaded for cell, (loaded, _) in found.items() if loaded != 0.0} == {}
         assert {cell: after for cell, (_, after) in found.items() if not after <= CLOSE} == {}
