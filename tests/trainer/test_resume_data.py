@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections import Counter
@@ -196,6 +197,41 @@ def test_taken_up_at_every_batch_of_two_epochs(tmp_path: Path) -> None:
             trainer.lr_scheduler_configs[0].scheduler.state_dict()
             == whole.lr_scheduler_configs[0].scheduler.state_dict()
         )
+
+
+def rest_of_an_epoch(folder: Path) -> dict[str, Any]:
+    """Take up an epoch of one process on two, under limits that count batches or a part of the epoch."""
+    found: dict[str, Any] = {}
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainwright").addHandler(handler)
+    logging.getLogger("trainwright").setLevel("INFO")
+    for limit in (None, 8, 0.5):
+        trainer, module = tw.Trainer(max_epochs=1, limit_train_batches=limit, **QUIET), Takes()
+        drawn: list[float] = []
+        module.on_train_batch_start = lambda *_, drawn=drawn: drawn.append(torch.rand(()).item())  # type: ignore[method-assign]
+        trainer.fit(module, make_data_loader(folder), ckpt_path=str(folder / "alone.ckpt"))
+        found[str(limit)] = (module.numbers, trainer.num_training_batches, drawn)
+    return {**found, "told": [each for each in messages if "generators" in each]}
+
+
+def make_data_loader(folder: Path) -> Any:
+    return DataLoader(Recorded(folder / "reads"), batch_size=2, shuffle=True)
+
+
+def test_an_epoch_of_one_process_goes_on_on_two(tmp_path: Path) -> None:
+    first = train(make_data_loader(tmp_path), 5, tmp_path / "alone.ckpt")
+    results = run_job(rest_of_an_epoch, 2, tmp_path)
+    for limit, length, samples in (("None", 5 + 4, 26 - 10), ("8", 8, 3 * 4), ("0.5", 5, 0)):
+        seen = [number for result in results for number in result[limit][0]]
+        assert {result[limit][1] for result in results} == {length}, limit
+        assert len(seen) == len(set(seen)) == samples
+        assert not set(seen) & set(first.numbers)
+    assert results[0]["None"][2] != results[1]["None"][2], "the second rank's generators are its own"
+    assert results[1]["None"][2] == results[1]["8"][2] + results[1]["None"][2][3:], "and derived, so each time the same"
+    assert "saved on 1 processes, and this run has 2" in results[0]["told"][0]
+    assert results[1]["told"] == []
 
 
 class Tells(IterableDataset[Tensor]):
