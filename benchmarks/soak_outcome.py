@@ -15,6 +15,8 @@ import torch
 from trainwright.checkpoint.store import Checkpoint, find_checkpoints, open_checkpoint
 
 Outcome = dict[str, str]
+SHOWN = 5
+"""How many differences of a kind are told."""
 
 
 def read_outcome(folder: Path, final: str, num_ranks: int) -> Outcome:
@@ -35,16 +37,19 @@ def read_outcome(folder: Path, final: str, num_ranks: int) -> Outcome:
 
 
 def differences(found: Outcome, oracle: Outcome) -> list[str]:
-    """Return what differs, a line each; nothing where the two are the same."""
-    lines = []
+    """Return what differs, a line each for the first few of each kind; nothing where the two are the same."""
+    lines: dict[str, list[str]] = {}
     for key in sorted((found.keys() | oracle.keys()) - {"checkpoints"}):
         if key.startswith("row/") and (key not in found or _is_part_of_a_row(found[key], oracle)):
             continue  # rows of a killed run may be missing, or come twice
         if found.get(key) != oracle.get(key):
-            lines.append(
-                f"{key}: {found.get(key, 'nothing')} where the uninterrupted run has {oracle.get(key, 'nothing')}"
-            )
-    return lines
+            text = f"{key}: {found.get(key, 'nothing')} where the uninterrupted run has {oracle.get(key, 'nothing')}"
+            lines.setdefault(key.partition("/")[0], []).append(text)
+    return [
+        line
+        for kind, told in lines.items()
+        for line in (*told[:SHOWN], *([f"{kind}: {len(told)} such differences"] if len(told) > SHOWN else []))
+    ]
 
 
 def _is_part_of_a_row(text: str, oracle: Outcome) -> bool:
