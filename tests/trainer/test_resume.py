@@ -352,7 +352,7 @@ def test_a_position_beyond_the_loader_is_refused(tmp_path: Path) -> None:
     trainer.fit(Classifier(), make_loader())
     trainer.save_checkpoint(path)
     with pytest.raises(ValueError, match=r"stands after batch 7 of its epoch, .* has 6 batches; go on with the data"):
-        tw.Trainer(max_epochs=2, **QUIET).fit(Classifier(), make_loader(batch_size=8), ckpt_path=path)
+        tw.Trainer(max_epochs=2, **QUIET).fit(Classifier(), make_loader(24), ckpt_path=path)
 
 
 def test_saving_after_a_test_is_saving_after_the_fit(tmp_path: Path) -> None:

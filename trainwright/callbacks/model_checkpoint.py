@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import sys
 import time
 import warnings
 from collections.abc import Mapping
@@ -21,9 +20,10 @@ from trainwright.callbacks.checkpoint_name import FIELD, SUFFIX, check_template,
 from trainwright.callbacks.checkpoint_place import choose_place, replace_checkpoint
 from trainwright.callbacks.checkpoint_settings import INTERVALS, check_top_k, checked_intervals
 from trainwright.callbacks.decision import decided
+from trainwright.callbacks.stopped_run import save_failed_run, save_stopped_run
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.store import is_checkpoint, remove_checkpoint, same_place, sweep_temporaries
-from trainwright.data.seeding import isolate_rng, rng_state, set_rng_state
+from trainwright.data.seeding import rng_state
 from trainwright.duration import to_seconds
 
 if TYPE_CHECKING:
@@ -243,41 +243,18 @@ class ModelCheckpoint(Callback):
         self._appointment = None
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
-        if not self.save_on_exception or not self._is_fitting or not self._has_begun:
-            return
-        try:
-            refusal = self._refusal(trainer)
-            if refusal:
-                print(f"save_on_exception: nothing is saved: {refusal}.", file=sys.stderr)
-                return
-            stem = f"{self.dirpath}/exception-epoch={trainer.current_epoch}-step={trainer.global_step}"
-            path, number = f"{stem}{SUFFIX}", 1
-            while is_checkpoint(path):
-                path, number = f"{stem}-v{number}{SUFFIX}", number + 1
-            with isolate_rng():
-                if self._generators:
-                    set_rng_state(self._generators)  # a resumed run makes the whole validation
-                trainer.save_checkpoint(path, self.save_weights_only)
-            print(f"save_on_exception: the run was saved as {path}", file=sys.stderr)
-        except Exception as error:  # the first exception is what has to be seen
-            print(f"save_on_exception: the save failed: {type(error).__name__}: {error}", file=sys.stderr)
+        if self.save_on_exception and self._is_fitting and self._has_begun:
+            save_failed_run(self, trainer)
 
-    def _refusal(self, trainer: Trainer) -> str:
-        """Return why a run cannot be resumed exactly from where it failed; nothing where it can."""
-        state, run = trainer.state, trainer.run
-        if trainer.world_size > 1:
-            return f"it would take all {trainer.world_size} ranks"
-        if trainer.is_within_batch or trainer.is_within_window:
-            return "the run failed in the middle of a batch, or of an accumulation window"
-        if (
-            state.epoch_ended
-            or state.batch >= trainer.num_training_batches
-            or (run is not None and run.is_ending_epoch)
-        ):
-            return "the run failed at the end of an epoch"
-        if trainer.is_evaluating and state.validated_at == state.total_batches:
-            return "the run failed at the end of a validation"
-        return ""
+    def save_stop(self, trainer: Trainer) -> str:
+        """Save a run that a signal has stopped, whole and whatever its metric and the intervals, as `stop-step=..`.
+
+        Return the path, also of a checkpoint of this very position that is there already; "" where nothing is to be saved.
+        Collective: call on every rank.
+        """
+        if not self._is_fitting or not (self.save_top_k or self.save_last):
+            return ""
+        return save_stopped_run(self, trainer)
 
     # -- what to save and to keep ------------------------------------------------------------------------------------
 

@@ -157,7 +157,7 @@ def read_header(stream: BinaryIO, name: str, size: int) -> dict[str, StoredArray
     if length > min(MAX_HEADER_BYTES, size - 8):
         raise CheckpointError(f"{name}: the header claims {length} bytes in a file of {size}; the file is damaged.")
     try:
-        table = json.loads(_read_exactly(stream, length, name).decode())
+        table = json.loads(_read_exactly(stream, length, name).decode(), object_pairs_hook=unique_keys)
         arrays = _parse_header(table)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{name}: its safetensors header is not valid ({error}); the file is damaged.") from error
@@ -171,6 +171,14 @@ def read_header(stream: BinaryIO, name: str, size: int) -> dict[str, StoredArray
     if reached != size - 8 - length:
         raise CheckpointError(f"{name}: its tensors end at byte {reached} of {size - 8 - length}; the file is damaged.")
     return {key: StoredArray(array.dtype, array.numel, 8 + length + array.offset) for key, (array, _) in arrays.items()}
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict; a key that comes twice would mean one thing here and another to other readers."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key comes twice in one object")
+    return found
 
 
 def _parse_header(table: Mapping[str, Any]) -> dict[str, tuple[StoredArray, int]]:

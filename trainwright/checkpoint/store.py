@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainwright.checkpoint.codec import encode
+from trainwright.checkpoint.codec import encode_stored
 from trainwright.checkpoint.discovery import (
     CheckpointEntry,
     find_checkpoints,
@@ -137,7 +137,7 @@ class _Writer:
 
     def write_plain(self, name: str, value: Any) -> None:
         """Write plain data, and the tensors in it beside it."""
-        plain, tensors = encode(value, name)
+        plain, tensors = encode_stored(value, name)
         data = dump_json(plain, f"{name}.json")
         self._write(f"{name}.json", lambda out: out.write(data))
         self.write_shard(name, name, [Piece(key, tuple(tensor.shape), 0, tensor) for key, tensor in tensors.items()])

@@ -1,8 +1,8 @@
 """The batch stream: whose batches are whose where a loader has no indices (an iterable dataset, a list of batches).
 
-What cannot be begun anywhere is begun at its start and read, so a resumed run reads again what it has had. What the source
-draws while it is read is drawn aside, under a seed of (seed, epoch): the order is a function of the two, and reading again
-leaves the generators of training where they were.
+A source that tells its state (source_state.py) goes on from it. Any other can only be begun at its start and read, so a
+resumed run reads again what it has had, and says so. What the source draws while it is read is drawn aside, under a seed of
+(seed, epoch): the order is a function of the two, and reading again leaves the generators of training where they were.
 
 On several ranks each one reads the whole stream and keeps its share (share.py), so that all know alike where it ends. The
 last round of training is not split: each rank weighs by the samples of its own batch, and one that has none works on the
@@ -11,7 +11,8 @@ round's first batch with no weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from trainwright.data.seeding import SideGenerators, derive_seed
-from trainwright.data.share import Mode, Share
+from trainwright.data.share import Mode, Place, Share
+from trainwright.data.source_state import SourceState, StateLog
 from trainwright.data.workers import SeededIterable
+from trainwright.rank_zero import rank_zero_info
 
 END = object()
 
@@ -36,6 +39,7 @@ class BatchStream(Share):
         seed_rank: the rank that the workers' seeds are made of; 0 where all ranks are to read the same.
         generator: what a DataLoader draws its workers' seeds from; None for no such loader.
         draws: whether the source draws from this process's generators while it is read.
+        states: where the source's states are kept, where it tells them; None where it has none.
     """
 
     def __init__(
@@ -48,15 +52,32 @@ class BatchStream(Share):
         seed_rank: int = 0,
         generator: torch.Generator | None = None,
         draws: bool = True,
+        states: StateLog | None = None,
     ) -> None:
         super().__init__(rank=rank, world_size=world_size, mode=mode)
         self.source = source
         self.seed_rank = seed_rank
+        self.states = states
         self._generator, self._draws = generator, draws
+        self._from: SourceState | None = None
 
-    def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
-        """Choose the order that comes next, and the batch of this rank that it starts with."""
-        super().set_epoch(seed, epoch, start_batch)
+    def set_epoch(
+        self,
+        seed: int,
+        epoch: int,
+        start_batch: int = 0,
+        place: Place | None = None,
+        state: SourceState | None = None,
+    ) -> None:
+        """Choose the order that comes next, and where it starts (see share.py), with the source's state there if it is known.
+
+        Raises:
+            ValueError: the batch size has changed, and the place lies within a batch of the new one.
+        """
+        self._from = state
+        super().set_epoch(seed, epoch, start_batch, place)
+        if self.states is not None:
+            self._from = self.states.begin(self.place(self.start_batch), state)
         if isinstance(self.source, DataLoader) and (sampler := distributed_sampler(self.source)) is not None:
             sampler.set_epoch(epoch)
 
@@ -83,24 +104,59 @@ class BatchStream(Share):
         """Return how many batches of an evaluation count on this rank; None while all that have come do."""
         return self._ghost_at
 
-    def drawn(self, pass_number: int) -> Iterator[Any]:
-        """Return the batches of one pass, for all ranks."""
+    @property
+    def item_size(self) -> int:
+        """Return the loader's batch size; 0 where it has none."""
+        size = getattr(self.source, "batch_size", None)
+        return size if isinstance(size, int) else 0
+
+    def fitted(self, place: Place) -> tuple[int, int]:
+        """Return the pass and the batch that a place stands for; where the batch size has changed, by the samples."""
+        size, was = self.item_size, place["size"]
+        if not size or not was or size == was:
+            return super().fitted(place)
+        items, rest = divmod(place["items"] * was, size)
+        if rest and self._from is None:
+            raise ValueError(
+                f"{place['items']} batches of {was} samples were consumed, which is no whole number of batches of {size}, and "
+                f"a {type(self.source).__name__} without a state of its own is read batch by batch; go on with "
+                f"batch_size={was}, or from a checkpoint of an epoch's end."
+            )
+        return place["passes"], items + (rest > 0)
+
+    def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
+        """Return the batches of one pass from one of them on, for all ranks."""
+        if isinstance(self.source, Sequence):
+            return islice(iter(self.source), start, None)
+        state = self._from if pass_number == self.start_pass else None
+        if start and state is None and pass_number == self.start_pass and self.rank == self.seed_rank == 0:
+            rank_zero_info(
+                "the first %d batches of this epoch were consumed before; a %s tells no state to go on from, so they are read "
+                "again and skipped.",
+                start,
+                self._kind,
+            )
+        items = self._drawn_whole(pass_number, state)
+        return items if state is not None else islice(items, start, None)
+
+    @property
+    def _kind(self) -> str:
+        dataset = getattr(self.source, "dataset", self.source)
+        return type(getattr(dataset, "dataset", dataset)).__name__
+
+    def _drawn_whole(self, pass_number: int, state: SourceState | None) -> Iterator[Any]:
+        """Return the batches of one pass, or those that come after a state."""
         seed = derive_seed(self.pass_seed(pass_number), self.epoch)
         if self._generator is not None:
             self._generator.manual_seed(seed)
         if isinstance(self.source, DataLoader) and isinstance(self.source.dataset, SeededIterable):
             self.source.dataset.set_seed(derive_seed(seed, self.seed_rank))
-        return self._drawn_aside(SideGenerators(seed)) if self._draws else iter(self.source)
-
-    def _drawn_aside(self, side: SideGenerators) -> Iterator[Any]:
-        with side.drawn():
-            batches = iter(self.source)
-        while True:
-            with side.drawn():
-                batch = next(batches, END)
-            if batch is END:
-                return
-            yield batch
+        side = SideGenerators(seed) if self._draws else None
+        if self.states is None:
+            return iter(self.source) if side is None else _drawn_aside(side, lambda: iter(self.source))
+        self.states.side, states = side, self.states
+        batches = states.open(state) if side is None else _drawn_aside(side, lambda: states.open(state))
+        return states.noting(batches, pass_number, 0 if state is None else self.start_item, state)
 
     def last_round(self, items: list[Any]) -> Any:
         """Return this rank's batch of a pass's last round; another's, which weighs nothing, where it has none."""
@@ -111,6 +167,17 @@ class BatchStream(Share):
         if len(items) < self.world_size or len(set(sizes)) > 1:
             self.real_sizes = sizes + [0] * (self.world_size - len(items))
         return items[self.rank] if self.rank < len(items) else items[0]
+
+
+def _drawn_aside(side: SideGenerators, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    with side.drawn():
+        batches = begin()
+    while True:
+        with side.drawn():
+            batch = next(batches, END)
+        if batch is END:
+            return
+        yield batch
 
 
 def count_samples(batch: Any) -> int | None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import accumulate, islice
 from typing import Any, Literal
 
@@ -15,7 +15,8 @@ from trainwright.data.batch_stream import END
 from trainwright.data.collection import LoaderGroup, is_collection, is_flat, leaves, rebuilt
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.seeding import derive_seed
-from trainwright.data.share import Mode
+from trainwright.data.share import Mode, Place
+from trainwright.data.source_state import SourceState
 
 Combination = Literal["min_size", "max_size", "max_size_cycle", "sequential"]
 COMBINATIONS = ("min_size", "max_size", "max_size_cycle", "sequential")
@@ -151,24 +152,77 @@ class ShardedCombination:
         """The weights of the rounds that were reached of those that end a loader ("sequential" only), by batch number."""
         self._sizes: list[list[int] | None] = []
         """The `last_sizes` of the loaders that gave the batch at hand."""
+        self._places: list[Place] = []
+        """Where each loader begins; empty where the start says it."""
+        self._first_batches: list[int] = []
+        """The number of each loader's first batch ("sequential" only), of those whose turn has come."""
         self._refuse_what_cannot_be_combined()
         if self.combination == "max_size_cycle":
             for part in self.parts:
                 part.share.cycles = True
 
-    def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
-        """Choose the order of the next `iter`, a function of seed and epoch, and the batch that it starts with."""
+    def set_epoch(
+        self,
+        seed: int,
+        epoch: int,
+        start_batch: int = 0,
+        places: Sequence[Place] = (),
+        states: Sequence[SourceState | None] = (),
+    ) -> None:
+        """Choose the order of the next `iter`, a function of seed and epoch, and the batch that it starts with.
+
+        `places` and `states`, one a loader, are those of ShardedLoader.
+
+        Raises:
+            ValueError: places of another number of loaders.
+        """
+        if places and len(places) != len(self.parts):
+            raise ValueError(
+                f"the place in the data is one of {len(places)} loaders, but there are {len(self.parts)} now; go on with the "
+                "loaders that it was saved with, or from a checkpoint of an epoch's end."
+            )
         self._seed, self.epoch, self.start_batch = seed, epoch, start_batch
-        self._sizes = []
+        self._sizes, self._places, self._first_batches = [], list(places), []
         self._weights.clear()
-        end = self._combined([part.exact_length for part in self.parts])
+        is_sequential = self.combination == "sequential"
         for index, part in enumerate(self.parts):
-            start = start_batch
-            if self.combination == "sequential":
-                start = 0  # it is set anew when its turn comes
-            elif end is not None and (part.share.cycles or part.exact_length != end):
+            start = 0 if is_sequential else start_batch  # without a place it is set anew when its turn comes
+            if places:
+                state = states[index] if states else None
+                part.set_epoch(self._seed_of(index), epoch, places[index]["batch"], [places[index]], [state])
+            else:
+                part.set_epoch(self._seed_of(index), epoch, start)
+            part.share.most = None
+        if is_sequential:
+            return
+        end = self._combined([part.exact_length for part in self.parts])
+        for part in self.parts:
+            if end is not None and (part.share.cycles or part.exact_length != end):
                 part.share.most = end  # so that no worker reads on
-            part.set_epoch(self._seed_of(index), epoch, start)
+
+    def places(self, batch: int) -> list[Place]:
+        """Return where each loader stands after so many batches of this rank in the epoch."""
+        return [self._place_of(index, batch) for index in range(len(self.parts))]
+
+    def _place_of(self, index: int, batch: int) -> Place:
+        share, begun = self.parts[index].share, self._first_batches
+        if self.combination != "sequential":
+            return share.place(batch)
+        if index + 1 < len(begun) and begun[index + 1] <= batch:
+            size = share.item_size
+            return {"batch": begun[index + 1] - begun[index], "passes": 1, "items": 0, "size": size}
+        if index < len(begun):
+            return share.place(batch - begun[index])
+        return share.place(share.start_batch)
+
+    def states(self, batch: int) -> list[SourceState | None]:
+        """Return the state of each loader's source there; None for one that has none."""
+        return [part.state_at(place) for part, place in zip(self.parts, self.places(batch), strict=True)]
+
+    @property
+    def starts_beyond(self) -> bool:
+        """Return whether the start lies beyond the end of a loader."""
+        return any(part.starts_beyond for part in self.parts)
 
     def close(self) -> None:
         """End the workers that still run."""
@@ -184,24 +238,36 @@ class ShardedCombination:
 
     def _one_after_another(self) -> Iterator[Any]:
         left, place, ends = self.start_batch, self.start_batch - 1, self._known_ends()
+        begun = 0
         for index, part in enumerate(self.parts):
-            length = part.exact_length
-            if length is not None and left >= length:
-                left -= length
-                continue
-            start = left if length is not None else 0
-            part.set_epoch(self._seed_of(index), self.epoch, start)
-            batches = iter(part)
+            self._first_batches.append(begun)
+            start = self._turn(index, left)
             left -= start
+            if part.share.start_pass or start == part.exact_length:
+                begun += start
+                continue
+            batches = iter(part)
             # Without a certain length it shows only by reading how many batches stand before the start.
-            left -= sum(1 for _ in islice(batches, left))
+            read = sum(1 for _ in islice(batches, left))
+            left -= read
             for batch in batches:
                 self._note([part])
                 if (place := place + 1) in ends:
                     self._weights[place] = self.last_weight
                 yield batch
+            begun = place + 1 - left
             if not ends and self.world_size > 1:  # the batch was its last, and is held back until the next one is read
                 self._weights[place] = self.last_weight
+
+    def _turn(self, index: int, left: int) -> int:
+        """Begin a loader whose turn has come; return how many of the batches `left` before the start are jumped over in it."""
+        part = self.parts[index]
+        if self._places:
+            return part.start_batch
+        length = part.exact_length
+        start = min(left, length) if length is not None else 0
+        part.set_epoch(self._seed_of(index), self.epoch, start)
+        return start
 
     def _side_by_side(self) -> Iterator[Any]:
         iterators = [self._begun(part) for part in self.parts]
@@ -265,6 +331,11 @@ class ShardedCombination:
         if self._has_ghosts:
             return self._combined([part.share.rounds(part.share.source_length or 0, rank=0) for part in self.parts])
         return self._combined([part.length for part in self.parts])
+
+    @property
+    def whole_length(self) -> int | None:
+        """Return the length of an epoch that is shared out at this world size from its start."""
+        return self._combined([part.whole_length for part in self.parts])
 
     @property
     def exact_length(self) -> int | None:

@@ -1,7 +1,7 @@
 """The index stream: which samples make up each batch of one rank, from the loader's own sampler.
 
 Every rank walks the whole stream of the loader's batch sampler, drawn under a seed of (seed, epoch), and takes its share of
-it (share.py). So the order is a pure function of (seed, epoch), it can start at any batch, and no sampler is built anew.
+it (share.py). So the order is a pure function of (seed, epoch), it can start at any item, and no sampler is built anew.
 A short or uneven last round of training is re-split evenly, sample by sample.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from trainwright.data.seeding import SideGenerators, derive_seed
 from trainwright.data.share import Mode as Mode
-from trainwright.data.share import Share
+from trainwright.data.share import Place, Share
 from trainwright.data.workers import SeededBatch, SeededIndex
 
 DRAWN_AT_ONCE = 256  # batches; swapping generators costs about as much as drawing a hundred of them
@@ -42,15 +42,18 @@ class IndexStream(Share):
         self.source, self._generators = _with_own_generators(source)
         self.batched = batched
         self.seed_rank = rank if seed_rank is None else seed_rank
+        self._trimmed = 0
+        """Samples that are left out of the batch at the start, since they were consumed."""
         self.gives_seeds = False
         """Whether each item carries a seed for the worker that fetches it."""
         self.noted: deque[list[Any]] | None = None
         """Where each iteration that begins from now on notes the indices of the batches that it gives; None for nowhere."""
         self._refuse_what_cannot_be_shared()
 
-    def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
-        """Choose the order that comes next, and the batch of this rank that it starts with."""
-        super().set_epoch(seed, epoch, start_batch)
+    def set_epoch(self, seed: int, epoch: int, start_batch: int = 0, place: Place | None = None) -> None:
+        """Choose the order that comes next, and where it starts (see share.py)."""
+        self._trimmed = 0
+        super().set_epoch(seed, epoch, start_batch, place)
         for sampler in (self.source, getattr(self.source, "sampler", None)):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
@@ -60,8 +63,10 @@ class IndexStream(Share):
         return self._seeded(share) if self.gives_seeds else share
 
     def __len__(self) -> int:
-        """Return how many batches this rank has in an epoch, from its start; TypeError where the source has no length."""
-        return self.rounds(len(self.source))
+        """Return how many batches this rank has in an epoch; TypeError where the source has no length."""
+        length = self._length_of(len(self.source))
+        assert length is not None
+        return length
 
     @property
     def source_length(self) -> int | None:
@@ -76,7 +81,36 @@ class IndexStream(Share):
         """Return whether a last round with fewer batches than ranks is left out, as a short batch is."""
         return self.mode == "train" and self.batched and getattr(self.source, "drop_last", False) is True
 
-    def drawn(self, pass_number: int) -> Iterator[Any]:
+    @property
+    def item_size(self) -> int:
+        """Return the batch size, where torch's own batch sampler makes the batches; 1 where there are none."""
+        if not self.batched:
+            return 1
+        return int(self.source.batch_size) if type(self.source) is BatchSampler else 0
+
+    def fitted(self, place: Place) -> tuple[int, int]:
+        """Return the pass and the item that a place stands for; where the batch size has changed, by its samples.
+
+        Within a batch of the new size only what is left of it comes.
+        """
+        size, was = self.item_size, place["size"]
+        if not size or not was or size == was:
+            return super().fitted(place)
+        samples, items = place["items"] * was, self.source_length
+        sampler = self.source.sampler if self.batched else self.source
+        if items is not None and samples >= len(sampler):
+            return place["passes"], items
+        whole, self._trimmed = divmod(samples, size)
+        return place["passes"], whole
+
+    def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
+        """Yield the items of one pass over the whole stream from one of them on."""
+        items = islice(self._drawn_whole(pass_number), start, None)
+        if not self._trimmed or pass_number != self.start_pass:
+            return items
+        return chain((item[self._trimmed :] for item in islice(items, 1)), items)
+
+    def _drawn_whole(self, pass_number: int) -> Iterator[Any]:
         """Yield the items of one pass over the whole stream, drawn in chunks under its seed."""
         seed = self.pass_seed(pass_number)
         for generator, original in self._generators:

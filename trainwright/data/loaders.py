@@ -23,8 +23,16 @@ from torch.utils.data.datapipes.datapipe import IterDataPipe
 from trainwright.data.batch_stream import END, BatchStream, distributed_sampler
 from trainwright.data.index_stream import IndexStream, in_dataset_order
 from trainwright.data.seeding import derive_seed
-from trainwright.data.share import Mode
-from trainwright.data.workers import SeededDataset, SeededIterable, WorkerStart
+from trainwright.data.share import Mode, Place
+from trainwright.data.source_state import (
+    SourceState,
+    StatedCollate,
+    StatedStart,
+    StatefulIterable,
+    StateLog,
+    tells_state,
+)
+from trainwright.data.workers import SeededDataset, SeededIterable, WorkerStart, holding_signals, note_begun
 
 
 class ShardedLoader:
@@ -80,6 +88,7 @@ class ShardedLoader:
         self._base_seeds: torch.Generator | None = None
         self._with_workers: weakref.WeakSet[Any] = weakref.WeakSet()
         """The iterators whose workers may still run; weak, so that one that is let go of ends its workers at once."""
+        self._states: StateLog | None = None
         self._source: Iterable[Any] = self._copied(loader, pin_memory)
         if isinstance(loader, DataLoader) and _has_indices(loader):
             self.share = self.stream = self._with_indices(self._source, loader, in_order)
@@ -88,6 +97,8 @@ class ShardedLoader:
 
     def _copied(self, loader: Iterable[Any], pin_memory: bool) -> Any:
         if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+            if tells_state(loader):
+                self._states = StateLog(loader, None, self.world_size)
             return loader
         clone = copy.copy(loader)
         # Through __dict__: a DataLoader refuses to have its sampler set, and a subclass may have properties of its own.
@@ -97,10 +108,18 @@ class ShardedLoader:
         clone.__dict__["generator"] = self._base_seeds = torch.Generator()
         if pin_memory:
             clone.__dict__["pin_memory"] = True
-        if loader.num_workers > 0 and not isinstance(loader.dataset, IterDataPipe):
+        is_pipe = isinstance(loader.dataset, IterDataPipe)
+        if isinstance(loader.dataset, IterableDataset) and tells_state(loader.dataset) and not is_pipe:
+            dataset = StatefulIterable(loader.dataset)
+            clone.__dict__["dataset"] = dataset
+            clone.__dict__["collate_fn"] = StatedCollate(dataset, loader.collate_fn)
+            clone.__dict__["worker_init_fn"] = StatedStart(dataset, loader.worker_init_fn)
+            self._states = StateLog(clone, dataset, self.world_size)
+        elif loader.num_workers > 0 and not is_pipe:
             seeded = SeededIterable if isinstance(loader.dataset, IterableDataset) else SeededDataset
             clone.__dict__["dataset"] = seeded(loader.dataset)
             clone.__dict__["worker_init_fn"] = WorkerStart(loader.dataset, loader.worker_init_fn)
+        if loader.num_workers > 0 and not is_pipe:
             clone.__dict__["_get_iterator"] = partial(_begun, weakref.ref(clone), self._with_workers)
         return clone
 
@@ -138,6 +157,7 @@ class ShardedLoader:
             seed_rank=0 if self.is_shared else self.rank,
             generator=self._base_seeds,
             draws=not (isinstance(loader, Sequence) or read_by_workers),
+            states=self._states,
             **self._place,
         )
 
@@ -145,15 +165,51 @@ class ShardedLoader:
     def _place(self) -> dict[str, int]:
         return {"rank": self.rank, "world_size": self.world_size} if self.is_shared else {"rank": 0, "world_size": 1}
 
-    def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
-        """Choose the order of the next `iter`, a function of seed and epoch, and the batch that it starts with."""
+    def set_epoch(
+        self,
+        seed: int,
+        epoch: int,
+        start_batch: int = 0,
+        places: Sequence[Place] = (),
+        states: Sequence[SourceState | None] = (),
+    ) -> None:
+        """Choose the order of the next `iter`, a function of seed and epoch, and the batch that it starts with.
+
+        `places` and `states` are what `places` and `states` returned then, at whatever world size; without them all batches
+        before the start are taken as had at this one.
+        """
         self.epoch, self.start_batch = epoch, start_batch
-        self.share.set_epoch(seed, epoch, start_batch)
+        place, state = places[0] if places else None, states[0] if states else None
+        if isinstance(self.share, BatchStream):
+            if state is not None and state["ranks"] != self.world_size > 1 and not self.is_shared:
+                state = None  # of another rank's data
+            if self._states is not None and (state is not None or self._states.is_moved):
+                self.close()  # workers that stay would neither see the state nor give up the numbers that they go by
+            self.share.set_epoch(seed, epoch, start_batch, place, state)
+        else:
+            self.share.set_epoch(seed, epoch, start_batch, place)
         if self._base_seeds is not None:
             self._base_seeds.manual_seed(derive_seed(seed, epoch, self.rank))
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._source) if self.stream is not None else self.share.items()
+
+    def places(self, batch: int) -> list[Place]:
+        """Return, as plain data, where the stream stands after so many batches of this rank in the epoch."""
+        return [self.share.place(batch)]
+
+    def states(self, batch: int) -> list[SourceState | None]:
+        """Return, as plain data, the source's state there; None where it has none."""
+        return [self.state_at(self.share.place(batch))]
+
+    def state_at(self, place: Place) -> SourceState | None:
+        """Return the source's state at a place; None where it has none."""
+        return None if self._states is None else self._states.at(place)
+
+    @property
+    def starts_beyond(self) -> bool:
+        """Return whether the start lies beyond the end of the data."""
+        return self.share.starts_beyond
 
     def note_indices(self) -> deque[list[Any]] | None:
         """Return where the next `iter` notes the dataset's indices of each batch, in the order of the batches.
@@ -170,6 +226,11 @@ class ShardedLoader:
     def length(self) -> int | None:
         """Return how many batches this rank has in a whole epoch; None where the loader has no length."""
         return self.share.length
+
+    @property
+    def whole_length(self) -> int | None:
+        """Return the length of an epoch that is shared out at this world size from its start."""
+        return self.share.whole_length
 
     @property
     def exact_length(self) -> int | None:
@@ -231,8 +292,9 @@ def _begun(loader: Callable[[], DataLoader[Any] | None], begun: weakref.WeakSet[
     """Begin an iteration of a loader with workers, and note its iterator."""
     clone = loader()
     assert clone is not None
-    iterator = type(clone)._get_iterator(clone)
-    begun.add(iterator)
+    with holding_signals():
+        iterator = type(clone)._get_iterator(clone)
+    note_begun(iterator, begun)
     return iterator
 
 

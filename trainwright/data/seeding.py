@@ -61,7 +61,7 @@ def _choose_seed(environment: Environment) -> int:
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
     """Put the generators (python's, numpy's where it is loaded, torch's, each CUDA device's) back after the block."""
-    state = rng_state() if include_cuda else {**_host_state(), "cuda": []}
+    state = rng_state() if include_cuda else {**host_state(), "cuda": []}
     try:
         yield
     finally:
@@ -77,14 +77,14 @@ def derive_seed(*parts: int) -> int:
 def rng_state() -> dict[str, Any]:
     """Return the states of this process's generators: python, numpy (where it is loaded), torch and each CUDA device."""
     cuda = list(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    return {**_host_state(), "cuda": cuda}
+    return {**host_state(), "cuda": cuda}
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """Put the generators back to what `rng_state` returned, also after its way through a checkpoint."""
     if state["numpy"] is not None:
         import numpy  # noqa: F401 - its generator is set below, where it is loaded
-    _set_host_state({**state, "python": _nested_tuple(state["python"])})
+    set_host_state(state)
     cuda: list[Tensor] = list(state["cuda"])
     if cuda and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(cuda)
@@ -94,6 +94,12 @@ def _nested_tuple(value: Any) -> Any:
     return tuple(_nested_tuple(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
+def derived_rng_state(*parts: int) -> dict[str, Any]:
+    """Return what `rng_state` would return with the generators of the host seeded by the parts; nothing is changed."""
+    with SideGenerators(derive_seed(*parts)).drawn():
+        return rng_state()
+
+
 class SideGenerators:
     """Generators of python, numpy and torch (CPU) that stand aside from the process's own until they are drawn from."""
 
@@ -101,13 +107,18 @@ class SideGenerators:
         self._seed: int | None = seed
         self._state: dict[str, Any] = {}
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """Return where they stand, once they have been drawn from."""
+        return self._state
+
     @contextmanager
     def drawn(self) -> Iterator[None]:
         """Put these generators in the place of the process's own for the length of the block.
 
         NOTE: it costs some 300 us, so draw many at once.
         """
-        outside = _host_state()
+        outside = host_state()
         if self._seed is not None:
             random.seed(self._seed)
             if "numpy" in sys.modules:
@@ -115,15 +126,16 @@ class SideGenerators:
             torch.default_generator.manual_seed(self._seed)
             self._seed = None
         else:
-            _set_host_state(self._state)
+            set_host_state(self._state)
         try:
             yield
         finally:
-            self._state = _host_state()
-            _set_host_state(outside)
+            self._state = host_state()
+            set_host_state(outside)
 
 
-def _host_state() -> dict[str, Any]:
+def host_state() -> dict[str, Any]:
+    """Return the states of this process's generators on the host: python, numpy (where it is loaded) and torch."""
     numpy = sys.modules.get("numpy")
     return {
         "python": random.getstate(),
@@ -132,8 +144,9 @@ def _host_state() -> dict[str, Any]:
     }
 
 
-def _set_host_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
+def set_host_state(state: dict[str, Any]) -> None:
+    """Put the generators back to what `host_state` returned, also after its way through a checkpoint."""
+    random.setstate(_nested_tuple(state["python"]))
     if state["numpy"] is not None:
         sys.modules["numpy"].random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

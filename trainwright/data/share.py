@@ -12,17 +12,34 @@ Every rank goes through the whole stream and takes every N-th item of it, so nob
 
 In a combination of loaders a shorter stream `cycles`: pass after pass, each in an order of its own. In training the passes
 are shared out one by one; in an evaluation they are one long stream, as they are on one process.
+
+Where training stands in a stream is a `Place`: what all ranks together have consumed of it. A share that begins at one is
+cut from the rest of the stream, over however many ranks there are now, so each item comes once whatever the world size was.
+Its batches go on being numbered from those that a rank had before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain, count, islice
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from trainwright.data.seeding import derive_seed
 
 Mode = Literal["train", "evaluate", "ghost", "even"]
+
+
+class Place(TypedDict):
+    """Where a stream was left, as plain data."""
+
+    batch: int
+    """Batches that each rank had of it in the epoch, at whatever world sizes."""
+    passes: int
+    """Whole passes over the source that lie behind."""
+    items: int
+    """Items consumed of the pass at hand, over all ranks."""
+    size: int
+    """Samples in an item; 0 where that is no fixed number."""
 
 
 class Share:
@@ -45,13 +62,71 @@ class Share:
         """The number of the batch to stop before; None to go to the end."""
         self.real_sizes: list[int] | None = None
         """Per rank, the samples of the last round that are no repeats; None until such a round has been drawn."""
+        self.start_pass = self.start_item = 0
+        """Where in the stream the start stands, over all ranks."""
+        self.starts_beyond = False
+        """Whether the start lies beyond the end of the source."""
+        self._unread = 0
+        """Batches before the start that can only be read to be left behind."""
         self._first_pass: int | None = None
         self._ghost_at: int | None = None
+        self._begun: list[tuple[int, int, int]] = [(0, 0, 0)]
+        """Where each pass began: this rank's batch number, the pass, and the item of it."""
 
-    def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
-        """Choose the order that comes next, and the batch of this rank that it starts with."""
+    def set_epoch(self, seed: int, epoch: int, start_batch: int = 0, place: Place | None = None) -> None:
+        """Choose the order that comes next, and the batch of this rank that it starts with.
+
+        With a `place` the stream is cut there; without one it is cut as if all batches had been had at this world size.
+        """
         self.seed, self.epoch, self.start_batch = seed, epoch, start_batch
         self.real_sizes = self._first_pass = self._ghost_at = None
+        self._unread = 0
+        self.start_pass, self.start_item = self._cut(start_batch) if place is None else self.fitted(place)
+        self._begun = [(self._base, self.start_pass, self.start_item)]
+        if self.start_pass:
+            self._first_pass = start_batch
+        exact = self.exact_source_length
+        most = None if exact is None or self.cycles else exact + (self.world_size - 1 if place is None else 0)
+        self.starts_beyond = most is not None and self.start_item > most
+
+    def _cut(self, start_batch: int) -> tuple[int, int]:
+        """Return the pass and the item of it that a batch begins with, at this world size all along."""
+        items = start_batch * self.world_size
+        if not self.cycles:
+            return 0, items
+        exact = self.exact_source_length
+        if exact and self.mode in ("evaluate", "ghost"):
+            return divmod(items, exact)
+        if exact:
+            passes, batches = divmod(start_batch, self.rounds(exact))
+            return passes, batches * self.world_size
+        self._unread = start_batch
+        return 0, 0
+
+    def fitted(self, place: Place) -> tuple[int, int]:
+        """Return the pass and the item that a place stands for."""
+        return place["passes"], place["items"]
+
+    def place(self, batch: int) -> Place:
+        """Return where the stream stands after so many batches of this rank in the epoch."""
+        begun, passes, items = next(each for each in reversed(self._begun) if each[0] <= batch)
+        items, exact = items + (batch - begun) * self.world_size, self.exact_source_length
+        return {
+            "batch": batch,
+            "passes": passes,
+            "items": items if exact is None else min(items, exact),
+            "size": self.item_size,
+        }
+
+    @property
+    def _base(self) -> int:
+        """Return the number of the batch at `start_item`."""
+        return self.start_batch - self._unread
+
+    @property
+    def item_size(self) -> int:
+        """Return how many samples an item has; 0 where that is no fixed number."""
+        return 0
 
     @property
     def source_length(self) -> int | None:
@@ -68,8 +143,8 @@ class Share:
         """Return whether a last round with fewer items than ranks is left out."""
         raise NotImplementedError
 
-    def drawn(self, pass_number: int) -> Iterator[Any]:
-        """Yield the items of one pass over the source, for all ranks."""
+    def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
+        """Yield the items of one pass over the source from one of them on, for all ranks."""
         raise NotImplementedError
 
     def last_round(self, items: list[Any]) -> Any:
@@ -86,9 +161,19 @@ class Share:
 
     @property
     def length(self) -> int | None:
-        """Return how many batches this rank has in a pass, from its start; None where that is unknown."""
+        """Return how many batches this rank has in the first pass, with those before the start; None where unknown."""
+        return self._length_of(self.source_length)
+
+    @property
+    def whole_length(self) -> int | None:
+        """Return how many batches this rank would have in a pass that is shared out at this world size from its start."""
         items = self.source_length
         return None if items is None else self.rounds(items)
+
+    def _length_of(self, items: int | None) -> int | None:
+        if items is None:
+            return None
+        return self.start_batch if self.start_pass else self._base + self.rounds(max(0, items - self.start_item))
 
     @property
     def real_length(self) -> int | None:
@@ -100,7 +185,7 @@ class Share:
     def first_pass(self) -> int | None:
         """Return how many batches this rank has in the first pass; None while that is not known."""
         exact = self.exact_source_length
-        return self._first_pass if exact is None else self.rounds(exact)
+        return self._first_pass if exact is None else self._length_of(exact)
 
     @property
     def last_weight(self) -> float:
@@ -115,43 +200,42 @@ class Share:
 
     def items(self) -> Iterator[Any]:
         """Yield this rank's items, from `start_batch` on."""
-        if self.cycles:
-            share, start = self._cycled()
-        else:
-            share, start = self._share_of(self.drawn(0)), self.start_batch
-        return islice(share, start, None if self.most is None else max(start, start + self.most - self.start_batch))
+        share = self._cycled() if self.cycles else self._share_of(self.drawn(0, self.start_item))
+        left = None if self.most is None else max(0, self.most - self.start_batch)
+        return islice(share, self._unread, None if left is None else self._unread + left)
 
     def _share_of(self, items: Iterator[Any]) -> Iterator[Any]:
         if self.world_size == 1:
             return items
         return self._every_nth(items) if self.mode in ("evaluate", "ghost") else self._rounds(items)
 
-    def _cycled(self) -> tuple[Iterator[Any], int]:
-        """Return an endless share, and how many items of it stand before the start; whole passes are jumped over."""
-        exact = self.exact_source_length
+    def _cycled(self) -> Iterator[Any]:
+        """Return an endless share; whole passes before the start are jumped over."""
         if self.mode in ("evaluate", "ghost"):
-            place = self.start_batch * self.world_size
-            number, start = divmod(place, exact) if exact else (0, place)
-            whole = self._passes(number, lambda items: items)
-            return self._share_of(islice(whole, start, None)), 0
-        length = self.rounds(exact) if exact else 0
-        number, start = divmod(self.start_batch, length) if length else (0, self.start_batch)
-        return self._passes(number, self._share_of), start
+            return self._share_of(self._passes(lambda items: items))
+        return self._passes(self._share_of)
 
-    def _passes(self, number: int, cut: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
-        for each in count(number):
+    def _passes(self, cut: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
+        number = self._base
+        del self._begun[1:]
+        for each in count(self.start_pass):
+            start = self.start_item if each == self.start_pass else 0
+            self._begun.append((number, each, start))
             drawn = 0
             self.real_sizes = None
-            for drawn, item in enumerate(cut(self.drawn(each)), start=1):  # noqa: B007 - it is read after the loop
+            for drawn, item in enumerate(cut(self.drawn(each, start)), start=1):  # noqa: B007 - read after the loop
                 yield item
-            if drawn == 0:
+            if drawn == 0 and start == 0:
                 raise RuntimeError(
                     "a loader gives no batch, so it cannot be gone through again beside a longer one; give it data, or leave "
                     "it out."
                 )
+            number += drawn
             if each == 0:
-                is_whole = self.mode in ("evaluate", "ghost")
-                self._first_pass = (drawn - self.rank + self.world_size - 1) // self.world_size if is_whole else drawn
+                whole = start + drawn - self.rank + self.world_size - 1
+                self._first_pass = (
+                    whole // self.world_size if self.mode in ("evaluate", "ghost") else self._base + drawn
+                )
 
     def _every_nth(self, items: Iterator[Any]) -> Iterator[Any]:
         first, number = None, 0

@@ -187,6 +187,14 @@ class FailureBoard:
         """Whether the launcher is ending the job."""
         return self._store.check(["failure/ending"])
 
+    def announce_stop(self, code: int) -> None:
+        """Say that a signal has stopped the ranks' run, and with which exit code they are about to leave."""
+        self._store.set("stopped/code", str(code))
+
+    def stop_code(self) -> int | None:
+        """Return the exit code of ranks whose run a signal has stopped; None where none has."""
+        return int(self._store.get("stopped/code")) if self._store.check(["stopped/code"]) else None
+
     def count(self) -> int:
         """How many failures were posted."""
         return self._store.add("failure/count", 0)

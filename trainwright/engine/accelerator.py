@@ -272,14 +272,19 @@ class Accelerator:
             "loaders": loaders,
             "lr_schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
         }
-        self.engine.save(str(output_dir), step=self.step_count, epoch=place["epoch"], state=state)
+        own = {"sources": [loader.sources() for loader in self._loaders]}
+        self.engine.save(str(output_dir), step=self.step_count, epoch=place["epoch"], state=state, rank_state=own)
         return str(output_dir)
 
-    def load_state(self, input_dir: str) -> None:
+    def load_state(self, input_dir: str, *, weights_only: bool = False) -> None:
         """Go on from a checkpoint: of `save_state`, or of a Trainer with the same model, optimizers and schedulers.
 
         The next iteration of each loader goes on where it was; after a Trainer's checkpoint that is the first loader.
         Collective: call on every rank.
+
+        Args:
+            input_dir: the checkpoint, of whatever strategy and number of processes.
+            weights_only: take the model's weights and nothing else, whatever trained them; also of an imported checkpoint.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
@@ -292,16 +297,21 @@ class Accelerator:
                     f"{input_dir}: it was saved with {saved} schedulers, but {present} were prepared. Prepare the same ones."
                 )
 
+        if weights_only:
+            self.engine.load(str(input_dir), weights_only=True)
+            return
         restored = self.engine.load(str(input_dir), check=check)
-        for scheduler, saved in zip(self._schedulers, restored.state["lr_schedulers"], strict=True):
+        for scheduler, saved in zip(self._schedulers, restored.state.get("lr_schedulers", []), strict=True):
             scheduler.load_state_dict(saved)
         position = restored.state["position"]
         self.step_count = int(position["step"])
         self._window.reset()
         if position.get("epoch_ended"):
             position = {"epoch": position["epoch"] + 1, "batch": 0}
-        for loader, place in zip(self._loaders, restored.state.get("loaders", [position]), strict=False):
-            loader.load_state_dict(place)
+        places = restored.state.get("loaders", [position])
+        sources = [*restored.sources, *([] for _ in self._loaders)]
+        for loader, place, states in zip(self._loaders, places, sources, strict=False):
+            loader.load_state_dict(place, states)
         if restored.rng is not None:
             set_rng_state(restored.rng)
 

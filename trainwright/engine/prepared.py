@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.data.loaders import with_last
+from trainwright.data.share import Place
+from trainwright.data.source_state import SourceState
 from trainwright.data.transfer import map_tensors, to_device
 from trainwright.engine.engine import Engine
 from trainwright.precision.base import Closure, StepResult
@@ -233,6 +235,8 @@ class PreparedLoader:
         self._engine = engine
         self._active = active
         self._start = self._batch = 0
+        self._places: Sequence[Place] = ()
+        self._sources: Sequence[SourceState | None] = ()
         self._is_begun = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -241,8 +245,9 @@ class PreparedLoader:
         self._is_begun = True
         self._batch, self._start, self.is_at_end = self._start, 0, False
         device = self._engine.device
+        self._sharded.set_epoch(self._engine.seed, self.epoch, self._batch, self._places, self._sources)
+        self._places = self._sources = ()
         length, on_host = self._sharded.exact_length, device.type == "cpu"
-        self._sharded.set_epoch(self._engine.seed, self.epoch, self._batch)
         self._active.append(self)
         try:
             for batch, is_last in with_last(self._sharded, self._batch, length):
@@ -267,16 +272,26 @@ class PreparedLoader:
         """Return, per rank, how many samples of the last batch are no repeats; None where all are."""
         return self._sharded.last_sizes
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return where the next batch stands."""
         if self.is_at_end and self._batch:
             return {"epoch": self.epoch + 1, "batch": 0}
-        return {"epoch": self.epoch, "batch": self._batch}
+        if not self._batch:
+            return {"epoch": self.epoch, "batch": 0}
+        places = list(self._places) or self._sharded.places(self._batch)
+        return {"epoch": self.epoch, "batch": self._batch, "places": places}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def sources(self) -> list[SourceState | None]:
+        """Return the state of the loader's source there, as this rank sees it."""
+        if self._places or not self._batch or self.is_at_end:
+            return list(self._sources)
+        return self._sharded.states(self._batch)
+
+    def load_state_dict(self, state: dict[str, Any], sources: Sequence[SourceState | None] = ()) -> None:
         """Let the next iteration begin there."""
         self.epoch, self._start, self._is_begun = int(state["epoch"]), int(state["batch"]), False
         self._batch, self.is_at_end = self._start, False
+        self._places, self._sources = state.get("places", ()), sources
 
 
 def _full_precision(tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ done to the losses and gradients of a window in optimization.py.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,8 @@ from trainwright.trainer.optimization import (
 )
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
 from trainwright.trainer.state import TrainerState
-from trainwright.trainer.training_data import load_training_data, reload_data
+from trainwright.trainer.stop import EvaluationAbandoned, abandonable
+from trainwright.trainer.training_data import load_training_data, place_in_data, reload_data, seek
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
@@ -168,22 +170,23 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
     load_training_data(run)
     if trainer.settings.limit_train_batches == 0:
         return
-    if run.num_batches is not None and state.batch > run.num_batches:
-        raise ValueError(
-            f"{trainer.resume_source} stands after batch {state.batch} of its epoch, but the training loader has "
-            f"{run.num_batches} batches; go on with the data and the batch_size that it was saved with, or from a checkpoint "
-            "of an epoch's end."
-        )
+    seek(run)
     if generators is not None:
         set_rng_state(generators)
+    if trainer.signal_stop.number:  # it came in the sanity check
+        trainer.signal_stop.commit()
+        return
     trainer.logbook.start(run.module, training=True, stage="train")
     hooks.call("on_train_start")
     trainer.agree_on_stop()
-    while not trainer.is_done:
-        fit_epoch(run)
-        if not state.epoch_ended:
-            break  # stopped within the epoch: it is where a resumed run goes on
-        state.next_epoch()
+    with suppress(EvaluationAbandoned):
+        while not trainer.is_done:
+            fit_epoch(run)
+            if not state.epoch_ended:
+                state.places, state.sources = place_in_data(trainer)  # stopped within it: a resumed run goes on there
+                break
+            state.next_epoch()
+    trainer.signal_stop.settle()
     trainer.logbook.collector = None
     hooks.call("on_train_end")
 
@@ -193,7 +196,8 @@ def fit_epoch(run: TrainingRun) -> None:
     trainer, state, hooks, logbook = run.trainer, run.state, run.hooks, run.trainer.logbook
     collector = logbook.collector or logbook.start(run.module, training=True, stage="train")
     reload_data(run)
-    run.loader.set_epoch(run.engine.seed, state.epoch, state.batch)
+    seek(run)
+    state.places = state.sources = ()  # the loader tells them from here on
     hooks.call("on_train_epoch_start")
     logbook.take_up_epoch()
     run.accumulate = trainer.accumulate_grad_batches
@@ -246,16 +250,18 @@ def fit_epoch(run: TrainingRun) -> None:
         refuse_short_epoch(run, is_last or is_stopped)
         is_last = is_last or (run.num_batches is None and not is_stopped)  # one of unknown length is over when it ends
     collector.batch, run.is_within_batch = None, False
-    finish_epoch(run, is_complete=is_last)
+    if not trainer.signal_stop.number:  # else the resumed run does what is left of the epoch
+        finish_epoch(run, is_complete=is_last)
 
 
 def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     """Step the epoch-wise schedulers, validate where due, reduce the metrics, and let callbacks judge them. Collective."""
     trainer, state, hooks = run.trainer, run.state, run.hooks
     run.is_ending_epoch = is_complete
-    if is_complete:
+    if is_complete and not state.schedulers_stepped:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=False)
-    else:
+        state.schedulers_stepped = True
+    elif not is_complete:
         trainer.logbook.leave_epoch()
     if validation_is_due(run, at_end=True, is_complete=is_complete):
         validate(run, within=False, counts=is_complete)
@@ -310,8 +316,10 @@ def validate(run: TrainingRun, within: bool, counts: bool = True) -> None:
         step_schedulers(run, "validation", state.validations, plateau=False)
         step_schedulers(run, "validation", state.validations, plateau=True)
 
-    evaluate(run.validation, before_end=count)
-    trainer.agree_on_stop()
+    with abandonable(run):
+        evaluate(run.validation, before_end=count)
+    if within:  # an epoch's end asks for itself
+        trainer.agree_on_stop()
     trainer.is_mid_epoch_validation = trainer.is_stop_validation = False
 
 

@@ -185,6 +185,11 @@ class Logbook:
         assert self.collector is not None
         self._latest_before, self.unfinished = self.state_dict(), self.collector.state_dict()
 
+    def forget_evaluation(self, latest: dict[str, Any]) -> None:
+        """Go back, where a run stops within an evaluation, to the latest values as they were before it."""
+        self._latest_before = latest
+        self._batches.clear()
+
     def take_up_epoch(self) -> None:
         """Go on with what a checkpoint holds of the epoch; what the hooks of its start have logged again gives way to it."""
         state, self.unfinished = self.unfinished, None

@@ -160,6 +160,14 @@ class LoggedValue:
             self._pending, self._weights = restored._pending, restored._weights
             self._total, self._weight = restored._total, restored._weight
 
+    def merge(self, other: LoggedValue) -> None:
+        """Add what another rank has of it."""
+        total, weight = other.total()
+        self._sum_up()
+        self._weight += weight
+        if weight:
+            self._combine(total)
+
     def _sum_up(self) -> None:
         pending, weights = self._pending, self._weights
         if not pending:

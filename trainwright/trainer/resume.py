@@ -14,6 +14,8 @@ from trainwright.errors import CheckpointError
 from trainwright.hyperparameters import HyperParameters, plain_hyper_parameters
 from trainwright.module import Module, is_overridden
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.trainer.metric_merging import merged
+from trainwright.trainer.training_data import place_in_data
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
@@ -35,7 +37,7 @@ def run_state(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
     callbacks = {each.state_key: each.state_dict() for each in trainer.callbacks}
     return {
         **state,
-        "position": trainer.state.state_dict(),
+        "position": {**trainer.state.state_dict(), "places": place_in_data(trainer)[0]},
         "metrics": trainer.logbook.state_dict(),
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "callbacks": {key: state for key, state in callbacks.items() if state},
@@ -43,9 +45,10 @@ def run_state(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
 
 
 def rank_state(trainer: Trainer) -> dict[str, Any]:
-    """Return what a checkpoint holds of this rank alone: what was logged so far in the epoch that is trained."""
+    """Return what a checkpoint holds of this rank alone: within an epoch, what was logged in it and where its data stands."""
     assert trainer.module is not None
-    return {"metrics": trainer.logbook.epoch_state(trainer.module, trainer.is_evaluating)}
+    metrics = trainer.logbook.epoch_state(trainer.module, trainer.is_evaluating)
+    return {"metrics": metrics, "sources": [place_in_data(trainer)[1]]}
 
 
 def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[str, Any]:
@@ -111,11 +114,14 @@ def restore(trainer: Trainer, opened: Opened) -> dict[str, Any] | None:
     restored = trainer.engine.load(opened, strict=trainer.module.strict_loading is not False, check=check)
     state = restored.state
     trainer.state.load_state_dict(state["position"])
+    trainer.state.places = state["position"].get("places", ())
+    trainer.state.sources = restored.sources[0] if restored.sources else ()
     schedulers = state.get("lr_schedulers", [])  # as many as in this run, unless a hook has taken them out
     for config, saved in zip(trainer.lr_scheduler_configs, schedulers, strict=False):
         config.scheduler.load_state_dict(saved)
     trainer.logbook.load_state_dict(state.get("metrics", {}))
-    trainer.logbook.unfinished = (restored.rank_state or {}).get("metrics")
+    if trainer.state.batch:
+        trainer.logbook.unfinished = _unfinished_metrics(trainer, opened.checkpoint, restored.rank_state)
     trainer.resume_source = opened.checkpoint.path
     last = trainer.settings.last_epoch
     if last is not None and trainer.state.epoch >= last and trainer.state.batch == 0:
@@ -123,19 +129,25 @@ def restore(trainer: Trainer, opened: Opened) -> dict[str, Any] | None:
             f"{opened.checkpoint.path} stands at the end of epoch {trainer.state.epoch - 1}, and max_epochs is {last}: nothing "
             "is left to train."
         )
-    if opened.checkpoint.world_size != trainer.world_size and trainer.state.batch:
-        _warn_of_dropped_metrics(opened.checkpoint, trainer)
     return restored.rng
 
 
-def _warn_of_dropped_metrics(checkpoint: Checkpoint, trainer: Trainer) -> None:
-    state = (checkpoint.rank_state(0) or {}).get("metrics") or {}
-    if any(state.values()):
+def _unfinished_metrics(trainer: Trainer, checkpoint: Checkpoint, own: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return what was logged in the epoch before: this rank's own, or at another world size what is dealt to it."""
+    assert trainer.module is not None
+    if checkpoint.world_size == trainer.world_size:
+        return (own or {}).get("metrics")
+    dealt = range(trainer.global_rank, checkpoint.world_size, trainer.world_size)
+    states = [(checkpoint.rank_state(rank) or {}).get("metrics") for rank in dealt]
+    together, left_out = merged([each for each in states if each], trainer.module)
+    if left_out:
         rank_zero_warn(
             f"{checkpoint.path} was saved within an epoch on {checkpoint.world_size} processes, and this run has "
-            f"{trainer.world_size}: the metrics of that epoch are those of the rest of it.",
+            f"{trainer.world_size}: the metrics {', '.join(left_out)} do not say how the states of several ranks become one, so "
+            "their values for that epoch are those of the rest of it.",
             stacklevel=2,
         )
+    return together
 
 
 def restore_weights(trainer: Trainer, opened: Opened) -> None:

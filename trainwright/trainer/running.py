@@ -181,7 +181,8 @@ def _log_graph(trainer: Trainer, module: Module) -> None:
 
 def _close_logger(trainer: Trainer, logger: Logger, outcome: Outcome) -> None:
     """Let a logger write what it holds back."""
-    status = "interrupted" if trainer.interrupted else "failed" if outcome.error is not None else "success"
+    is_interrupted = trainer.interrupted or trainer.signal_stop.number
+    status = "interrupted" if is_interrupted else "failed" if outcome.error is not None else "success"
     outcome.after(logger.finalize, status)
     outcome.after(logger.close)
 

@@ -49,6 +49,7 @@ from trainwright.trainer.settings import Settings, refuse_unknown
 from trainwright.trainer.sources import find_source, find_transfer, read_datamodule
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Batches, Status
+from trainwright.trainer.stop import SignalStop
 from trainwright.trainer.table import format_table
 
 
@@ -211,7 +212,7 @@ class Trainer(Status):
         """The shares of loaders whose workers end with the run."""
         self.validation_clock: IntervalClock | None = None
         self.compiled: Compiled | None = None
-        self.stop_appointment: Appointment | None = None
+        self.signal_stop = SignalStop(self)
         self.callbacks_of_module: tuple[list[Callback], list[Callback]] = ([], [])
         """The callbacks that configure_callbacks has given, and those of the trainer's own whose place they have taken."""
         self.is_stop_validation = False
@@ -242,6 +243,7 @@ class Trainer(Status):
         Raises:
             TypeError, ValueError: a module or a loader that cannot be trained.
             CheckpointError: no such checkpoint, or one that is damaged or of another model.
+            RunStopped: SIGTERM, SIGUSR1 or Ctrl-C has stopped it, and it is saved; it ends the process.
         """
         refuse_nested(self, "fit")
         check_module(model, ["training_step", "configure_optimizers"], "fit")
@@ -258,8 +260,13 @@ class Trainer(Status):
             return
         self.state = TrainerState()
         self.should_stop, self.stop_is_agreed, self.resume_source, self.ckpt_path = False, False, None, path
+        self.signal_stop = SignalStop(self)
         self.accumulate_grad_batches = self.settings.accumulate_grad_batches
-        with running(self, model, "fit", datamodule), torch.autograd.set_detect_anomaly(self.settings.detect_anomaly):
+        with (
+            self.signal_stop,
+            running(self, model, "fit", datamodule),
+            torch.autograd.set_detect_anomaly(self.settings.detect_anomaly),
+        ):
             self.stop_appointment = self.appointment("stop")
             seconds = self.settings.validation_seconds
             self.validation_clock = None if seconds is None else IntervalClock(seconds, self.appointment("validation"))
@@ -269,6 +276,7 @@ class Trainer(Status):
             self.run = prepare_fit(self, model, source, self._validation(model, val_dataloaders, datamodule))
             self.hooks.call("on_fit_start")
             generators = restore(self, opened) if opened is not None else None
+            self.signal_stop.watch()
             fit(self.run, generators)
             self.hooks.call("on_fit_end")
 
@@ -448,13 +456,16 @@ class Trainer(Status):
     def wants_to_stop(self) -> bool:
         """Return whether the run ends at this optimizer step."""
         settings, state = self.settings, self.state
+        if -1 < settings.max_steps <= state.step:
+            return True
         appointment = self.stop_appointment
         if appointment is not None:
             if appointment.is_due(state.step):
-                self.should_stop = self.stop_is_agreed = True
+                if not self.signal_stop.agree():
+                    self.should_stop = self.stop_is_agreed = True
             elif self.should_stop and not self.stop_is_agreed and self.world_size > 1:
                 appointment.ask()  # perhaps this rank alone has set it
-        if -1 < settings.max_steps <= state.step:
+        if self.signal_stop.number:
             return True
         if not self.should_stop or not (self.stop_is_agreed or self.world_size == 1):
             return False

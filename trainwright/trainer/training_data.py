@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.combined import shard
+from trainwright.data.share import Place
+from trainwright.data.source_state import SourceState
 from trainwright.trainer.evaluate import limited
 
 if TYPE_CHECKING:
@@ -62,12 +64,53 @@ def take_training_data(run: TrainingRun, loaders: Any) -> None:
             "the training loader has no batch (its dataset is empty, drop_last dropped all, or limit_train_batches is too "
             "small); give it data."
         )
-    trainer.num_training_batches = float("inf") if length is None else length
-    exact = loader.exact_length
-    run.num_batches = limited(exact, limit) if exact is not None else None
-    run.most_batches = length if limit is not None else None
     run.round_ends = loader.round_ends
     run.validate_every = _validation_interval(trainer, length) if run.validation is not None else None
+    _measure(run)
+
+
+def seek(run: TrainingRun) -> None:
+    """Let the training data begin where the state stands, and read off what the epoch has left from there.
+
+    Raises:
+        ValueError: a place beyond the end of the data.
+    """
+    state, loader = run.state, run.loader
+    loader.set_epoch(run.engine.seed, state.epoch, state.batch, state.places, state.sources)
+    _measure(run)
+    if loader.starts_beyond or (run.num_batches is not None and state.batch > run.num_batches):
+        whole = limited(loader.whole_length, run.trainer.settings.limit_train_batches)
+        raise ValueError(
+            f"{run.trainer.resume_source} stands after batch {state.batch} of its epoch, but the training loader has "
+            f"{whole} batches; go on with the data that it was saved with, or from a checkpoint of an epoch's end."
+        )
+
+
+def place_in_data(trainer: Trainer) -> tuple[list[Place], list[SourceState | None]]:
+    """Return where the epoch's data stands, and the states of its sources there; nothing between two epochs."""
+    state, run = trainer.state, trainer.run
+    if state.batch == 0 or state.epoch_ended:
+        return [], []
+    if state.places or run is None or run.loader is None:
+        return list(state.places), list(state.sources)
+    return run.loader.places(state.batch), run.loader.states(state.batch)
+
+
+def _measure(run: TrainingRun) -> None:
+    """Read off how many batches the epoch has: those behind the start, and what is left at this world size.
+
+    A limit by number counts all of them; a fraction of the epoch is one of the data, whatever the batches were.
+    """
+    trainer, loader, limit = run.trainer, run.loader, run.trainer.settings.limit_train_batches
+    length, whole = loader.length, loader.whole_length
+    if isinstance(limit, float) and length is not None and whole is not None and length != whole:
+        begun = length - whole  # more or fewer than an epoch has that was had at this world size from its start
+        length = max(run.state.batch, (limited(whole, limit) or 0) + begun)
+    else:
+        length = limited(length, limit)
+    trainer.num_training_batches = float("inf") if length is None else length
+    run.num_batches = length if loader.exact_length is not None else None
+    run.most_batches = length if limit is not None else None
 
 
 def _validation_interval(trainer: Trainer, length: int | None) -> int | None:

@@ -1,0 +1,326 @@
+"""The place in the data: left at one world size and taken up at another, each sample of an epoch comes exactly once."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from trainwright.checkpoint.codec import decode, encode
+from trainwright.data.combined import CombinedLoader, shard
+
+SEED, EPOCH = 3, 2
+READ_WHOLE = "ignore:a .* is an IterableDataset:UserWarning"
+
+
+class Uneven(Sampler[list[int]]):
+    """A user's batch sampler: batches of 1, 2, 3, 1, 2, 3 ... samples, in an order of its own."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order, size = random.sample(range(self.count), self.count), 1
+        while order:
+            yield order[:size]
+            order, size = order[size:], size % 3 + 1
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def numbers(count: int, first: int = 0) -> TensorDataset:
+    return TensorDataset(torch.arange(first, first + count))
+
+
+def samples(batch: Any) -> list[int]:
+    """Return the numbers in a batch, however it is nested; None stands for a loader that has ended."""
+    if isinstance(batch, torch.Tensor):
+        return [int(each) for each in batch.reshape(-1)]
+    return [number for part in batch if part is not None for number in samples(part)]
+
+
+def own(share: Any, rank: int, batch: Any) -> list[int]:
+    """Return the numbers in a batch but those of a loader's last round that are another rank's, and weigh nothing."""
+    sizes = [part.last_sizes for part in getattr(share, "parts", [share])]
+    several = len(sizes) > 1  # each has its own hundred
+    return [each for each in samples(batch) if (part := sizes[each // 100 if several else 0]) is None or part[rank]]
+
+
+def segment(
+    loader: Any, ranks: int, batch: int, places: Any, states: Any, most: int | None, **options: Any
+) -> tuple[list[list[int]], int, Any, Any, list[int | None]]:
+    """Train on some batches of an epoch on so many ranks; return what each rank had, and where it stands then."""
+    had, ends, lengths = [], [], []
+    for rank in range(ranks):
+        share = shard(loader() if callable(loader) else loader, rank=rank, world_size=ranks, mode="train", **options)
+        share.set_epoch(SEED, EPOCH, batch, places, states)
+        lengths.append(share.length)
+        kept = [own(share, rank, each) for each in islice(share, most)]
+        had.append([number for each in kept for number in each])
+        ends.append(batch + len(kept))
+        told = share.places(batch + len(kept)), share.states(batch + len(kept))
+        share.close()
+    assert len(set(ends)) == 1, "every rank makes the same number of rounds"
+    places, states = decode(*encode(list(told)))
+    return had, ends[0], places, states, lengths
+
+
+def epoch(loader: Any, plan: Sequence[tuple[int, int | None]], **options: Any) -> list[int]:
+    """Return what an epoch gave that went over so many ranks for so many batches each."""
+    batch, places, states, seen = 0, (), (), []
+    for ranks, most in plan:
+        had, batch, places, states, lengths = segment(loader, ranks, batch, places, states, most, **options)
+        seen += [number for each in had for number in each]
+        if most is None and lengths[0] is not None:
+            assert lengths == [batch] * ranks, "the length is told before it is read"
+    return seen
+
+
+PLANS = [
+    [(first, 2), (second, None)] for first, second in itertools.product((1, 2, 3, 4), repeat=2) if first != second
+] + [[(2, 1), (3, 1), (1, 2), (4, 1), (2, None)], [(3, 2), (3, 1), (2, None)]]
+
+
+def samplers(count: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(9)
+    data = numbers(count)
+    return {
+        "in order": DataLoader(data, batch_size=2),
+        "shuffled": DataLoader(data, batch_size=2, shuffle=True),
+        "single items": DataLoader(data, batch_size=None, shuffle=True),
+        "a generator": DataLoader(data, batch_size=2, sampler=RandomSampler(data, generator=generator)),
+        "a part": DataLoader(data, batch_size=2, sampler=SubsetRandomSampler(range(0, count, 2))),
+        "batches of one's own": DataLoader(data, batch_sampler=Uneven(count)),
+        "weighted": DataLoader(data, batch_size=3, sampler=WeightedRandomSampler(torch.rand(count).tolist(), count)),
+    }
+
+
+@pytest.mark.parametrize("kind", list(samplers(3)))
+def test_every_sample_comes_once_at_any_world_size(kind: str) -> None:
+    for count, plan in itertools.product((23, 24, 29), PLANS):
+        loader = samplers(count)[kind]
+        whole = epoch(loader, [(1, None)])
+        assert len(whole) >= 12
+        assert Counter(epoch(loader, plan)) == Counter(whole), (count, plan)
+
+
+def test_at_the_same_world_size_nothing_changes() -> None:
+    for kind, loader in samplers(29).items():
+        for ranks, start in itertools.product((1, 2, 3), (1, 2, 3)):
+            whole = [segment(loader, ranks, 0, (), (), None)[0][rank] for rank in range(ranks)]
+            had, batch, places, states, _ = segment(loader, ranks, 0, (), (), start)
+            again, batch, places, states, _ = segment(loader, ranks, batch, places, states, 1)
+            rest, *_ = segment(loader, ranks, batch, places, states, None)
+            for rank in range(ranks):
+                assert had[rank] + again[rank] + rest[rank] == whole[rank], (kind, ranks, start)
+
+
+def test_drop_last_drops_no_more_than_a_round() -> None:
+    for count, plan in itertools.product((40, 41, 47), PLANS):
+        loader = DataLoader(numbers(count), batch_size=2, shuffle=True, drop_last=True)
+        seen = epoch(loader, plan)
+        assert len(set(seen)) == len(seen)
+        assert len(seen) > count - 2 * plan[-1][0] - 1
+
+
+def test_another_batch_size() -> None:
+    for count, old, new in itertools.product((23, 24), (2, 3, 4), (1, 2, 3, 5, 7)):
+        for before, after in ((1, 1), (2, 1), (1, 2), (2, 3)):
+            place: Any = ((), ())
+            loader = DataLoader(numbers(count), batch_size=old, shuffle=True)
+            had, batch, *place, _ = segment(loader, before, 0, (), (), 2)
+            loader = DataLoader(numbers(count), batch_size=new, shuffle=True)
+            rest, *_, lengths = segment(loader, after, batch, place[0], place[1], None)
+            seen = [number for each in had + rest for number in each]
+            assert sorted(seen) == list(range(count)), (count, old, new, before, after)
+            assert len(set(lengths)) == 1
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
+def test_combinations(mode: Any) -> None:
+    def loader() -> CombinedLoader:
+        return CombinedLoader(
+            [
+                DataLoader(numbers(26), batch_size=2, shuffle=True),
+                DataLoader(numbers(7, 100), batch_size=1, shuffle=True),
+                DataLoader(numbers(17, 200), batch_size=4),
+            ],
+            mode,
+        )
+
+    firsts = range(26), range(100, 107), range(200, 217)
+    for plan in PLANS:
+        seen = Counter(epoch(loader(), plan))
+        if mode == "min_size":
+            assert max(seen.values()) == 1
+            assert any(all(seen[number] for number in each) for each in firsts), "one of them to its end"
+        elif mode == "max_size_cycle":
+            assert any(all(seen[number] == 1 for number in each) for each in firsts), "the longest once"
+            for each in firsts:
+                times = {seen[number] for number in each}
+                assert max(times) - min(times) <= 1, "pass after pass"
+        else:
+            assert seen == Counter(itertools.chain(*firsts))
+
+
+class Stream(IterableDataset[Any]):
+    """Numbers through a shuffle buffer; each worker has a part of them, and what it has had can be told."""
+
+    def __init__(self, count: int, log: list[int] | None = None) -> None:
+        self.count, self.log = count, log
+        self.next, self.buffer = 0, []
+
+    def __iter__(self) -> Iterator[int]:
+        info = torch.utils.data.get_worker_info()
+        place, parts = (info.id, info.num_workers) if info is not None else (0, 1)
+        while True:
+            while self.next < self.count and len(self.buffer) < 4:
+                if self.next % parts == place:
+                    if self.log is not None:
+                        self.log.append(self.next)
+                    self.buffer.append(self.next)
+                self.next += 1
+            if not self.buffer:
+                break
+            yield self.buffer.pop(random.randrange(len(self.buffer)))
+        self.next = 0
+
+
+class Telling(Stream):
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next, "buffer": self.buffer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next, self.buffer = state["next"], state["buffer"]
+
+
+def stream(kind: Any, count: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(kind(count), batch_size=2, **options)
+
+
+@pytest.mark.filterwarnings(READ_WHOLE)
+def test_a_dataset_without_indices_at_any_world_size() -> None:
+    for kind, count, plan in itertools.product((Stream, Telling), (23, 24), PLANS):
+        seen = epoch(partial(stream, kind, count), plan)
+        assert sorted(seen) == list(range(count)), (kind, count, plan)
+
+
+@pytest.mark.filterwarnings(READ_WHOLE)
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+def test_a_dataset_goes_on_from_its_state(options: dict[str, Any]) -> None:
+    loader = partial(stream, Telling, 32, **options)
+    for ranks in (1, 2):
+        whole, *_ = segment(loader, ranks, 0, (), (), None)
+        for start in (1, 4, 6):
+            had, batch, places, states, _ = segment(loader, ranks, 0, (), (), start)
+            again, batch, places, states, _ = segment(loader, ranks, batch, places, states, 1)
+            rest, *_ = segment(loader, ranks, batch, places, states, None)
+            for rank in range(ranks):
+                assert had[rank] + again[rank] + rest[rank] == whole[rank], (ranks, start)
+
+
+def test_no_item_is_read_twice() -> None:
+    log: list[int] = []
+    _, batch, places, states, _ = segment(DataLoader(Telling(30, log), batch_size=2), 1, 0, (), (), 5)
+    read = list(log)
+    assert max(read) == 12, "ten were consumed, and three wait in the buffer"
+    log.clear()
+    loader = DataLoader(Telling(30, log), batch_size=2)
+    share = shard(loader, rank=0, world_size=1, mode="train")
+    share.set_epoch(SEED, EPOCH, batch, places, states)
+    list(share)
+    assert read + log == list(range(30))
+    share.set_epoch(SEED, EPOCH + 1)
+    assert sorted(samples(list(share))) == list(range(30)), "the next epoch begins at the start"
+
+
+def test_workers_that_stay_begin_anew_after_the_epoch_that_was_taken_up() -> None:
+    loader = DataLoader(Telling(24), batch_size=2, num_workers=2, persistent_workers=True)
+    share = shard(loader, rank=0, world_size=1, mode="train")
+    share.set_epoch(SEED, EPOCH)
+    read = iter(share)
+    had = [samples(next(read)) for _ in range(3)]
+    places, states = share.places(3), share.states(3)
+    rest = [samples(each) for each in read]
+    share.set_epoch(SEED, EPOCH + 1)
+    following = [samples(each) for each in share]
+    share.set_epoch(SEED, EPOCH, 3, places, states)
+    assert [samples(each) for each in share] == rest
+    share.set_epoch(SEED, EPOCH + 1)
+    assert [samples(each) for each in share] == following
+    assert sorted(itertools.chain(*had, *rest)) == list(range(24))
+    share.close()
+
+
+class OwnLoader:
+    """A loader of one's own with a state, as torchdata's StatefulDataLoader has it."""
+
+    def __init__(self) -> None:
+        self.place, self.read = 0, []
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.place < 10:
+            self.place += 1
+            self.read.append(self.place)
+            yield torch.tensor([self.place])
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def test_a_loader_with_a_state_of_its_own() -> None:
+    _, batch, places, states, _ = segment(OwnLoader(), 1, 0, (), (), 4)
+    loader = OwnLoader()
+    rest, *_ = segment(loader, 1, batch, places, states, None)
+    assert rest == [[5, 6, 7, 8, 9, 10]]
+    assert loader.read == [5, 6, 7, 8, 9, 10]
+
+
+def test_what_is_read_again_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="trainwright")
+    loader = DataLoader(Stream(20), batch_size=2)
+    _, batch, places, states, _ = segment(loader, 1, 0, (), (), 4)
+    segment(loader, 1, batch, places, states, None)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the first 4 batches of this epoch were consumed before; a Stream tells no state to go on from, so they are read "
+        "again and skipped."
+    ]
+    with pytest.raises(ValueError, match=r"4 batches of 2 samples were consumed, .* batches of 3, .* batch_size=2"):
+        segment(DataLoader(Stream(20), batch_size=3), 1, batch, places, states, None)
+    with pytest.raises(ValueError, match="one of 1 loaders, but there are 2 now; go on with the loaders"):
+        segment([loader, loader], 1, batch, places, states, None)
+
+
+def test_a_place_beyond_the_data_is_seen() -> None:
+    _, batch, places, states, _ = segment(DataLoader(numbers(20), batch_size=2), 2, 0, (), (), 4)
+    share = shard(DataLoader(numbers(14), batch_size=2), rank=0, world_size=1, mode="train")
+    share.set_epoch(SEED, EPOCH, batch, places, states)
+    assert share.starts_beyond
+    share = shard(DataLoader(numbers(16), batch_size=2), rank=0, world_size=1, mode="train")
+    share.set_epoch(SEED, EPOCH, batch, places, states)
+    assert not share.starts_beyond
+    assert list(share) == []
+    sampler = BatchSampler(RandomSampler(numbers(20)), 2, drop_last=False)
+    assert not shard(DataLoader(numbers(20), batch_sampler=sampler), rank=0, world_size=1, mode="train").starts_beyond

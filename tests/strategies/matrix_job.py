@@ -1,0 +1,191 @@
+"""The jobs of test_matrix.py: one saves under every strategy, one loads every checkpoint under every strategy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from seam_job import gathered
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+import trainwright as tw
+from trainwright.strategies.base import Strategy
+from trainwright.strategies.ddp import DDPStrategy
+from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
+from trainwright.strategies.deepspeed import DeepSpeedStrategy
+from trainwright.strategies.fsdp import FSDPStrategy
+
+WORLDS = (1, 2, 4)
+ROUND, STEPS = 8, 2
+"""Samples of a round, whatever the world size, and the steps before a save."""
+SMALL: dict[str, Any] = {"reduce_bucket_size": 100_000}
+HELD: dict[str, Any] = {  # else a small model would stay gathered
+    "stage3_max_live_parameters": 1,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 8,
+}
+MAKERS: dict[str, Callable[[], Strategy]] = {
+    "single_device": Strategy,
+    "ddp": DDPStrategy,
+    "ddp_sharded": ShardedDDPStrategy,
+    "fsdp": lambda: FSDPStrategy(auto_wrap_policy={HalfShift, nn.Conv2d, nn.Sequential}),
+    "deepspeed_stage_1": lambda: DeepSpeedStrategy(stage=1, **SMALL),
+    "deepspeed_stage_2": lambda: DeepSpeedStrategy(stage=2, **SMALL),
+    "deepspeed_stage_3": lambda: DeepSpeedStrategy(stage=3, **SMALL, **HELD),
+}
+State = dict[str, dict[str, Tensor]]
+
+
+class HalfShift(nn.Module):
+    """A parameter in bfloat16; its gradient is no function of the data, so it is the same however that is shared out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.tensor([0.5, -1.25, 2.0], dtype=torch.bfloat16))
+
+    def forward(self) -> Tensor:
+        return self.shift.float().square().sum()
+
+
+class Odd(nn.Module):
+    """Every kind of tensor that a checkpoint has to take; neither 2 nor 4 divides most of their shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(11, 5)
+        self.head = nn.Linear(5, 11)
+        self.head.weight = self.embed.weight
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.mix = nn.Parameter(torch.randn(7, 5).t())
+        self.factor = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.shifted = HalfShift()
+        self.frozen = nn.Parameter(torch.randn(7, 3), requires_grad=False)
+        self.frozen_half = nn.Parameter(torch.randn(5).bfloat16(), requires_grad=False)
+        self.critic = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 5))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scale", torch.randn(5))
+        self.register_buffer("scratch", torch.ones(3), persistent=False)
+        self.seen = MeanMetric()
+        self.seen.persistent(True)
+
+    def forward(self, words: Tensor, image: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.steps += 1
+            self.seen.update(self.steps.float())
+        x = self.embed(words).mean(1) + self.conv(image).mean((2, 3)) * self.scale * self.frozen_half.float()
+        x = x + self.critic(x @ self.mix @ self.frozen * self.scratch)
+        loss = F.cross_entropy(self.head(x.tanh()) * self.factor, words[:, 0])
+        return loss + 0.1 * self.shifted() + self.empty.sum()
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        critic = {id(each) for each in self.critic.parameters()}
+        rest = [each for each in self.parameters() if id(each) not in critic and each.requires_grad]
+        groups = [
+            {"params": [each for each in rest if each.dim() > 1]},
+            {"params": [each for each in rest if each.dim() < 2], "weight_decay": 0.0},
+        ]
+        return [AdamW(groups, lr=0.02, weight_decay=0.1, eps=1e-3), SGD(self.critic.parameters(), lr=0.1, momentum=0.9)]
+
+
+class Loop:
+    """A loop of one's own over the odd module, under one strategy."""
+
+    def __init__(self, name: str) -> None:
+        self.accelerator = tw.Accelerator(cpu=True, strategy=MAKERS[name]())
+        engine = self.accelerator.engine
+        generator = torch.Generator().manual_seed(5)
+        words = torch.randint(0, 11, (ROUND * (STEPS + 1), 4), generator=generator)
+        images = torch.randn(ROUND * (STEPS + 1), 3, 4, 4, generator=generator)
+        self.odd = Odd()
+        data = DataLoader(TensorDataset(words, images), batch_size=ROUND // engine.world_size)
+        self.model, *self.optimizers, self.data = self.accelerator.prepare(self.odd, *self.odd.optimizers(), data)
+
+    def steps(self) -> Iterator[int]:
+        """Make a step at a time."""
+        for number, (words, images) in enumerate(self.data, start=1):
+            self.accelerator.backward(self.model(words, images))
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            yield number
+
+    def sections(self) -> dict[str, list[Any]]:
+        engine = self.accelerator.engine
+        return {"model": engine._model_pieces(), "optimizer": engine._optimizer_pieces()}
+
+    def state(self) -> State:
+        """Return every tensor whole, by its name in a checkpoint. Collective."""
+        return gathered(self.sections(), alone=self.accelerator.num_processes == 1)
+
+    def close(self) -> None:
+        self.accelerator.engine.close()
+
+
+def strategies(world_size: int) -> list[str]:
+    return [name for name in MAKERS if world_size == 1 or name != "single_device"]
+
+
+def saves(folder: Path) -> dict[str, Any]:
+    """Save under every strategy, and keep the state then and after one more step."""
+    warnings.filterwarnings("ignore")  # of DeepSpeed, which another test looks at
+    found: dict[str, Any] = {}
+    for name in strategies(world_size()):
+        loop = Loop(name)
+        steps = loop.steps()
+        for _ in range(STEPS):
+            next(steps)
+        state = loop.state()
+        loop.accelerator.save_state(str(folder / f"{world_size()}-{name}.ckpt"))
+        next(steps)
+        found[name] = (state, loop.state())
+        loop.close()
+    return found
+
+
+def loads(folder: Path) -> dict[str, Any]:
+    """Load every checkpoint under every strategy; return how far the state is from the saved, and the next step's from it."""
+    warnings.filterwarnings("ignore")
+    found: dict[str, Any] = {}
+    kept = torch.load(folder / "states.pt")
+    for name in strategies(world_size()):
+        loop = Loop(name)
+        for source, (state, following) in kept.items():
+            loop.accelerator.load_state(str(folder / f"{source}.ckpt"))
+            loaded = distance(loop, state)
+            assert next(loop.steps()) == 1
+            found[source, name] = (loaded, distance(loop, following))
+        loop.close()
+    return found
+
+
+def distance(loop: Loop, wanted: State) -> float:
+    """Return the largest difference between what this rank holds and the whole tensors of those names."""
+    worst = 0.0
+    for section, pieces in loop.sections().items():
+        assert {each.name for each in pieces} <= wanted[section].keys()
+        for piece in pieces:
+            whole = wanted[section][piece.name]
+            assert (whole.shape, whole.dtype) == (piece.shape, piece.tensor.dtype), piece.name
+            part = whole.reshape(-1)[piece.start : piece.start + piece.tensor.numel()]
+            if part.numel():
+                worst = max(worst, float((part - piece.tensor.detach().reshape(-1)).abs().max()))
+    return worst
+
+
+def world_size() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else int(_launched())
+
+
+def _launched() -> int:
+    from trainwright.distributed.environment import Environment
+
+    return Environment.detect().world_size

@@ -1,0 +1,51 @@
+"""Every strategy's checkpoints under every strategy, at 1, 2 and 4 ranks: the exact state, then the saver's own next step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import run_job
+from matrix_job import WORLDS, loads, saves, strategies
+
+CLOSE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder, kept = tmp_path_factory.mktemp("matrix"), {}
+    for world in WORLDS:
+        first = run_job(saves, world, folder)[0]
+        kept |= {f"{world}-{name}": states for name, states in first.items()}
+    torch.save(kept, folder / "states.pt")
+    return folder, kept
+
+
+@pytest.mark.slow
+def test_what_is_saved(saved: tuple[Path, dict[str, Any]]) -> None:
+    _, kept = saved
+    assert len(kept) == sum(len(strategies(world)) for world in WORLDS)
+    wanted, _ = kept["1-single_device"]
+    assert wanted["model"]["empty"].numel() == 0
+    assert wanted["model"]["shifted.shift"].dtype == torch.bfloat16
+    assert wanted["model"]["seen.mean_value"] != 0
+    assert "scratch" not in wanted["model"]
+    for name, (state, _) in kept.items():
+        for section, tensors in wanted.items():
+            assert state[section].keys() == tensors.keys(), name
+            for key, tensor in tensors.items():
+                torch.testing.assert_close(state[section][key], tensor, rtol=1e-5, atol=CLOSE, msg=f"{name}: {key}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+def test_loading(saved: tuple[Path, dict[str, Any]], world: int) -> None:
+    folder, kept = saved
+    for found in run_job(loads, world, folder):
+        assert found.keys() == {(source, name) for source in kept for name in strategies(world)}
+        assert {cell: loaded for cell, (loaded, _) in found.items() if loaded != 0.0} == {}
+        assert {cell: after for cell, (_, after) in found.items() if not after <= CLOSE} == {}
+        own = {name: after for (source, name), (_, after) in found.items() if source == f"{world}-{name}"}
+        assert own == dict.fromkeys(own, 0.0), "under the same strategy at the same world size it is bitwise"
