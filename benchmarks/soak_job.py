@@ -169,8 +169,8 @@ def forget(part: str) -> None:
 
 def allow_warnings_of_others() -> None:
     """Let the packages of the strategies warn of themselves; a warning of any other kind ends the run."""
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    for module in ("deepspeed", "fairscale", "torch"):
+    warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)  # inductor, which DeepSpeed imports
+    for module in ("deepspeed", "fairscale", "pydantic"):
         warnings.filterwarnings("ignore", module=rf"{module}(\..*)?")
 
 
@@ -184,7 +184,7 @@ def train(options: argparse.Namespace) -> None:
     place = str(folder / "checkpoints")
     callbacks = [
         Events(Telling(options.events)),
-        tw.EarlyStopping("val_loss", patience=1000),
+        tw.EarlyStopping("val_loss", min_delta=0.2, patience=1000),
         tw.ModelCheckpoint(place, every_n_train_steps=SAVE_EVERY),
         tw.ModelCheckpoint(place, "best-{epoch}-{step}-{val_loss:.4f}", monitor="val_loss", save_top_k=2),
     ]
