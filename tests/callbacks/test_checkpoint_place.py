@@ -13,7 +13,7 @@ from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
 from trainwright.callbacks.checkpoint_place import replace_checkpoint
-from trainwright.checkpoint.store import find_checkpoints, is_checkpoint, latest_checkpoint
+from trainwright.checkpoint.store import find_checkpoints, is_checkpoint, latest_checkpoint, remove_checkpoint
 
 NAN = math.nan
 
@@ -98,7 +98,7 @@ def test_one_name_for_all_is_the_plain_one(tmp_path: Path, saves: int, monkeypat
         seen.append((is_checkpoint(place), is_checkpoint(path)))
         replace_checkpoint(place, path)
 
-    monkeypatch.setattr("trainwright.callbacks.model_checkpoint.replace_checkpoint", watched)
+    monkeypatch.setattr("trainwright.callbacks.checkpoint_retention.replace_checkpoint", watched)
     callback = run(tmp_path, [float(-save) for save in range(saves)], filename="best")
     assert found(tmp_path) == {"best.ckpt": saves}
     assert seen == [(True, True)] * (saves - 1)
@@ -138,11 +138,11 @@ def test_a_run_that_was_killed_before_the_renaming(tmp_path: Path, old_one_is_go
 
     def killed(place: str, path: str) -> None:
         if old_one_is_gone:
-            tw.callbacks.model_checkpoint.remove_checkpoint(path)
+            remove_checkpoint(path)
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainwright.callbacks.model_checkpoint.replace_checkpoint", killed)
+        patch.setattr("trainwright.callbacks.checkpoint_retention.replace_checkpoint", killed)
         with pytest.raises(Killed):
             run(tmp_path, [3.0, 2.0], filename="best")
     entry = latest_checkpoint(str(tmp_path))

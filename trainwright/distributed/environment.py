@@ -192,6 +192,11 @@ class Connection:
         """
         return self._book.make(name)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether an error of this process was posted, so that the other ranks leave."""
+        return self._watch is not None and self._watch.has_failed
+
     def announce_stop(self, code: int) -> None:
         """Tell the launcher that a signal has stopped the run here, and with which code this rank is about to leave."""
         if self.store is not None:
