@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
@@ -24,6 +25,7 @@ class Traces:
     def __init__(self, tag: str) -> None:
         self.tag = tag
         self.temporary = Path(tempfile.mkdtemp(prefix="soak-"))  # a short path: sockets are bound in it
+        atexit.register(shutil.rmtree, self.temporary, ignore_errors=True)
         self.variables = {TAG: tag, "TMPDIR": str(self.temporary)}
         self._shared_before = set(os.listdir("/dev/shm"))
         self._ports: set[str] = set()
