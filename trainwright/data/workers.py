@@ -162,6 +162,8 @@ def _is_done(frame: FrameType | None) -> bool:
 
 def leave_tidily(number: int) -> None:
     """End a worker on a signal, its temporary folder removed; by itself it would be left behind."""
+    for other in STOP_SIGNALS:  # where the parent is killed the launcher's comes too, and would end this halfway
+        signal.signal(other, signal.SIG_IGN)
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     os._exit(128 + number)
 
