@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, assert_equal, make_loader, weights
+from small import QUIET, Classifier, assert_equal, make_loader
 from torch import Tensor
 
 import trainwright as tw
