@@ -192,7 +192,8 @@ class JobAgent(LocalElasticAgent):
             return None
         if len(codes) == len(self._handlers()):
             self.stopped_code = max(codes.values())
-            return RunResult(state=WorkerState.SUCCEEDED)
+            workers = self._worker_group.workers
+            return RunResult(WorkerState.SUCCEEDED, return_values={each.global_rank: None for each in workers})
         if self.grace.is_over:
             ending = signal.Signals(number or signal.SIGTERM)
             self.tell_others(f"its launcher was asked to end by {ending.name}, and its ranks did not leave in time")
