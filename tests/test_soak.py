@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from started import Started
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-SCRIPT = BENCHMARKS / "soak.py"
+pytestmark = pytest.mark.timeout(600)
+
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "soak.py"
 MULTIPLE = ("ddp", "ddp_sharded", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 
 
@@ -22,7 +23,7 @@ def soak(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-W", "error", str(SCRIPT), "--out", str(folder), *arguments],
         capture_output=True,
         text=True,
-        timeout=230,
+        timeout=580,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
@@ -85,6 +86,7 @@ def test_a_soak_that_was_cut_goes_on(tmp_path: Path) -> None:
     first.check_nothing_left()
 
 
+@pytest.mark.slow
 def test_unknown_strategy_is_refused(tmp_path: Path) -> None:
     done = soak(tmp_path, "--strategies", "fdsp")
     assert done.returncode == 2
