@@ -6,13 +6,16 @@ import gc
 import multiprocessing
 import os
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from small import QUIET, Classifier, make_loader
@@ -133,3 +136,57 @@ def test_no_worker_outlives_its_run(persistent: bool) -> None:
     began = time.monotonic()
     gc.collect()
     assert time.monotonic() - began < 4 * 5  # a worker that is waited for costs 5 s
+
+
+SIGNALLED = """
+import os, signal, sys, time, torch
+from torch.utils.data import DataLoader, TensorDataset
+from trainwright.data.loaders import ShardedLoader
+
+data = TensorDataset(torch.arange(40.0))
+persistent = sys.argv[1] == "persistent"
+loader = ShardedLoader(DataLoader(data, num_workers=2, persistent_workers=persistent), rank=0, world_size=1, mode="train")
+loader.set_epoch(0, 0)
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    signal.signal(number, lambda *_: None)
+batches = iter(loader)  # the workers begin here
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) * 3:
+    os.killpg(0, number)
+    next(batches)
+    time.sleep(0.02)
+workers = list(next(iter(loader._with_workers))._workers)
+assert all(worker.is_alive() for worker in workers)
+print(*(worker.pid for worker in workers), flush=True)
+if sys.argv[2] == "is killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2] == "leaves at once":
+    os._exit(3)
+if sys.argv[2] == "closes":
+    loader.close()
+"""
+
+
+@pytest.mark.parametrize("kept", ["persistent", "not"])
+@pytest.mark.parametrize("end", ["closes", "ends", "leaves at once", "is killed"])
+def test_workers_live_through_signals_and_end_with_their_parent(kept: str, end: str, tmp_path: Path) -> None:
+    temporary = Path(tempfile.mkdtemp(prefix="tw"))
+    script = tmp_path / "signalled.py"
+    script.write_text(SIGNALLED)
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, str(script), kept, end],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        start_new_session=True,
+    )
+    assert done.returncode == {"leaves at once": 3, "is killed": -9}.get(end, 0), done.stderr
+    for pid in done.stdout.split():
+        deadline = time.monotonic() + 20.0  # four times what torch's own workers take
+        while psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert list(temporary.glob("pymp-*")) == []
+    shutil.rmtree(temporary)

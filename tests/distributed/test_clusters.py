@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from pathlib import Path
 
 import pytest
 from started import Started, python
 
-from trainwright.distributed.clusters import expand_hosts
+from trainwright.distributed.clusters import expand_hosts, read_slurm_job, requeue
 from trainwright.distributed.environment import Environment
 
 SLURM = {
@@ -190,3 +191,23 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
         assert job.wait() == 1
     assert f"LaunchError: port {port} of 127.0.0.1 cannot be listened on (Address already in use)" in job.stderr
     assert "MASTER_PORT" in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "job"),
+    [
+        ({}, ""),
+        ({"SLURM_JOB_ID": "7"}, "7"),
+        ({"SLURM_JOBID": "8"}, "8"),
+        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}, "5_2"),
+        ({"SLURM_JOB_ID": "7; rm"}, ""),
+        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "--all"}, ""),
+    ],
+)
+def test_the_number_of_a_slurm_job(variables: dict[str, str], job: str) -> None:
+    assert read_slurm_job(variables) == job
+
+
+def test_a_requeue_without_the_tool_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert re.fullmatch(r"SLURM's job 7 could not be requeued \(.*scontrol.*\); start it again by hand\.", requeue("7"))

@@ -112,7 +112,7 @@ def check_equal(left: Any, right: Any) -> None:
         assert left == right
 
 
-@pytest.mark.parametrize("to", ["the launcher", "a rank"])
+@pytest.mark.parametrize("to", ["the launcher", pytest.param("a rank", marks=pytest.mark.slow)])
 def test_a_signalled_job_goes_on_bitwise(to: str, tmp_path: Path, start: StartJob) -> None:
     whole = start(tmp_path / "whole", 0.0)
     job = start(tmp_path / "stopped", 0.05, command=LAUNCH if to == "a rank" else None)

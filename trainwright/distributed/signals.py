@@ -134,13 +134,30 @@ _notices_forks = False
 
 
 def _notice_forks() -> None:
-    """Have forked children go without the handlers: they would take a child's signals for this process's own."""
+    """Have forked children go without the handlers: they would take a child's signals for this process's own.
+
+    A child is given its signals when it has let go of the handlers, and of the pipe that it shares with this process.
+    """
     global _notices_forks
     if not _notices_forks:
         _notices_forks = True
-        os.register_at_fork(after_in_child=_forget)
+        os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
+
+
+_held = threading.local()
+"""The mask of the thread that forks, as it was before."""
+
+
+def _hold() -> None:
+    _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS) if _open is not None else None
+
+
+def _release() -> None:
+    if _held.mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _held.mask)
 
 
 def _forget() -> None:
     if _open is not None:
         _open._put_back()
+    _release()

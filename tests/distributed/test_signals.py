@@ -1,0 +1,68 @@
+"""What notes signals: while the main thread is busy in C, in forked children, and with others that want them too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from trainwright.distributed.signals import SignalWatch, exit_code
+
+
+def test_the_exit_code_says_whether_to_run_it_again() -> None:
+    assert exit_code(signal.SIGTERM, True) == exit_code(signal.SIGUSR1, True) == 75
+    assert exit_code(signal.SIGINT, True) == exit_code(signal.SIGINT, False) == 130
+    assert exit_code(signal.SIGTERM, False) == 143
+
+
+def test_it_is_asked_once_while_the_main_thread_runs_no_python() -> None:
+    asked: list[float] = []
+    watch = SignalWatch(lambda: asked.append(time.monotonic()))
+    watch.open()
+    try:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        began = time.monotonic()
+        # The child's end is waited for in C, with the signal's handler due only after it.
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, [signal.SIGTERM]
+        )  # so that it is another thread which takes the signal
+        os.waitstatus_to_exitcode(os.system("sleep 1"))
+        waited = time.monotonic() - began
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        watch.close()
+    assert watch.first == signal.SIGTERM
+    assert len(asked) == 1
+    assert asked[0] - began < waited - 0.3
+
+
+def test_a_forked_child_takes_its_signals_itself() -> None:
+    watch = SignalWatch(lambda: None)
+    watch.open()
+    try:
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+        time.sleep(0.05)
+        assert watch.first == 0
+    finally:
+        watch.close()
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    program = (
+        "import os, signal; from trainwright.distributed.signals import SignalWatch\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "watch = SignalWatch(lambda: None); watch.open()\n"
+        "for _ in range(3): os.kill(os.getpid(), signal.SIGINT)\n"
+        "watch.close(); print(watch.first)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "0\n"
