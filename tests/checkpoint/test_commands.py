@@ -59,6 +59,13 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, 
     return code, out, err
 
 
+def brought_in(path: Path, capsys: pytest.CaptureFixture[str], source: Path) -> str:
+    code, said, err = run(capsys, "import", source, path)
+    assert (code, err) == (0, "")
+    assert run(capsys, "verify", path)[0] == 0
+    return said
+
+
 def test_show_tells_what_there_is(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "show", saved)
     lines = [line.strip() for line in out.splitlines()]
@@ -155,6 +162,11 @@ def test_an_export_is_read_by_the_safetensors_library(
     nn.init.zeros_(fresh.net[3].weight)
     assert safetensors.torch.load_model(fresh, out) == (set(), [])
     assert_equal(weights(fresh), weights(origin[1]))
+    again = Tied.load_from_checkpoint(str(out))  # the name that is not stored is told in the file's metadata
+    assert_equal(weights(again), weights(origin[1]))
+    assert "7 tensors of a safetensors file" in brought_in(tmp_path / "b.ckpt", capsys, out)
+    entries = open_checkpoint(str(tmp_path / "b.ckpt")).tensors("model")
+    assert entries["head.weight"].pieces == entries["net.3.weight"].pieces
     before = out.read_bytes()
     code, _, err = run(capsys, "export", saved, out)
     assert (code, out.read_bytes()) == (2, before)
@@ -226,13 +238,6 @@ def test_an_export_never_holds_a_model(tmp_path: Path) -> None:
     with safe_open(tmp_path / "large.safetensors", "pt") as file:
         expected = torch.arange(12 << 20, dtype=torch.float32).add_(1).bfloat16()
         assert torch.equal(file.get_tensor("b"), expected)
-
-
-def brought_in(path: Path, capsys: pytest.CaptureFixture[str], source: Path) -> str:
-    code, said, err = run(capsys, "import", source, path)
-    assert (code, err) == (0, "")
-    assert run(capsys, "verify", path)[0] == 0
-    return said
 
 
 def test_weights_come_in_from_files_of_others(

@@ -70,7 +70,8 @@ def read_manifest(files: Files, path: str) -> Manifest:
     except NotADirectoryError as error:
         raise CheckpointError(
             f"{path} is not a checkpoint: it is a file, and a checkpoint is a directory. The weights in a Lightning .ckpt or "
-            "another file of torch.save are taken by load_from_checkpoint of the Module."
+            "another file of torch.save are taken by load_from_checkpoint of the Module, and made a checkpoint by `trainwright "
+            "checkpoint import`."
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} is not a checkpoint: it is no directory that can be read ({error}).") from error

@@ -25,6 +25,7 @@ from trainwright.checkpoint.codec import encode
 from trainwright.checkpoint.contents import is_extra_state
 from trainwright.checkpoint.manifest import FILE_NAME, MANIFEST_NAME, load_json
 from trainwright.checkpoint.opening import Verify, check_verify, open_checkpoint
+from trainwright.checkpoint.shards import METADATA_KEY
 from trainwright.checkpoint.tensors import DTYPES, Piece
 from trainwright.compiled_names import clean_name
 from trainwright.errors import CheckpointError
@@ -196,9 +197,14 @@ def _from_torch_file(path: str, source: Any) -> Weights:
 
 def _from_safetensors(path: str, data: bytes) -> Weights:
     try:
-        return Weights(_clean(safetensors.torch.load(data)), "safetensors")
+        tensors = safetensors.torch.load(data)
     except (SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} looks like a safetensors file and cannot be read: {error}") from error
+    header = load_json(data[8 : 8 + int.from_bytes(data[:8], "little")], path)
+    for name, stored in header.get(METADATA_KEY, {}).items():  # so a tied tensor's other names are told, by convention
+        if name not in tensors and stored in tensors:
+            tensors[name] = tensors[stored]
+    return Weights(_clean(tensors), "safetensors")
 
 
 def _refuse(path: str, error: Exception) -> NoReturn:

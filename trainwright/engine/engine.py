@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.contents import (
     check_optimizer,
     extra_states,
+    fitting_extra_states,
     restore_optimizer,
     set_extra_states,
 )
@@ -383,7 +384,9 @@ class Engine:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
         """
         checkpoint, state, tensors = source if isinstance(source, Opened) else self.open(source)
-        present, pieces = self._model_pieces(), []
+        present = self._model_pieces()
+        pieces: list[Piece] = []
+        extra: list[dict[str, Any]] = []
 
         def fits() -> None:
             if check is not None:
@@ -392,6 +395,7 @@ class Engine:
             if tensors is not None:
                 shapes = {name: tuple(value.shape) for name, value in tensors.items()}
             pieces.extend(check_model(checkpoint.path, shapes, present, strict))
+            extra.extend(fitting_extra_states(self.modules, state, checkpoint.path, strict))
             if not weights_only:
                 self._check_optimizers(checkpoint, state)
 
@@ -403,8 +407,8 @@ class Engine:
             fill(pieces, tensors)
         else:
             checkpoint.read_into("model", pieces)
-        for number, module in enumerate(self.modules):
-            set_extra_states(module, state.get("extra", {}).get(str(number), {}))
+        for module, states in zip(self.modules, extra, strict=True):
+            set_extra_states(module, states)
         same_job = (checkpoint.header.get("strategy"), checkpoint.world_size) == (self.strategy.name, self.world_size)
         kept = {} if weights_only or not same_job else state.get("strategy", {})
         self.strategy.after_load(self.modules, self.optimizers, kept)
