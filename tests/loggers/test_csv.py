@@ -162,11 +162,11 @@ def test_a_run_goes_on_in_the_folder_of_a_given_version(place: str) -> None:
     with fsspec.open(logger.metrics_path, "r") as file:
         text = file.read()
     with fsspec.open(logger.metrics_path, "w") as file:
-        file.write(text[:-3])  # the writer was killed amid a line
+        file.write(text[:-3])  # the writer was killed amid a line: nobody knows which number it was to be
     logger = started(place, version="mine")
     logger.log_metrics({"epoch": 0, "a": 3.0}, 1)
     logger.close()
-    assert [row["a"] for row in rows(logger)] == ["1.0", text[:-3].rpartition(",")[2], "3.0"]
+    assert [row["a"] for row in rows(logger)] == ["1.0", "3.0"]
 
 
 def test_a_failure_surfaces_at_the_next_flush_and_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainwright.callbacks.checkpoint_place import replace_checkpoint
+from trainwright.callbacks.checkpoint_place import remove_replaced, replace_checkpoint
 from trainwright.callbacks.decision import decided
-from trainwright.checkpoint.store import is_checkpoint, remove_checkpoint, same_place
 
 if TYPE_CHECKING:
     from trainwright.checkpoint.writer import BackgroundSave
@@ -25,6 +24,7 @@ class PendingSave:
         dropped: the checkpoints that go for it.
         save: the save in its thread; None for one that was made within the call.
         put_back: makes what is said of the kept checkpoints what it was before this save.
+        keep: is given those of `dropped` that have to stay for now.
         report: what to print once it is there; nothing if empty.
     """
 
@@ -33,6 +33,7 @@ class PendingSave:
     dropped: list[str]
     save: BackgroundSave | None
     put_back: Callable[[], None]
+    keep: Callable[[list[str]], None]
     report: str
 
     @property
@@ -52,6 +53,7 @@ class PendingSave:
                 decided(
                     trainer.engine, lambda: replace_checkpoint(self.place, self.path)
                 )  # no rank looks for it before
+                self.place = self.path
         except BaseException:
             self.put_back()
             raise
@@ -67,14 +69,13 @@ class PendingSave:
         if not self.is_committed:
             self.put_back()
             return
-        if trainer.is_global_zero and self.place != self.path:
-            replace_checkpoint(self.place, self.path)
+        if self.place != self.path:
+            if trainer.is_global_zero:
+                replace_checkpoint(self.place, self.path)
+            self.place = self.path
         self.remove_dropped(trainer)
 
     def remove_dropped(self, trainer: Trainer) -> None:
         """Remove what goes, once and on rank 0; the checkpoint that the run was resumed from stays."""
         dropped, self.dropped = self.dropped, []
-        for each in dropped if trainer.is_global_zero else ():
-            is_kept = same_place(each, self.path) or same_place(each, trainer.resume_source or "")
-            if not is_kept and is_checkpoint(each):
-                remove_checkpoint(each)
+        self.keep(remove_replaced(dropped, self.place, trainer))

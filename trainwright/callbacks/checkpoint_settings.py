@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-INTERVALS = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
-"""The settings that say when to save, of which one may be given."""
+KEY_SETTINGS = (
+    "monitor", "mode", "save_top_k", "every_n_train_steps", "every_n_epochs", "train_time_interval", "filename",
+)  # fmt: skip
+"""What tells the state of one ModelCheckpoint from that of another."""
 
 
 def check_choices(mode: Any, save_last: Any, filename: Any, monitor: Any) -> None:

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.checkpoint_name import FIELD, SUFFIX, check_template, fill_template
-from trainwright.callbacks.checkpoint_place import choose_place
+from trainwright.callbacks.checkpoint_place import choose_place, is_replaceable, is_taken, remove_replaced
 from trainwright.callbacks.checkpoint_retention import PendingSave
 from trainwright.callbacks.checkpoint_score import MonitoredScore
-from trainwright.callbacks.checkpoint_settings import INTERVALS, check_choices, check_top_k, checked_intervals
+from trainwright.callbacks.checkpoint_settings import KEY_SETTINGS, check_choices, check_top_k, checked_intervals
 from trainwright.callbacks.decision import decided
 from trainwright.callbacks.stopped_run import save_failed_run, save_stopped_run
-from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.store import is_checkpoint, same_place, sweep_temporaries
 from trainwright.data.seeding import rng_state
 from trainwright.duration import to_seconds
+from trainwright.loggers.position import CHECKPOINTS
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -101,6 +101,7 @@ class ModelCheckpoint(Callback):
             None if train_time_interval is None else to_seconds(train_time_interval, name="train_time_interval")
         )
         self.dirpath = os.fspath(dirpath).rstrip("/") if dirpath is not None else None
+        self._default_dirpath: str | None = None
         self.filename = filename if filename is not None else "{epoch}-{step}"
         self.monitor, self.verbose, self.mode = monitor, verbose, mode
         self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
@@ -126,6 +127,8 @@ class ModelCheckpoint(Callback):
         """Where the newest one was written, before it got its path."""
         self._unrenamed: tuple[str, str, float | None] = ("", "", None)
         """Of the checkpoint that a run goes on from: where it was written, which path it was to get, and its score."""
+        self._replaced: list[str] = []
+        """Checkpoints whose place the newest takes, and which go once it is there: the resume source in a later run."""
         self._generators: dict[str, Any] = {}
         """As they were before the validation that runs; kept for save_on_exception."""
         self._appointment: Any = None
@@ -135,8 +138,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
-        names = ("monitor", "mode", "save_top_k", *INTERVALS, "filename")
-        settings = ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        settings = ", ".join(f"{name}={getattr(self, name)}" for name in KEY_SETTINGS)
         return f"{type(self).__qualname__}({settings})"
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,6 +149,7 @@ class ModelCheckpoint(Callback):
             "last_model_path": self.last_model_path,
             "place": self._place,
             "is_put_off": self._is_put_off,
+            "replaced": self._replaced,
             "current_score": None if self.current_score is None else float(self.current_score),
         }
 
@@ -160,6 +163,7 @@ class ModelCheckpoint(Callback):
         last, place = state["last_model_path"], state.get("place", "")
         self._place, self._is_put_off = place, bool(state.get("is_put_off"))
         self.last_model_path = last if is_ours(last) else ""
+        self._replaced = [path for path in state.get("replaced", []) if is_ours(path)]
         self._unrenamed = (place, last, state["best_k_models"].get(last)) if place != last else ("", "", None)
         current = state.get("current_score")
         self.current_score = None if current is None else _scalar(current)
@@ -181,15 +185,27 @@ class ModelCheckpoint(Callback):
             self._begin()
         if not self._is_fitting:
             return
-        if self.dirpath is None:
-            self.dirpath = f"{trainer.log_dir or trainer.default_root_dir}/checkpoints"
+        folder = self.folder_in(trainer)
+        if self.given_dirpath is None:
+            self.dirpath = self._default_dirpath = folder
         if trainer.is_global_zero:
-            sweep_temporaries(self.dirpath)  # what killed writers have left
+            sweep_temporaries(folder)  # what killed writers have left
+
+    def folder_in(self, trainer: Trainer) -> str:
+        """Return the folder that this run saves in, once its loggers have theirs."""
+        return self.given_dirpath or f"{trainer.log_dir or trainer.default_root_dir}/{CHECKPOINTS}"
+
+    @property
+    def given_dirpath(self) -> str | None:
+        """Return the folder that was asked for; None where it is the default one, also when a run has chosen that."""
+        return None if self.dirpath == self._default_dirpath else self.dirpath
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._saved_at, self._step_seen, self._has_begun = time.monotonic(), trainer.global_step, True
         if trainer.resume_source is not None:
             self._take_rank_zeros(trainer)
+            # A killed run may not have come to it.
+            self._replaced = remove_replaced(self._replaced, trainer.resume_source, trainer)
             if self._is_put_off:  # another callback's save at this step is what the run goes on from
                 self._save(trainer)
         if self.train_time_interval is not None and self._is_fitting:
@@ -285,10 +301,10 @@ class ModelCheckpoint(Callback):
             return
         path, place, score, is_best, dropped = plan
         # The state that is saved with it knows of itself: a resumed run finds its own checkpoint among the kept ones.
-        before = (dict(self.best_k_models), self.last_model_path, self.current_score, self._place)
+        before = (dict(self.best_k_models), self.last_model_path, self.current_score, self._place, self._replaced)
 
         def put_back() -> None:
-            self.best_k_models, self.last_model_path, self.current_score, self._place = before
+            self.best_k_models, self.last_model_path, self.current_score, self._place, self._replaced = before
             self._judge()
 
         for each in dropped:
@@ -296,6 +312,7 @@ class ModelCheckpoint(Callback):
         if is_best:
             self.best_k_models[path] = _scalar(0.0 if score is None else score)
         self.last_model_path, self._place = path, place
+        self._replaced = [each for each in dict.fromkeys([*self._replaced, *dropped]) if each != path]
         self.current_score = None if score is None else _scalar(score)
         self._judge()
         try:
@@ -307,7 +324,7 @@ class ModelCheckpoint(Callback):
         report = f"epoch {trainer.current_epoch}, step {trainer.global_step}: saved {path}" if self.verbose else ""
         save = trainer.engine.writer.in_flight if self.async_save else None
         if is_begun:
-            self._pending = PendingSave(path, place, dropped, save, put_back, report)
+            self._pending = PendingSave(path, place, self._replaced, save, put_back, self._keep_replaced, report)
         if not self.async_save:
             self._conclude(trainer)
 
@@ -316,6 +333,9 @@ class ModelCheckpoint(Callback):
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.conclude(trainer)
+
+    def _keep_replaced(self, paths: list[str]) -> None:
+        self._replaced = paths
 
     def _plan(self, trainer: Trainer) -> tuple[str, str, float | None, bool, list[str]] | None:
         """Return the path of a save, where to write it, its score, whether it is kept as one of the best, and what goes.
@@ -388,7 +408,7 @@ class ModelCheckpoint(Callback):
         plain = self.format_checkpoint_name(values)
 
         def is_replaced(path: str) -> bool:
-            if not resolve(path)[0].has_rename or same_place(path, trainer.resume_source or ""):
+            if not is_replaceable(path) or same_place(path, trainer.resume_source or ""):
                 return False
             if any(same_place(path, each) for each in dropped):
                 return True
@@ -402,8 +422,8 @@ class ModelCheckpoint(Callback):
         )
 
     def file_exists(self, filepath: str, trainer: Trainer) -> bool:
-        """Return whether a checkpoint has this path; asked for on rank 0."""
-        return is_checkpoint(filepath)
+        """Return whether a checkpoint, or anything else, has this path; asked for on rank 0."""
+        return is_taken(filepath)
 
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None

@@ -7,8 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.checkpoint_name import SUFFIX
+from trainwright.callbacks.checkpoint_place import remove_replaced
 from trainwright.callbacks.decision import decided
-from trainwright.checkpoint.store import is_checkpoint, open_checkpoint, remove_checkpoint, same_place
+from trainwright.checkpoint.store import is_checkpoint, open_checkpoint
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.errors import CheckpointError
 
@@ -22,17 +23,16 @@ def save_stopped_run(callback: ModelCheckpoint, trainer: Trainer) -> str:
     path, is_there = decided(trainer.engine, lambda: _plan(callback, trainer))
     if is_there:
         return str(path)
-    before = callback.last_model_path, callback._place
+    before = callback.last_model_path, callback._place, callback._replaced
+    if before[0] and before[0] not in callback.best_k_models:
+        callback._replaced = [*callback._replaced, before[0]]
     callback.last_model_path = callback._place = path  # what is saved knows of itself
     try:
         trainer.save_checkpoint(path)
     except BaseException:
-        callback.last_model_path, callback._place = before
+        callback.last_model_path, callback._place, callback._replaced = before
         raise
-    superseded = before[0]
-    is_kept = superseded in callback.best_k_models or same_place(superseded, trainer.resume_source or "")
-    if superseded and not is_kept and trainer.is_global_zero and is_checkpoint(superseded):
-        remove_checkpoint(superseded)
+    callback._replaced = remove_replaced(callback._replaced, path, trainer)
     return str(path)
 
 

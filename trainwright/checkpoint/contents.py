@@ -7,6 +7,7 @@
                                 "extra": what the modules' get_extra_state returned
                                 "position": epoch, batch, step        "lr_schedulers", "callbacks"
                                 "metrics": the latest value of each
+                                "loggers": their run folders, and how far what lies there goes
     model-RRRRR.safetensors     parameters and buffers by their state_dict names
     optimizer-RRRRR.safetensors per-parameter tensors as "optimizer number/parameter/key"
     rank-RRRRR.json             "rng": the generators of that rank

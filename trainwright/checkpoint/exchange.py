@@ -24,7 +24,7 @@ from torch import Tensor
 from trainwright.checkpoint.codec import encode
 from trainwright.checkpoint.contents import is_extra_state
 from trainwright.checkpoint.manifest import FILE_NAME, MANIFEST_NAME, load_json
-from trainwright.checkpoint.opening import open_checkpoint
+from trainwright.checkpoint.opening import Verify, check_verify, open_checkpoint
 from trainwright.checkpoint.shards import METADATA_KEY
 from trainwright.checkpoint.tensors import DTYPES, Piece
 from trainwright.compiled_names import clean_name
@@ -74,18 +74,21 @@ class Weights:
     contents: dict[str, Any] = field(default_factory=dict)
 
 
-def read_weights(path: str | os.PathLike[str]) -> Weights:
-    """Read the weights and hyper-parameters at a path or an fsspec URL.
+def read_weights(path: str | os.PathLike[str], verify: Verify = "full") -> Weights:
+    """Read the weights and hyper-parameters at a path or an fsspec URL; `verify` is for checkpoints of ours.
 
     Raises:
         CheckpointError: there is nothing, it is damaged, it is none of what is accepted, or it holds pickled objects.
     """
+    check_verify(verify)
     name = os.fspath(path)
     filesystem, inside = fsspec.core.url_to_fs(name)
     filesystem.invalidate_cache()
     try:
         if filesystem.isdir(inside):
-            return _from_directory(name, {each.rstrip("/").rpartition("/")[2] for each in filesystem.ls(inside, False)})
+            return _from_directory(
+                name, {each.rstrip("/").rpartition("/")[2] for each in filesystem.ls(inside, False)}, verify
+            )
         if not filesystem.exists(inside):
             raise CheckpointError(f"{name} does not exist; accepted is {ACCEPTED}.")
         if isinstance(filesystem, LocalFileSystem) and not os.path.isfile(inside):
@@ -144,13 +147,13 @@ def is_plain(value: Any, largest_tensor: int = LARGEST_PLAIN_TENSOR) -> bool:
     )
 
 
-def _from_directory(path: str, names: set[str]) -> Weights:
+def _from_directory(path: str, names: set[str], verify: Verify) -> Weights:
     if MANIFEST_NAME not in names:
         engine = next((engine for name, engine in _ENGINES.items() if name in names), None)
         what = f"a sharded checkpoint of {engine}" if engine else f"a directory without a {MANIFEST_NAME}"
         remedy = " Make one file of it with that library's own tool first." if engine else ""
         raise CheckpointError(f"{path} is {what}; accepted is {ACCEPTED}.{remedy}")
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, verify)
     if "model" not in checkpoint.sections:
         raise CheckpointError(f"{path} holds no model; its sections are {', '.join(checkpoint.sections) or 'none'}.")
     entries = checkpoint.tensors("model")

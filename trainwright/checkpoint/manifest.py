@@ -35,6 +35,10 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
+class FormatRefused(CheckpointError):
+    """A manifest that is sound, but of a format that this version does not read."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint consists of.
@@ -142,11 +146,11 @@ def parse(data: bytes) -> Manifest:
 
 def _check_format(content: Mapping[str, Any]) -> None:
     if content["format"] != FORMAT:
-        raise CheckpointError(f"{MANIFEST_NAME} has format {content['format']!r}; this version reads {FORMAT!r}.")
+        raise FormatRefused(f"{MANIFEST_NAME} has format {content['format']!r}; this version reads {FORMAT!r}.")
     version = content["format_version"]
     _check(_is_count(version), "manifest", "format_version", version)
     if version != FORMAT_VERSION:
-        raise CheckpointError(
+        raise FormatRefused(
             f"{MANIFEST_NAME} has format version {version}; this trainwright reads version {FORMAT_VERSION}. "
             f"Install a trainwright that reads version {version}."
         )

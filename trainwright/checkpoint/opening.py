@@ -240,6 +240,15 @@ def _check_copy(copy: Copy, entry: TensorEntry, shards: _OpenShards) -> None:
         )
 
 
+def check_verify(verify: str) -> None:
+    """Refuse what is none of the degrees of verification (ValueError)."""
+    if verify not in get_args(Verify):
+        raise ValueError(
+            f"verify={verify!r} is unknown; choose from {', '.join(get_args(Verify))}, or leave it out for full, which "
+            "compares the digest of every file."
+        )
+
+
 def open_checkpoint(
     path: str,
     verify: Verify = "full",
@@ -265,8 +274,7 @@ def open_checkpoint(
     Raises:
         CheckpointError: it is no checkpoint, it is damaged, or its format is newer than this version reads.
     """
-    if verify not in get_args(Verify):
-        raise ValueError(f"verify={verify!r} is unknown; choose from {', '.join(get_args(Verify))}.")
+    check_verify(verify)
     files, inside = resolve(path)
     found: list[Checkpoint] = []
 
@@ -288,7 +296,7 @@ def open_checkpoint(
     if exchange is None:
         examine()
         return found[0]
-    seen = Outcomes(exchange, f"checkpoint {path} was not opened", inside, timeout_seconds).settle(examine)
+    seen = Outcomes(exchange, "", inside, timeout_seconds).settle(examine)
     if len(set(seen)) > 1:
         raise CheckpointError(f"the ranks see different checkpoints at {path}; give a path that all of them share.")
     return found[0]

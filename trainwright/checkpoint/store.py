@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from trainwright.checkpoint.codec import encode_stored
 from trainwright.checkpoint.discovery import (
     CheckpointEntry,
+    find_candidates,
     find_checkpoints,
     is_checkpoint,
     latest_checkpoint,
@@ -50,6 +51,7 @@ __all__ = [
     "Piece",
     "ReadReport",
     "TensorEntry",
+    "find_candidates",
     "find_checkpoints",
     "is_checkpoint",
     "latest_checkpoint",

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from trainwright.checkpoint.opening import Verify
 from trainwright.data.seeding import set_rng_state
 from trainwright.data.transfer import map_tensors
 from trainwright.engine.between_ranks import portion
@@ -292,11 +293,12 @@ class Accelerator:
         """
         self.engine.finish_save()
 
-    def load_state(self, input_dir: str, *, weights_only: bool = False) -> None:
+    def load_state(self, input_dir: str, verify: Verify = "full", *, weights_only: bool = False) -> None:
         """Go on from a checkpoint: of `save_state`, or of a Trainer with the same model, optimizers and schedulers.
 
         The next iteration of each loader goes on where it was; after a Trainer's checkpoint that is the first loader.
-        Collective: call on every rank.
+        `verify` says how the files are looked at first: "full" (every digest), "size", or "off". Collective: call on every
+        rank.
 
         Args:
             input_dir: the checkpoint, of whatever strategy and number of processes.
@@ -314,9 +316,9 @@ class Accelerator:
                 )
 
         if weights_only:
-            self.engine.load(str(input_dir), weights_only=True)
+            self.engine.load(self.engine.open(str(input_dir), verify=verify), weights_only=True)
             return
-        restored = self.engine.load(str(input_dir), check=check)
+        restored = self.engine.load(self.engine.open(str(input_dir), verify=verify), check=check)
         for scheduler, saved in zip(self._schedulers, restored.state.get("lr_schedulers", []), strict=True):
             scheduler.load_state_dict(saved)
         position = restored.state["position"]

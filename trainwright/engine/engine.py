@@ -25,6 +25,8 @@ from trainwright.checkpoint.contents import (
     set_extra_states,
 )
 from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
+from trainwright.checkpoint.opening import Verify
+from trainwright.checkpoint.outcomes import Outcomes
 from trainwright.checkpoint.store import Checkpoint, open_checkpoint
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.checkpoint.writer import CheckpointWriter
@@ -311,7 +313,13 @@ class Engine:
             sections=sections,
             state=contents,
             rank_state=None if weights_only else {"rng": rng_state(), **(rank_state or {})},
-            header={"step": step, "epoch": epoch, "world_size": self.world_size, "strategy": self.strategy.name},
+            header={
+                "step": step,
+                "epoch": epoch,
+                "world_size": self.world_size,
+                "strategy": self.strategy.name,
+                "weights_only": weights_only,
+            },
             blocking=blocking,
         )
 
@@ -323,20 +331,29 @@ class Engine:
         """
         self.writer.finish()
 
-    def open(self, path: str, *, edit: Edit | None = None) -> Opened:
-        """Verify a checkpoint, and let `edit` change its contents before they are taken. Collective: call on every rank.
+    def verified(self, path: str, verify: Verify = "full") -> Checkpoint:
+        """Verify a checkpoint, its files shared out over the ranks, and return it. Collective: call on every rank.
 
         Raises:
             CheckpointError: no checkpoint, or a damaged one.
         """
         self.finish_save()  # it may be the one
-        checkpoint = open_checkpoint(
+        return open_checkpoint(
             path,
+            verify,
             exchange=self.agreement,
             rank=self.rank,
             world_size=self.world_size,
             timeout_seconds=self.timeout_seconds,
         )
+
+    def open(self, source: str | Checkpoint, *, edit: Edit | None = None, verify: Verify = "full") -> Opened:
+        """Verify a checkpoint that is not yet, and let `edit` change its contents before they are taken. Collective.
+
+        Raises:
+            CheckpointError: no checkpoint, or a damaged one.
+        """
+        checkpoint = self.verified(source, verify) if isinstance(source, str) else source
         state = checkpoint.run_state()
         if edit is None:
             return Opened(checkpoint, state, None)
@@ -364,13 +381,22 @@ class Engine:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
         """
         checkpoint, state, tensors = source if isinstance(source, Opened) else self.open(source)
-        if check is not None:
-            check(state)
-        shapes = {name: tuple(entry.shape) for name, entry in checkpoint.tensors("model").items()}
-        if tensors is not None:
-            shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-        pieces = check_model(checkpoint.path, shapes, self._model_pieces(), strict)
-        extra = fitting_extra_states(self.modules, state, checkpoint.path, strict)
+        present, pieces = self._model_pieces(), []
+        extra: list[dict[str, Any]] = []
+
+        def fits() -> None:
+            if check is not None:
+                check(state)
+            shapes = {name: tuple(entry.shape) for name, entry in checkpoint.tensors("model").items()}
+            if tensors is not None:
+                shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+            pieces.extend(check_model(checkpoint.path, shapes, present, strict))
+            extra.extend(fitting_extra_states(self.modules, state, checkpoint.path, strict))
+            if not weights_only:
+                self._check_optimizers(checkpoint, state)
+
+        # One rank's refusal is every rank's, in the words of the lowest.
+        Outcomes(self.agreement, "", checkpoint.path, self.timeout_seconds).settle(fits)
         if not weights_only:
             self._load_optimizers(checkpoint, state)
         if tensors is not None:
@@ -417,7 +443,7 @@ class Engine:
         self.strategy.close()
         self.modules, self.optimizers = [], []
 
-    def _load_optimizers(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+    def _check_optimizers(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         described = state.get("optimizers")
         if described is None:
             raise CheckpointError(
@@ -432,6 +458,9 @@ class Engine:
             )
         for number, (optimizer, names) in enumerate(named):
             check_optimizer(number, optimizer, names, described[number], checkpoint.path)
+
+    def _load_optimizers(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+        described, named = state["optimizers"], self._named_optimizers()
         entries = checkpoint.tensors("optimizer") if "optimizer" in checkpoint.sections else {}
         for number, (optimizer, names) in enumerate(named):
             own: dict[str, TensorEntry] = {

@@ -110,6 +110,8 @@ class TrainingRun:
     """True from a batch's fetch until its on_train_batch_end hooks are done: no run could go on from there exactly."""
     is_ending_epoch: bool = False
     """True from an epoch's last batch until every scheduler of that epoch has stepped: nobody could go on from within."""
+    row_is_due: bool = False
+    """Whether the loggers' row of the latest step is still to be written."""
     step_results: list[StepResult] = field(default_factory=list)
     """What the steps of the module's own optimizer_step did that runs now."""
     waiting_saves: list[tuple[str, bool, bool]] = field(default_factory=list)
@@ -127,6 +129,11 @@ class TrainingRun:
         """Return whether a validation may be due within an epoch."""
         by_time = self.trainer.validation_clock is not None
         return self.validation is not None and (self.validate_every is not None or by_time)
+
+    def write_row(self) -> None:
+        """Write the row of a step that is due for one; a save writes it before, since no resumed run would."""
+        self.row_is_due = False
+        self.trainer.logbook.log_step()
 
     def batches(self) -> Iterator[tuple[Any, bool]]:
         """Yield (batch on its device, whether it is the epoch's last), from the state's position on."""
@@ -234,13 +241,15 @@ def fit_epoch(run: TrainingRun) -> None:
         state.batch, state.total_batches = index + 1, state.total_batches + run.num_taken
         stepped = state.step != steps_before
         state.batches_that_stepped += stepped
+        if stepped and log_every:
+            run.row_is_due = state.batches_that_stepped % log_every == 0
         if batch_end:
             collector.hook, given = "on_train_batch_end", read_outputs(outputs) if hooks.outputs_are_read else {}
             for hook in batch_end:
                 hook(given, batch, index)
         run.is_within_batch = False
-        if stepped and log_every and state.batches_that_stepped % log_every == 0:
-            logbook.log_step()
+        if run.row_is_due:
+            run.write_row()
         if run.waiting_saves and not run.is_within_window:
             trainer.save_waiting()
         if validates_within and not is_last and validation_is_due(run):

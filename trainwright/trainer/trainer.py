@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.callbacks.base import Callback
+from trainwright.checkpoint.opening import Verify
 from trainwright.data.datamodule import DataModule
 from trainwright.distributed.appointments import Appointment
 from trainwright.engine.compilation import Compiled
@@ -27,6 +28,7 @@ from trainwright.precision import Precision
 from trainwright.profilers import Profiler, resolve_profiler
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy
+from trainwright.trainer.checkpoint_choice import choose_checkpoint
 from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation, evaluate
 from trainwright.trainer.fit import TrainingRun, fit
@@ -35,7 +37,6 @@ from trainwright.trainer.hooks import HookTable
 from trainwright.trainer.inputs import (
     check_compile,
     check_module,
-    choose_checkpoint,
     choose_precision,
     choose_root,
 )
@@ -44,7 +45,7 @@ from trainwright.trainer.parts import arranged_callbacks, arranged_loggers, maki
 from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
 from trainwright.trainer.resume import edit_with_hooks, open_with_hooks, rank_state, restore, restore_parts, run_state
-from trainwright.trainer.running import evaluating, read_request, refuse_nested, running
+from trainwright.trainer.running import callbacks_for, evaluating, read_request, refuse_nested, running
 from trainwright.trainer.settings import Settings, refuse_unknown
 from trainwright.trainer.sources import find_source, find_transfer, read_datamodule
 from trainwright.trainer.state import TrainerState
@@ -228,6 +229,7 @@ class Trainer(Status):
         datamodule: DataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
+        verify: Verify = "full",
     ) -> None:
         """Train a module. Collective: every rank of the job calls it.
 
@@ -237,12 +239,16 @@ class Trainer(Status):
                 or a DataModule; without it the module's train_dataloader hook.
             val_dataloaders: the same for validation; a dict's keys name the loaders.
             datamodule: a DataModule, in place of the loaders.
-            ckpt_path: the checkpoint to go on from: a path, "last" (the newest of ModelCheckpoint's folder) or "best".
+            ckpt_path: the checkpoint to go on from: a path; "last", the newest of ModelCheckpoint's folder, which has to be
+                whole; "auto", the newest that is whole, or none: so a job can be run again until it has come to its end;
+                or "best". From the newest one the loggers go on in its run folder.
             weights_only: accepted and not needed: a checkpoint holds nothing but plain data and tensors.
+            verify: how the checkpoint is looked at before anything is changed: "full" (the digest of every file), "size"
+                (their sizes) or "off".
 
         Raises:
             TypeError, ValueError: a module or a loader that cannot be trained.
-            CheckpointError: no such checkpoint, or one that is damaged or of another model.
+            CheckpointError: no such checkpoint, or one that is damaged or of another model; or another run holds the folder.
             RunStopped: SIGTERM, SIGUSR1 or Ctrl-C has stopped it, and it is saved; it ends the process.
         """
         refuse_nested(self, "fit")
@@ -253,24 +259,25 @@ class Trainer(Status):
         source = find_source("train", train, datamodule, model, "train_dataloaders", "fit")
         if not source.is_defined:
             source.load()  # which says what is missing
-        path = choose_checkpoint(ckpt_path, self.checkpoint_callback, self.engine)
+        self.callbacks = callbacks_for(self, model, "fit")
+        choice = choose_checkpoint(self, ckpt_path, verify, "fit")
         if self.engine.num_workers:
-            options = {"train_dataloaders": train, "val_dataloaders": val_dataloaders}
-            hand_over(self, "fit", model, datamodule, path, **options)
+            options = {"train_dataloaders": train, "val_dataloaders": val_dataloaders, "verify": verify}
+            hand_over(self, "fit", model, datamodule, choice.path, **options)
             return
         self.state = TrainerState()
-        self.should_stop, self.stop_is_agreed, self.resume_source, self.ckpt_path = False, False, None, path
+        self.should_stop, self.stop_is_agreed, self.resume_source = False, False, None
         self.signal_stop = SignalStop(self)
         self.accumulate_grad_batches = self.settings.accumulate_grad_batches
         with (
             self.signal_stop,
-            running(self, model, "fit", datamodule),
+            running(self, model, "fit", datamodule, choice),
             torch.autograd.set_detect_anomaly(self.settings.detect_anomaly),
         ):
             self.stop_appointment = self.appointment("stop")
             seconds = self.settings.validation_seconds
             self.validation_clock = None if seconds is None else IntervalClock(seconds, self.appointment("validation"))
-            opened = open_with_hooks(self, path) if path is not None else None
+            opened = open_with_hooks(self, choice.checkpoint) if choice.checkpoint is not None else None
             if opened is not None:
                 restore_parts(self, opened)
             self.run = prepare_fit(self, model, source, self._validation(model, val_dataloaders, datamodule))
@@ -288,9 +295,10 @@ class Trainer(Status):
         verbose: bool = True,
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
+        verify: Verify = "full",
     ) -> list[dict[str, float]]:
         """Evaluate a module with validation_step; arguments and result are those of `test`. Collective."""
-        return self._evaluate("validate", "validation", model, dataloaders, ckpt_path, verbose, datamodule)
+        return self._evaluate("validate", "validation", model, dataloaders, ckpt_path, verbose, datamodule, verify)
 
     def test(
         self,
@@ -300,6 +308,7 @@ class Trainer(Status):
         verbose: bool = True,
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
+        verify: Verify = "full",
     ) -> list[dict[str, float]]:
         """Evaluate a module with test_step, print its metrics on rank 0 and return them. Collective.
 
@@ -307,15 +316,17 @@ class Trainer(Status):
             model: the module; None is the one of the latest call, with the weights of its best checkpoint if it has one.
             dataloaders: a DataLoader or an iterable of batches, several in a list or a dict of names, or a DataModule;
                 without it the module's test_dataloader hook.
-            ckpt_path: the weights to take: a path, "best" or "last"; None takes a given module as it is.
+            ckpt_path: the weights to take: a path, "best", "last" (the newest) or "auto" (the newest that is whole); None takes
+                a given module as it is.
             verbose: print the table of metrics.
             datamodule: a DataModule, in place of the loaders.
             weights_only: accepted and not needed: a checkpoint holds nothing but plain data and tensors.
+            verify: "full", "size" or "off", as in `fit`.
 
         Returns:
             A list of dicts, each loader's metrics by name, over all ranks and each sample counted once.
         """
-        return self._evaluate("test", "test", model, dataloaders, ckpt_path, verbose, datamodule)
+        return self._evaluate("test", "test", model, dataloaders, ckpt_path, verbose, datamodule, verify)
 
     def predict(
         self,
@@ -325,6 +336,7 @@ class Trainer(Status):
         return_predictions: bool | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
+        verify: Verify = "full",
     ) -> list[Any]:
         """Return what predict_step returns for each batch, on the host, in the order of the dataset. Collective.
 
@@ -335,10 +347,12 @@ class Trainer(Status):
         Returns:
             A list with an entry for each batch; with several loaders a list of such lists.
         """
-        asked = read_request(self, "predict", "predict", model, dataloaders, ckpt_path, datamodule)
+        asked = read_request(self, "predict", "predict", model, dataloaders, ckpt_path, datamodule, verify)
         if self.engine.num_workers:
-            options = {"dataloaders": asked.loaders, "return_predictions": return_predictions}
-            outputs: list[Any] = hand_over(self, "predict", asked.module, asked.datamodule, asked.path, **options)
+            options = {"dataloaders": asked.loaders, "return_predictions": return_predictions, "verify": verify}
+            outputs: list[Any] = hand_over(
+                self, "predict", asked.module, asked.datamodule, asked.choice.path, **options
+            )
             return outputs
         with evaluating(self, asked) as evaluation:
             predictions = predict(evaluation, return_predictions is not False)
@@ -382,6 +396,8 @@ class Trainer(Status):
         if run is not None and (run.is_within_window or (run.is_ending_epoch and not weights_only)):
             run.waiting_saves.append((str(filepath), weights_only, blocking))
             return False
+        if run is not None and run.row_is_due:
+            run.write_row()
         self.engine.save(
             str(filepath),
             step=self.state.step,
@@ -497,13 +513,21 @@ class Trainer(Status):
         return Evaluation(self, model, "validation", source, find_transfer(self.engine, model, datamodule))
 
     def _evaluate(
-        self, call: str, stage: str, model: Any, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
+        self,
+        call: str,
+        stage: str,
+        model: Any,
+        loaders: Any,
+        ckpt_path: Any,
+        verbose: bool,
+        datamodule: Any,
+        verify: Verify,
     ) -> list[dict[str, float]]:
-        asked = read_request(self, call, stage, model, loaders, ckpt_path, datamodule)
+        asked = read_request(self, call, stage, model, loaders, ckpt_path, datamodule, verify)
         metrics: list[dict[str, float]]
         if self.engine.num_workers:
-            options = {"dataloaders": asked.loaders, "verbose": verbose}
-            metrics = hand_over(self, call, asked.module, asked.datamodule, asked.path, **options)
+            options = {"dataloaders": asked.loaders, "verbose": verbose, "verify": verify}
+            metrics = hand_over(self, call, asked.module, asked.datamodule, asked.choice.path, **options)
             return metrics
         with evaluating(self, asked) as evaluation:
             metrics = evaluate(evaluation)
