@@ -36,6 +36,7 @@ class CheckpointEntry:
         step: the optimizer steps made; of a damaged one what its files or its name still tell, infinite where nothing does.
         epoch: the epoch of the save.
         weights_only: whether no run can go on from it.
+        number: of several saves of one step the later one has the higher.
         damage: what is wrong with its manifest; empty for a sound one.
         is_refused: whether it is whole, but of a format that this version does not read (`damage` says which).
     """
@@ -44,8 +45,14 @@ class CheckpointEntry:
     step: float
     epoch: int
     weights_only: bool = False
+    number: int = 0
     damage: str = ""
     is_refused: bool = False
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Return what puts checkpoints in order; of one step, what holds all is after the weights alone."""
+        return self.step, not self.weights_only, self.number, self.epoch
 
 
 def read_manifest(files: Files, path: str) -> Manifest:
@@ -118,12 +125,11 @@ def find_candidates(directory: str) -> list[CheckpointEntry]:
             without = not any(file.startswith("rank-") for file in manifest.files)
             header = manifest.header
             weights_only = bool(header.get("weights_only", without))
-            entry = CheckpointEntry(path, header["step"], header["epoch"], weights_only)
+            number = header.get("number", 0)
+            entry = CheckpointEntry(path, header["step"], header["epoch"], weights_only, number)
         found += [entry] if entry is not None else []
-    # Of one step, what holds all is before the weights alone, and a name with a version ("-v1"), the longer one, is the newer.
-    return sorted(
-        found, key=lambda entry: (entry.step, not entry.weights_only, entry.epoch, len(entry.path), entry.path)
-    )
+    # Of those that nothing else puts in order, a name with a version ("-v1"), the longer one, is the newer.
+    return sorted(found, key=lambda entry: (*entry.order, len(entry.path), entry.path))
 
 
 def _damaged(files: Files, inside: str, path: str, error: CheckpointError) -> CheckpointEntry | None:

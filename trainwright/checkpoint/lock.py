@@ -24,10 +24,11 @@ from datetime import datetime, timezone
 from typing import Any
 
 from trainwright.checkpoint.discovery import machine, process_lives, process_start
-from trainwright.checkpoint.filesystem import describe, resolve
+from trainwright.checkpoint.filesystem import Files, describe, resolve
 from trainwright.errors import CheckpointError
 
 LOCK_NAME = ".lock"
+ATTEMPTS = 20
 CLAIM_SECONDS = 0.2
 """How long a claim has to stand where the file system knows no locks: longer than another process takes from look to claim."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -100,11 +101,7 @@ def lock_folder(folder: str) -> FolderLock:
                 if key in _held and _held[key].pid == os.getpid():
                     _held[key].count += 1
                     return FolderLock(folder, key)
-            while True:
-                files.make_directories(inside)
-                with contextlib.suppress(FileNotFoundError):  # another process has just removed the empty folder
-                    descriptor, earlier = _acquire(path, folder)
-                    break
+            descriptor, earlier = _acquire_in(files, inside, path, folder)
         except OSError as error:
             raise CheckpointError(
                 f"the folder of checkpoints {folder} cannot be written: {describe(error, path)}. Give ModelCheckpoint a "
@@ -113,6 +110,15 @@ def lock_folder(folder: str) -> FolderLock:
         key = _key(os.fstat(descriptor))
         _held[key] = _Holding(path, descriptor, made=made)
     return FolderLock(folder, key, earlier)
+
+
+def _acquire_in(files: Files, inside: str, path: str, folder: str) -> tuple[int, str]:
+    """Lock a folder that another process may remove, empty as it is, in the same moment."""
+    for _ in range(ATTEMPTS - 1):
+        files.make_directories(inside)
+        with contextlib.suppress(FileNotFoundError):
+            return _acquire(path, folder)
+    return _acquire(path, folder)
 
 
 def _acquire(path: str, folder: str) -> tuple[int, str]:

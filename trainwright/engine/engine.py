@@ -284,12 +284,14 @@ class Engine:
         weights_only: bool = False,
         edit: Edit | None = None,
         blocking: bool = True,
+        number: int = 0,
     ) -> None:
         """Write a checkpoint of the modules, the optimizers and the caller's state. Collective: call on every rank.
 
         Of `state` rank 0's is stored, of `rank_state` (not with weights_only) each rank's own. `edit` may change the
         checkpoint's contents: see checkpoint/editing.py. With blocking False it returns once all is copied to host memory,
-        and a thread writes and commits; one is in flight at a time, so a save first waits for the one before.
+        and a thread writes and commits; one is in flight at a time, so a save first waits for the one before. `number` tells
+        which of several saves of one step is the later.
 
         Raises:
             CheckpointError: on every rank alike, for the one in flight before too; nothing is left at the path then.
@@ -319,6 +321,7 @@ class Engine:
                 "world_size": self.world_size,
                 "strategy": self.strategy.name,
                 "weights_only": weights_only,
+                "number": number,
             },
             blocking=blocking,
         )
@@ -381,7 +384,8 @@ class Engine:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
         """
         checkpoint, state, tensors = source if isinstance(source, Opened) else self.open(source)
-        present, pieces = self._model_pieces(), []
+        present = self._model_pieces()
+        pieces: list[Piece] = []
         extra: list[dict[str, Any]] = []
 
         def fits() -> None:

@@ -64,11 +64,10 @@ class CSVLogger(FolderLogger):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._file = None  # the next one begins at that position
-        if state.get("open_row"):
-            self._rows.insert(0, dict(state["open_row"]))
 
     def _written(self) -> dict[str, Any]:
         """Write what waits but the latest row, which may still get more: it goes into the checkpoint as it is."""
+        self._take_open_row()
         self._flush(all_but=1)
         file = self._open()
         file.sync()
@@ -79,7 +78,17 @@ class CSVLogger(FolderLogger):
         if self._file is not None:
             self._file.sync()
 
+    def take_up(self) -> None:
+        self._take_open_row()
+        self._open().cut()
+
+    def _take_open_row(self) -> None:
+        row = self._position.pop("open_row", None)
+        if row:
+            self._rows.insert(0, dict(row))
+
     def _add_row(self, row: Row) -> None:
+        self._take_open_row()
         latest = self._rows[-1] if self._rows else {}
         is_same_moment = all(latest.get(name) == row.get(name) for name in ("step", "epoch"))
         if is_same_moment and not latest.keys() & (row.keys() - {"step", "epoch"}):
@@ -150,6 +159,11 @@ class MetricsFile:
             self._append(text.getvalue().encode())
         self._columns, self._is_whole, self._failed = columns, True, []
         self.num_rows += len(rows)
+
+    def cut(self) -> None:
+        """Drop the rows behind those that were to be kept, if there are any."""
+        if self._columns and not self._is_whole:
+            self.append([])
 
     def sync(self) -> None:
         """Have a local file on the disk, not in the system's memory."""

@@ -114,6 +114,9 @@ class FolderLogger(Logger):
             self.version, self._goes_on = state["version"], True
         self._position, self._known_hparams = dict(state), str(state.get("hparams", ""))
 
+    def take_up(self) -> None:
+        """Drop what lies behind the position of the run that goes on: it has been restored, and writes that again."""
+
     def _written(self) -> dict[str, Any]:
         """Write what waits, and return how far it goes."""
         self.flush()

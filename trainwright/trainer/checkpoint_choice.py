@@ -191,7 +191,7 @@ def _candidates(trainer: Trainer, call: str) -> tuple[list[str], list[Checkpoint
         if folder is not None and not any(same_place(folder, each) for each in folders):
             folders.append(folder)
             found += entries
-    return folders, sorted(found, key=lambda entry: (entry.step, not entry.weights_only, entry.epoch))
+    return folders, sorted(found, key=lambda entry: entry.order)
 
 
 def _folder_with_any(

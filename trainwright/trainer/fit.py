@@ -179,6 +179,8 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
     if trainer.settings.limit_train_batches == 0:
         return
     seek(run)
+    if trainer.resume_source is not None:
+        trainer.logbook.take_up_rows()
     if generators is not None:
         set_rng_state(generators)
     if trainer.signal_stop.number:  # it came in the sanity check

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainwright.engine.engine import Engine
 from trainwright.loggers.base import Logger
+from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.position import logger_states
 from trainwright.module import Module
 from trainwright.trainer.logged_value import Key, Loader, as_tensor, to_numbers
@@ -171,6 +172,12 @@ class Logbook:
     def logger_states(self) -> list[dict[str, Any]]:
         """Return where the loggers stand, for a checkpoint; empty on ranks other than 0. What goes before is written then."""
         return logger_states(self._loggers) if self._positions_before is None else self._positions_before
+
+    def take_up_rows(self) -> None:
+        """Let the loggers of a run that goes on drop the rows which it will write again."""
+        for logger in self._loggers:
+            if isinstance(logger, FolderLogger):
+                logger.take_up()
 
     def epoch_state(self, module: Module, is_evaluating: bool) -> dict[str, Any] | None:
         """Return what was logged so far in the epoch that is trained, for this rank's part of a checkpoint.

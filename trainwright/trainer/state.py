@@ -20,7 +20,7 @@ class TrainerState:
     axis. `validations` counts the validations of the run, and `validated_at` is `total_batches` as it was at the latest.
     `schedulers_stepped` is True once an epoch's schedulers have stepped, but for those that follow a metric: its validation
     may be still to come. `epoch_ended` is True once the epoch has no batch and no validation to come, while its number still
-    stands.
+    stands. `saves` counts the checkpoints, which puts those of one step in order.
 
     All of them go on at another world size. In an epoch that is taken up there, `batch` goes on from what each rank had
     before, and what is left of the data is shared out anew, so the epoch has another number of batches than a whole one.
@@ -36,6 +36,7 @@ class TrainerState:
     validated_at: int = -1
     schedulers_stepped: bool = False
     epoch_ended: bool = False
+    saves: int = 0
     places: Sequence[Place] = field(default=(), metadata={"counts": False})
     """Where the epoch's data is taken up: what was consumed of each loader's stream; empty where `batch` says it."""
     sources: Sequence[SourceState | None] = field(default=(), metadata={"counts": False})

@@ -398,6 +398,7 @@ class Trainer(Status):
             return False
         if run is not None and run.row_is_due:
             run.write_row()
+        self.state.saves += 1
         self.engine.save(
             str(filepath),
             step=self.state.step,
@@ -405,6 +406,7 @@ class Trainer(Status):
             state=run_state(self, weights_only),
             rank_state=None if weights_only else rank_state(self),
             weights_only=weights_only,
+            number=self.state.saves,
             edit=edit_with_hooks(self, "on_save_checkpoint"),
             blocking=blocking,
         )
