@@ -35,7 +35,7 @@ MAKERS: dict[str, Callable[[], Strategy]] = {
     "single_device": Strategy,
     "ddp": DDPStrategy,
     "ddp_sharded": ShardedDDPStrategy,
-    "fsdp": lambda: FSDPStrategy(auto_wrap_policy={HalfShift, nn.Conv2d, nn.Sequential}),
+    "fsdp": lambda: FSDPStrategy(auto_wrap_policy={nn.Conv2d, nn.Sequential}),
     "deepspeed_stage_1": lambda: DeepSpeedStrategy(stage=1, **SMALL),
     "deepspeed_stage_2": lambda: DeepSpeedStrategy(stage=2, **SMALL),
     "deepspeed_stage_3": lambda: DeepSpeedStrategy(stage=3, **SMALL, **HELD),
@@ -43,55 +43,52 @@ MAKERS: dict[str, Callable[[], Strategy]] = {
 State = dict[str, dict[str, Tensor]]
 
 
-class HalfShift(nn.Module):
-    """A parameter in bfloat16; its gradient is no function of the data, so it is the same however that is shared out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.tensor([0.5, -1.25, 2.0], dtype=torch.bfloat16))
-
-    def forward(self) -> Tensor:
-        return self.shift.float().square().sum()
-
-
-class Odd(nn.Module):
+class Body(nn.Module):
     """Every kind of tensor that a checkpoint has to take; neither 2 nor 4 divides most of their shapes."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(1)
         self.embed = nn.Embedding(11, 5)
         self.head = nn.Linear(5, 11)
         self.head.weight = self.embed.weight
         self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
         self.mix = nn.Parameter(torch.randn(7, 5).t())
         self.factor = nn.Parameter(torch.tensor(1.5))
-        self.empty = nn.Parameter(torch.zeros(0, 4))
-        self.shifted = HalfShift()
-        self.frozen = nn.Parameter(torch.randn(7, 3), requires_grad=False)
+        self.frozen = nn.Parameter(torch.randn(7, 5), requires_grad=False)
         self.frozen_half = nn.Parameter(torch.randn(5).bfloat16(), requires_grad=False)
-        self.critic = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 5))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("scale", torch.randn(5))
-        self.register_buffer("scratch", torch.ones(3), persistent=False)
+        self.register_buffer("empty", torch.zeros(0, 4))
+        self.register_buffer("scale", torch.randn(5).bfloat16())
+        self.register_buffer("scratch", torch.ones(5), persistent=False)
         self.seen = MeanMetric()
         self.seen.persistent(True)
 
-    def forward(self, words: Tensor, image: Tensor) -> Tensor:
+    def forward(self, words: Tensor, image: Tensor, criticism: Tensor) -> Tensor:
         with torch.no_grad():
             self.steps += 1
             self.seen.update(self.steps.float())
-        x = self.embed(words).mean(1) + self.conv(image).mean((2, 3)) * self.scale * self.frozen_half.float()
-        x = x + self.critic(x @ self.mix @ self.frozen * self.scratch)
-        loss = F.cross_entropy(self.head(x.tanh()) * self.factor, words[:, 0])
-        return loss + 0.1 * self.shifted() + self.empty.sum()
+        x = self.embed(words).mean(1) + self.conv(image).mean((2, 3)) * (self.scale * self.frozen_half).float()
+        x = x + criticism @ self.mix @ self.frozen * self.scratch
+        return F.cross_entropy(self.head(x.tanh()) * self.factor, words[:, 0])
+
+
+class Odd(nn.Module):
+    """Two parts, each with an optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body = Body()
+        self.critic = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 5))
+
+    def forward(self, words: Tensor, image: Tensor) -> Tensor:
+        return self.body(words, image, self.critic(image.mean((2, 3))))
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        critic = {id(each) for each in self.critic.parameters()}
-        rest = [each for each in self.parameters() if id(each) not in critic and each.requires_grad]
+        trained = [each for each in self.body.parameters() if each.requires_grad]
         groups = [
-            {"params": [each for each in rest if each.dim() > 1]},
-            {"params": [each for each in rest if each.dim() < 2], "weight_decay": 0.0},
+            {"params": [each for each in trained if each.dim() > 1]},
+            {"params": [each for each in trained if each.dim() < 2], "weight_decay": 0.0},
         ]
         return [AdamW(groups, lr=0.02, weight_decay=0.1, eps=1e-3), SGD(self.critic.parameters(), lr=0.1, momentum=0.9)]
 

@@ -8,6 +8,7 @@ from typing import Any
 import deepspeed_job
 import everyday_job
 import pytest
+import torch
 from deepspeed_job import STAGES, deepspeed, deepspeed_everyday, run_equal
 from everyday_job import assert_everyday, assert_same_weights
 from jobs import run_alone, run_job
@@ -148,3 +149,23 @@ def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"needs DeepSpeed.*pip install 'trainwright\[deepspeed\]'"):
         DeepSpeedStrategy()
+
+
+@pytest.mark.parametrize(
+    ("parameter", "text"),
+    [
+        (
+            torch.zeros(0, 4),
+            r"a parameter of shape \(0, 4\), but ZeRO stage 3 cannot gather one without elements; make it a",
+        ),
+        (
+            torch.zeros(3, dtype=torch.bfloat16),
+            "trains parameters in bfloat16 and float32, but ZeRO stage 3 shards those of one",
+        ),
+    ],
+)
+def test_parameters_that_stage_3_fails_on(parameter: torch.Tensor, text: str) -> None:
+    from trainwright.strategies.deepspeed_engine import _refuse_what_cannot_be_sharded
+
+    with pytest.raises(ValueError, match=text):
+        _refuse_what_cannot_be_sharded([torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(parameter)])

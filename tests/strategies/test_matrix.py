@@ -17,7 +17,7 @@ CLOSE = 1e-6
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder, kept = tmp_path_factory.mktemp("matrix"), {}
     for world in WORLDS:
-        first = run_job(saves, world, folder)[0]
+        first = run_job(saves, world, folder, seconds=400.0)[0]
         kept |= {f"{world}-{name}": states for name, states in first.items()}
     torch.save(kept, folder / "states.pt")
     return folder, kept
@@ -28,10 +28,10 @@ def test_what_is_saved(saved: tuple[Path, dict[str, Any]]) -> None:
     _, kept = saved
     assert len(kept) == sum(len(strategies(world)) for world in WORLDS)
     wanted, _ = kept["1-single_device"]
-    assert wanted["model"]["empty"].numel() == 0
-    assert wanted["model"]["shifted.shift"].dtype == torch.bfloat16
-    assert wanted["model"]["seen.mean_value"] != 0
-    assert "scratch" not in wanted["model"]
+    assert wanted["model"]["body.empty"].numel() == 0
+    assert wanted["model"]["body.frozen_half"].dtype == wanted["model"]["body.scale"].dtype == torch.bfloat16
+    assert wanted["model"]["body.seen.mean_value"] != 0
+    assert "body.scratch" not in wanted["model"]
     for name, (state, _) in kept.items():
         for section, tensors in wanted.items():
             assert state[section].keys() == tensors.keys(), name
@@ -43,7 +43,7 @@ def test_what_is_saved(saved: tuple[Path, dict[str, Any]]) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_loading(saved: tuple[Path, dict[str, Any]], world: int) -> None:
     folder, kept = saved
-    for found in run_job(loads, world, folder):
+    for found in run_job(loads, world, folder, seconds=400.0):
         assert found.keys() == {(source, name) for source in kept for name in strategies(world)}
         assert {cell: loaded for cell, (loaded, _) in found.items() if loaded != 0.0} == {}
         assert {cell: after for cell, (_, after) in found.items() if not after <= CLOSE} == {}

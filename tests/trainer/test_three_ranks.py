@@ -12,6 +12,7 @@ from small import QUIET, assert_equal, loss_of, make_loader, weights
 from torch import Tensor, nn
 
 import trainwright as tw
+from trainwright.strategies.ddp import DDPStrategy
 
 
 class Reordered(tw.Module):
@@ -34,9 +35,16 @@ def job(folder: Path) -> dict[str, Any]:
     def run(epochs: int, name: str, ckpt_path: str | None = None) -> dict[str, Tensor]:
         tw.seed_everything(4)
         callback = tw.ModelCheckpoint(str(folder / name), save_top_k=-1)
-        trainer = tw.Trainer(max_epochs=epochs, callbacks=callback, **{**QUIET, "enable_checkpointing": True})
+        strategy = DDPStrategy(
+            bucket_cap_mb=0.0002
+        )  # else a model of many megabytes would be needed for several buckets
+        settings = {**QUIET, "enable_checkpointing": True}
+        trainer = tw.Trainer(max_epochs=epochs, callbacks=callback, strategy=strategy, **settings)
         module = Reordered()
         trainer.fit(module, make_loader(50, 4, shuffle=True), ckpt_path=ckpt_path)
+        (wrapper,) = strategy.wrapped.values()
+        sizes = wrapper._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")
+        assert len(sizes) > 2, "the order of the buckets is what has to be kept"
         return weights(module)
 
     whole = run(4, "whole")

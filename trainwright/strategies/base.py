@@ -7,7 +7,8 @@ are the precision's. A new strategy overrides two to six methods; nothing outsid
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,11 +221,10 @@ class Strategy:
     def model_pieces(self, module: nn.Module) -> list[Piece]:
         """Return this rank's share of the module's state_dict, as views that a load writes into."""
         pieces = []
-        for name, value in module.state_dict(keep_vars=True).items():
-            if isinstance(value, Tensor) and not is_extra_state(name):
-                # A buffer may differ between ranks (running statistics): rank 0's is the one that counts.
-                writer = None if isinstance(value, nn.Parameter) else 0
-                pieces.append(self.piece(clean_name(name), value, writer))
+        for name, value in state_tensors(module):
+            # A buffer may differ between ranks (running statistics): rank 0's is the one that counts.
+            writer = None if isinstance(value, nn.Parameter) else 0
+            pieces.append(self.piece(clean_name(name), value, writer))
         return pieces
 
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
@@ -314,6 +314,20 @@ def refuse_lazy(module: nn.Module, name: str) -> None:
                 f"and strategy={name!r} shares it out before. Run a forward on a sample in the module's __init__, or give the "
                 "layer its size."
             )
+
+
+def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a module's state_dict by their names there: those in use, which a load may write into."""
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor) or is_extra_state(name):
+            continue
+        if not isinstance(value, nn.Parameter):
+            place, _, leaf = name.rpartition(".")
+            with suppress(AttributeError):
+                own = getattr(module.get_submodule(place), leaf)
+                # A Metric puts copies of its states there.
+                value = own if isinstance(own, Tensor) and own.shape == value.shape else value
+        yield name, value
 
 
 def broadcast_tensors(tensors: Iterable[Tensor]) -> None:

@@ -43,6 +43,8 @@ class ShardedOptimizer(Optimizer):
         self.defaults = own.defaults
         self.wrapped_module: Any = None
         """FairScale's ShardedDDP around the module, under automatic optimization."""
+        self.shares_module = False
+        """Whether other optimizers step parameters of that module too."""
         self.__class__ = type(type(own).__name__, (ShardedOptimizer,), {})  # a checkpoint names the optimizer's class
 
     @property
@@ -56,11 +58,18 @@ class ShardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; those that lie in ShardedDDP's buckets stay there, as zeros."""
-        if self.wrapped_module is not None:
-            self.wrapped_module.zero_grad(set_to_none=True)
+        wrapped, bucketed = self.wrapped_module, set()
+        if wrapped is not None and not self.shares_module:
+            wrapped.zero_grad(set_to_none=True)
             return
+        if wrapped is not None:  # its own zero_grad would drop what the module's other optimizers have yet to step with
+            flags = wrapped._should_bucket_grad
+            bucketed = {p for p, flag in zip(wrapped._trainable_params, flags, strict=False) if flag}
         for parameter in (p for group in self.param_groups for p in group["params"]):
-            parameter.grad = None
+            if parameter in bucketed and parameter.grad is not None:
+                parameter.grad.zero_()
+            else:
+                parameter.grad = None
 
     def send(self) -> None:
         """Send this rank's parameters to the others. Collective."""
@@ -219,7 +228,7 @@ class ShardedDDPStrategy(Strategy):
                 warn_on_trainable_params_changed=False,
             )
             for each in theirs:
-                each.wrapped_module = self.wrapped[module]
+                each.wrapped_module, each.shares_module = self.wrapped[module], len(theirs) > 1
 
     # -- a step ------------------------------------------------------------------------------------------------------
 

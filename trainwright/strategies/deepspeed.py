@@ -18,13 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.contents import is_extra_state
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import zero_state
-from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, refuse_lazy
+from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, refuse_lazy, state_tensors
 from trainwright.strategies.deepspeed_config import build_config, low_precision, read_config, settle
 from trainwright.strategies.deepspeed_engine import make_engine
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, owned
@@ -355,9 +354,7 @@ class DeepSpeedStrategy(Strategy):
     def model_pieces(self, module: nn.Module) -> list[Piece]:
         shares = {share[0]: share for engine in self._engines.values() for share in self._shares(engine)}
         pieces = []
-        for name, value in module.state_dict(keep_vars=True).items():
-            if not isinstance(value, Tensor) or is_extra_state(name):
-                continue
+        for name, value in state_tensors(module):
             if value in shares:
                 _, flat, offset, start, numel, shape = shares[value]
                 part = flat.detach().narrow(0, offset, numel)

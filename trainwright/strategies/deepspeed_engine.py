@@ -24,12 +24,16 @@ def make_engine(
     """
     announce_place(Environment.detect().local_rank, **({"DS_ACCELERATOR": "cpu"} if device_type == "cpu" else {}))
     deepspeed = import_deepspeed(device_type)
+    is_sharding = config["zero_optimization"]["stage"] == 3
+    whole = [p for p in part.parameters() if not hasattr(p, "ds_id")] if is_sharding else []
+    _refuse_what_cannot_be_sharded(whole)
     # DeepSpeed broadcasts parameters as bytes, which fails where one has no dimensions. They are rank 0's already.
     kind, name = deepspeed.DeepSpeedEngine, "_broadcast_model"
     broadcast = getattr(kind, name)
     setattr(kind, name, lambda engine: None)
-    is_sharding = config["zero_optimization"]["stage"] == 3
-    scalars = [p for p in part.parameters() if p.dim() == 0 and not hasattr(p, "ds_id")] if is_sharding else []
+    for parameter in whole:
+        parameter.data = parameter.data.contiguous()  # nor where its elements lie in another order
+    scalars = [p for p in whole if p.dim() == 0]
     for parameter in scalars:
         parameter.data = parameter.data.reshape(1)
     try:
@@ -48,6 +52,20 @@ def make_engine(
         if parameter.numel() == 1:
             parameter.data = parameter.data.reshape(())
     return engine
+
+
+def _refuse_what_cannot_be_sharded(parameters: list[nn.Parameter]) -> None:
+    """Refuse parameters that ZeRO stage 3 fails on (ValueError)."""
+    if len(dtypes := {str(p.dtype).removeprefix("torch.") for p in parameters if p.requires_grad}) > 1:
+        raise ValueError(
+            f"the module trains parameters in {' and '.join(sorted(dtypes))}, but ZeRO stage 3 shards those of one dtype; "
+            "convert the module to one, or choose stage 1 or 2."
+        )
+    if shapes := [tuple(p.shape) for p in parameters if p.numel() == 0]:
+        raise ValueError(
+            f"the module has a parameter of shape {shapes[0]}, but ZeRO stage 3 cannot gather one without elements; make it a "
+            "buffer, or choose stage 1 or 2."
+        )
 
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:

@@ -192,7 +192,8 @@ class FSDPStrategy(Strategy):
             mp_policy=precision,
             reshard_after_forward=self.reshard_after_forward and not is_root,
             offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-            ignored_params={parameter for parameter in whole if parameter.dim() == 0},  # FSDP2 shards rows
+            # FSDP2 shards rows, and cannot reduce what is empty.
+            ignored_params={parameter for parameter in whole if parameter.dim() == 0 or parameter.numel() == 0},
         )
         after = dict(group.named_parameters())
         for name, parameter in before.items():

@@ -1,0 +1,126 @@
+"""The combined loader: several loaders as one, as a user makes it and may iterate it; combined.py shares it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+from torch import Tensor
+
+from trainwright.data.batch_stream import END
+from trainwright.data.collection import LoaderGroup, is_flat, leaves, rebuilt
+
+Combination = Literal["min_size", "max_size", "max_size_cycle", "sequential"]
+COMBINATIONS = ("min_size", "max_size", "max_size_cycle", "sequential")
+
+
+class CombinedLoader(LoaderGroup):
+    """Several iterables of batches as one; iterating yields (batch, batch_idx, dataloader_idx).
+
+    A batch has the structure of `iterables`, with a batch of each in its place; under "sequential" it is a batch of one of
+    them, and the two numbers count within it and over them.
+
+    Args:
+        iterables: a list, tuple or dict of DataLoaders or other iterables of batches, which may hold further ones. A list
+            or tuple within it that holds no DataLoader is one iterable of batches.
+        mode: "min_size" ends with the shortest; "max_size" ends with the longest, None standing for what is exhausted;
+            "max_size_cycle" begins the shorter ones anew; "sequential" goes through one after the other.
+
+    Raises:
+        TypeError: something in the collection is no iterable of batches.
+        ValueError: an unknown mode, or an empty collection.
+    """
+
+    def __init__(self, iterables: Any, mode: Combination = "min_size") -> None:
+        if mode not in COMBINATIONS:
+            raise ValueError(f"mode={mode!r} is unknown; choose from {', '.join(COMBINATIONS)}.")
+        self._iterables, self._mode = iterables, mode
+        self._is_collection = isinstance(iterables, (Mapping, list, tuple))
+        self._is_flat = self._is_collection and is_flat(iterables)
+        named = list(leaves(iterables)) if self._is_collection else [("", iterables)]
+        if not named:
+            raise ValueError(
+                f"an empty {type(iterables).__name__} was given; a collection of loaders needs one at least."
+            )
+        for name, leaf in named:
+            _check_leaf(name, leaf)
+        self._flattened = [leaf for _, leaf in named]
+        self.names = [name or None for name, _ in named] if isinstance(iterables, Mapping) else [None] * len(named)
+        """For each of `flattened`, the keys that lead to it, joined by "/"; None where the collection is no dict."""
+
+    @property
+    def iterables(self) -> Any:
+        """Return the collection as it was given."""
+        return self._iterables
+
+    @property
+    def flattened(self) -> list[Any]:
+        """Return the iterables in a flat list."""
+        return list(self._flattened)
+
+    @property
+    def mode(self) -> Combination:
+        """Return how they are combined."""
+        return self._mode
+
+    def rebuilt(self, batches: list[Any]) -> Any:
+        """Return the batches, one for each of `flattened`, in the structure of the collection."""
+        if not self._is_collection:
+            return batches[0]
+        return rebuilt(self._iterables, iter(batches), flat=self._is_flat)
+
+    def __len__(self) -> int:
+        """Return how many batches an iteration yields; TypeError where an iterable has no length."""
+        return combined_length([len(each) for each in self._flattened], self._mode)
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        if self._mode == "sequential":
+            for index, iterable in enumerate(self._flattened):
+                for number, batch in enumerate(iterable):
+                    yield batch, number, index
+            return
+        iterators = [iter(each) for each in self._flattened]
+        fresh = set(range(len(iterators)))
+        """The iterables that are in their first pass."""
+        number = 0
+        while True:
+            batches = [next(each, END) for each in iterators]
+            ended = [index for index, batch in enumerate(batches) if batch is END]
+            fresh.difference_update(ended)
+            if not fresh or (ended and self._mode == "min_size"):
+                return
+            for index in ended:
+                if self._mode == "max_size_cycle":
+                    iterators[index] = iter(self._flattened[index])
+                    batches[index] = _first(iterators[index])
+                else:
+                    batches[index] = None
+            yield self.rebuilt(batches), number, 0
+            number += 1
+
+
+def combined_length(lengths: list[int], mode: Combination) -> int:
+    """Return how many batches loaders of these lengths give together."""
+    if mode == "sequential":
+        return sum(lengths)
+    return min(lengths) if mode == "min_size" else max(lengths)
+
+
+def _check_leaf(name: str, leaf: Any) -> None:
+    """Refuse what is no iterable of batches (TypeError)."""
+    place = f"the collection's {name!r}" if name else "iterables"
+    if isinstance(leaf, CombinedLoader):
+        raise TypeError(f"{place} is a CombinedLoader, which cannot be combined again; pass its loaders themselves.")
+    if isinstance(leaf, (str, bytes, Tensor)) or not isinstance(leaf, Iterable):
+        raise TypeError(
+            f"{place} is a {type(leaf).__name__}; accepted are DataLoaders and other iterables of batches, in lists, tuples "
+            "and dicts."
+        )
+
+
+def _first(batches: Iterator[Any]) -> Any:
+    for batch in batches:
+        return batch
+    raise RuntimeError(
+        "an iterable gave no batch when it was begun again; pass one whose __iter__ begins anew, with data."
+    )
