@@ -137,7 +137,9 @@ def test_a_failure_comes_out_once_and_changes_nothing(run: Run, tmp_path: Path) 
             files.gate.set()
             run.save(f"held://{tmp_path}/bad.ckpt")
             ask = partial(run.save, f"held://{tmp_path}/next.ckpt", blocking=outlet == "the next blocking save")
-            with pytest.raises(CheckpointError, match=r"bad\.ckpt was not written: .*the disk is full.* MiB are free"):
+            with pytest.raises(
+                CheckpointError, match=r"bad\.ckpt was not written: .*the disk is full.* bytes\) are free"
+            ):
                 (run.writer.finish if outlet == "finish" else ask)()
         run.writer.finish()
         assert [entry.path for entry in find_checkpoints(f"held://{tmp_path}")] == [f"held://{tmp_path}/good.ckpt"]
@@ -149,7 +151,7 @@ def test_a_failure_comes_out_once_and_changes_nothing(run: Run, tmp_path: Path) 
 def test_what_cannot_be_stored_comes_out_alike(run: Run, tmp_path: Path) -> None:
     """Not at once on the rank that has it: the others learn of it too, when they wait."""
     run.save(f"{tmp_path}/a.ckpt", hook=print)
-    with pytest.raises(CheckpointError, match=r"a\.ckpt was not written: TypeError: state\.hook is a builtins"):
+    with pytest.raises(CheckpointError, match=r"a\.ckpt was not written: state\.hook is a builtins"):
         run.writer.finish()
     assert os.listdir(tmp_path) == []
 
