@@ -3,20 +3,26 @@
 #   make demo              train and test examples/digits.py; DEVICES=2 for two processes, ARGS="--precision bf16-mixed"
 #   make test              the fast tests; make test-slow the others, make test-all both
 #   make check             formatting, lint, types; make format mends the first two
-#   make bench             benchmarks/overhead.py (ARGS) and benchmarks/strategies.py (STRATEGY_ARGS), beside other frameworks
+#   make bench             benchmarks/overhead.py (ARGS), benchmarks/strategies.py (STRATEGY_ARGS) and benchmarks/checkpoint.py
+#                          (CHECKPOINT_ARGS), beside other frameworks
+#   make soak              kill training runs at random and compare their ends; KILLS=200 SEED=0, SOAK_ARGS="--strategies ddp"
 #   make clean             remove .venv
 
 PYTHON ?= python3
 DEVICES ?= 1
 ARGS ?=
 STRATEGY_ARGS ?=
+SOAK_ARGS ?=
+KILLS ?= 200
+SEED ?= 0
+CHECKPOINT_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 # Without build isolation, or the packages that come as source would each build against a torch of their own.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt
 
-.PHONY: demo test test-slow test-all check format bench clean
+.PHONY: demo test test-slow test-all check format bench soak clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/digits.py --devices $(DEVICES) $(ARGS)
@@ -42,6 +48,10 @@ format: $(VENV)/test.stamp
 bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
 	$(BIN)/python benchmarks/strategies.py $(STRATEGY_ARGS)
+	$(BIN)/python benchmarks/checkpoint.py $(CHECKPOINT_ARGS)
+
+soak: $(VENV)/test.stamp
+	$(BIN)/python benchmarks/soak.py --kills $(KILLS) --seed $(SEED) $(SOAK_ARGS)
 
 clean:
 	rm -rf $(VENV)

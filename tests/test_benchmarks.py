@@ -1,4 +1,4 @@
-"""The benchmark of the strategies runs, and its table has a line for each loop."""
+"""The benchmarks of the strategies and of checkpoints run, and their tables have a line for each way."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "strategies.py"
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, script: str = "strategies.py") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
+        [sys.executable, str(FOLDER / script), *arguments],
         capture_output=True,
         text=True,
         timeout=220,
@@ -41,3 +41,25 @@ def test_unknown_strategy_is_refused() -> None:
     done = run("--strategies", "ddp,fdsp")
     assert done.returncode == 2
     assert "'fdsp' is unknown here; choose from ddp, ddp_sharded, fsdp, deepspeed_stage_1" in done.stderr
+
+
+@pytest.mark.slow
+def test_checkpoints_beside_the_bare_work() -> None:
+    done = run("--small", "--rounds", "2", "--steps", "3", "--without-lightning", script="checkpoint.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    saves = ["bare", "trainwright", "trainwright, background", "DCP", "DCP, async_save"]
+    runs = ["ModelCheckpoint, async_save", "ModelCheckpoint"]
+    rows = [(line[:28].strip(), line[28:].split()) for line in done.stdout.splitlines() if len(line) > 28]
+    tables = [saves, ["torch.save"], ["verify, one rank"], runs, saves, ["verify, one rank"], runs]
+    names = [name for table in tables for name in table]
+    found = [(name, cells) for name, cells in rows if name in names]
+    assert [name for name, _ in found] == names
+    for name, cells in found:
+        assert float(cells[0]) > 0, name
+        assert float(cells[2]) > 0, name
+
+
+def test_a_number_of_ranks_is_checked() -> None:
+    done = run("--ranks", "1,two", script="checkpoint.py")
+    assert done.returncode == 2
+    assert "--ranks 1,two: numbers of processes, such as 1,2" in done.stderr

@@ -22,11 +22,11 @@ TRAINER = """accelerator strategy devices num_nodes precision logger callbacks f
     barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir enable_autolog_hparams
     compile fused_optimizers unknown"""
 METHODS = {
-    tw.Engine: """agreed backward barrier broadcast clipper close follow_parameters gather load open prepare_loader
-        prepare_module prepare_optimizers rank_zero_first reduce run save step sync_gradients take_seed""",
-    tw.Accelerator: """accumulate autocast backward broadcast clip_grad_norm_ clip_grad_value_ gather gather_for_metrics
-        load_state local_main_process_first main_process_first prepare print reduce save_state split_between_processes step
-        unwrap_model wait_for_everyone""",
+    tw.Engine: """agreed backward barrier broadcast clipper close finish_save follow_parameters gather load open prepare_loader
+        prepare_module prepare_optimizers rank_zero_first reduce run save step sync_gradients take_seed verified""",
+    tw.Accelerator: """accumulate autocast backward broadcast clip_grad_norm_ clip_grad_value_ finish_save gather
+        gather_for_metrics load_state local_main_process_first main_process_first prepare print reduce save_state
+        split_between_processes step unwrap_model wait_for_everyone""",
     tw.Strategy: """after_load allocate_optimizer_state backward before_evaluation check clip_gradients close connect
         describe_optimizer follow_parameters follow_toggle forget model_pieces optimizer_pieces piece place run settle
         setup_module setup_optimizers step sync_gradients unscale""",
@@ -37,7 +37,7 @@ METHODS = {
     tw.DataModule: """load_state_dict on_after_batch_transfer on_before_batch_transfer on_exception predict_dataloader
         prepare_data setup state_dict teardown test_dataloader train_dataloader transfer_batch_to_device
         val_dataloader""",
-    tw.Logger: """close finalize flush log_graph log_hyperparams log_metrics save start""",
+    tw.Logger: """close finalize flush load_state_dict log_graph log_hyperparams log_metrics save start state_dict""",
 }
 LOG = """name value prog_bar logger on_step on_epoch reduce_fx enable_graph sync_dist sync_dist_group add_dataloader_idx
     batch_size metric_attribute rank_zero_only"""

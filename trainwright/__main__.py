@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 
 def check_names(strategy: str | None, precision: str | None, num_processes: int, device_type: str) -> None:
@@ -16,11 +18,22 @@ def check_names(strategy: str | None, precision: str | None, num_processes: int,
     resolve_precision(precision, device_type)
 
 
+def run_checkpoint(arguments: Sequence[str], _: Any) -> int:
+    """Run `trainwright checkpoint`."""
+    from trainwright.checkpoint.commands import checkpoint_command
+
+    return checkpoint_command(arguments)
+
+
 def main() -> int:
     """Run the command line of this process."""
     from trainwright.launch.cli import main as run
 
-    return run(sys.argv[1:], check_names)
+    return run(
+        sys.argv[1:],
+        check_names,
+        {"checkpoint": (run_checkpoint, "show, verify, export or import a checkpoint")},
+    )
 
 
 if __name__ == "__main__":

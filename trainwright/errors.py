@@ -6,6 +6,8 @@
         +-- CheckpointError     a checkpoint could not be written, found, verified or read
         +-- LaunchError         the processes of a job could not be started
         +-- WorkerFailed        a process to which work was handed over has failed
+    SystemExit (BaseException)
+    +-- RunStopped              a signal has stopped fit, and what there is to save is saved
 
 Settings are refused with the built-in exceptions above, in the constructor that received them.
 """
@@ -25,3 +27,11 @@ class LaunchError(TrainwrightError):
 
 class WorkerFailed(TrainwrightError):
     """A process to which work was handed over has failed; the message names the rank and the cause."""
+
+
+class RunStopped(SystemExit):
+    """A signal has stopped `trainer.fit`; uncaught, it ends the process with `code`, without a traceback.
+
+    The code is 75 where the run was saved, to be gone on with, 130 after Ctrl-C, and 128 + the signal's number where
+    nothing was saved.
+    """

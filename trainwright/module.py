@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.exchange import read_weights
+from trainwright.checkpoint.opening import Verify
 from trainwright.compiled_names import register_clean_names
 from trainwright.data.transfer import map_leaves, to_device
 from trainwright.distributed import collectives
@@ -306,6 +307,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         hparams_file: str | None = None,
         strict: bool | None = None,
         weights_only: bool | None = None,
+        verify: Verify = "full",
         **kwargs: Any,
     ) -> Self:
         """Make a module from a checkpoint: with the hyper-parameters that it was saved with, and its weights.
@@ -317,13 +319,14 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             hparams_file: a JSON or YAML file with hyper-parameters, in place of those in the checkpoint.
             strict: refuse a checkpoint that lacks tensors, or has others; by default as the module's strict_loading says.
             weights_only: accepted and not needed: nothing but plain data and tensors is ever read.
+            verify: how a checkpoint of ours is verified first: "full" (every digest), "size", or "off".
             kwargs: arguments of the constructor, which win over what was saved.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one that holds more than plain data and tensors.
             TypeError: the constructor needs an argument that was not saved.
         """
-        weights = read_weights(str(checkpoint_path))
+        weights = read_weights(str(checkpoint_path), verify)
         stored = weights.hyper_parameters if hparams_file is None else read_hyper_parameters(hparams_file)
         module = build(cls, stored, kwargs, weights.hparams_name)
         module.configure_model()

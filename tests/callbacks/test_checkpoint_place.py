@@ -12,8 +12,8 @@ from jobs import run_job
 from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
-from trainwright.callbacks.checkpoint_place import replace_checkpoint
-from trainwright.checkpoint.store import find_checkpoints, is_checkpoint, latest_checkpoint
+from trainwright.callbacks.checkpoint_place import is_replaceable, is_taken, remove_replaced, replace_checkpoint
+from trainwright.checkpoint.store import find_checkpoints, is_checkpoint, latest_checkpoint, remove_checkpoint
 
 NAN = math.nan
 
@@ -98,7 +98,7 @@ def test_one_name_for_all_is_the_plain_one(tmp_path: Path, saves: int, monkeypat
         seen.append((is_checkpoint(place), is_checkpoint(path)))
         replace_checkpoint(place, path)
 
-    monkeypatch.setattr("trainwright.callbacks.model_checkpoint.replace_checkpoint", watched)
+    monkeypatch.setattr("trainwright.callbacks.checkpoint_retention.replace_checkpoint", watched)
     callback = run(tmp_path, [float(-save) for save in range(saves)], filename="best")
     assert found(tmp_path) == {"best.ckpt": saves}
     assert seen == [(True, True)] * (saves - 1)
@@ -138,11 +138,11 @@ def test_a_run_that_was_killed_before_the_renaming(tmp_path: Path, old_one_is_go
 
     def killed(place: str, path: str) -> None:
         if old_one_is_gone:
-            tw.callbacks.model_checkpoint.remove_checkpoint(path)
+            remove_checkpoint(path)
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainwright.callbacks.model_checkpoint.replace_checkpoint", killed)
+        patch.setattr("trainwright.callbacks.checkpoint_retention.replace_checkpoint", killed)
         with pytest.raises(Killed):
             run(tmp_path, [3.0, 2.0], filename="best")
     entry = latest_checkpoint(str(tmp_path))
@@ -151,6 +151,52 @@ def test_a_run_that_was_killed_before_the_renaming(tmp_path: Path, old_one_is_go
     callback = run(tmp_path, [3.0, 2.0, 2.5], "last", filename="best")
     assert {path: score.item() for path, score in callback.best_k_models.items()} == {entry.path: 2.0}
     assert callback.best_model_path == callback.last_model_path == entry.path
+
+
+def test_what_goes_for_a_newer_one(tmp_path: Path) -> None:
+    """Whole checkpoints of ours alone, once the newer one is whole, and not the one that the run was resumed from."""
+    for name in ("old", "source", "damaged", "new"):
+        run(tmp_path, [1.0], filename=name)
+    elsewhere = run(tmp_path / "elsewhere", [1.0]).best_model_path
+    (tmp_path / "link.ckpt").symlink_to(elsewhere)
+    (tmp_path / "theirs.ckpt").mkdir()
+    (tmp_path / "damaged.ckpt" / "manifest.json").write_text("{}")
+    trainer = tw.Trainer(**QUIET)
+    trainer.resume_source = f"{tmp_path}/source.ckpt"
+    paths = [f"{tmp_path}/{name}.ckpt" for name in ("old", "source", "damaged", "link", "theirs", "new")]
+    manifest = tmp_path / "new.ckpt" / "manifest.json"
+    manifest.rename(tmp_path / "kept.json")
+    before = sorted(os.listdir(tmp_path))
+    assert remove_replaced(paths, paths[-1], trainer) == [trainer.resume_source]
+    assert sorted(os.listdir(tmp_path)) == before  # the new one is not whole
+    (tmp_path / "kept.json").rename(manifest)
+    assert remove_replaced(paths, paths[-1], trainer) == [trainer.resume_source]
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == [
+        "damaged.ckpt", "link.ckpt", "new.ckpt", "source.ckpt", "theirs.ckpt",
+    ]  # fmt: skip
+    assert is_checkpoint(elsewhere)
+    # A name that anything has is taken, and only a whole checkpoint makes room.
+    assert [is_taken(path) for path in paths] == [False, True, True, True, True, True]
+    assert [is_replaceable(path) for path in paths] == [False, True, False, False, False, True]
+
+
+def test_a_run_that_was_killed_before_the_older_one_went(tmp_path: Path) -> None:
+    """The run that goes on removes it, though nothing is left to train."""
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*args: Any) -> None:
+        raise Killed
+
+    run(tmp_path, [3.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainwright.callbacks.checkpoint_place.remove_checkpoint", killed)
+        with pytest.raises(Killed):
+            run(tmp_path, [1.0, 0.5], filename="new-{epoch}")
+    assert set(found(tmp_path)) == {"epoch=0-step=11.ckpt", "new-epoch=0.ckpt", "new-epoch=1.ckpt"}
+    run(tmp_path, [1.0, 0.5], "auto", filename="new-{epoch}")
+    assert set(found(tmp_path)) == {"epoch=0-step=11.ckpt", "new-epoch=1.ckpt"}
 
 
 def two_ranks(folder: Path) -> list[Any]:

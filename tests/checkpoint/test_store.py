@@ -171,7 +171,7 @@ def test_a_death_at_any_call_leaves_a_whole_checkpoint_to_find(
         if finished:
             break
         # The dead writer's temporary is swept once its process is gone, and the save can be repeated.
-        monkeypatch.setattr(discovery, "_lives", lambda pid, start: False)
+        monkeypatch.setattr(discovery, "process_lives", lambda pid, start: False)
         sweep_temporaries(str(directory))
         if len(found) == 1:
             assert os.listdir(directory) == ["old.ckpt"]

@@ -94,6 +94,28 @@ def test_channels_do_not_mix() -> None:
     assert run_ranks(2, work) == [[b"first", b"first", b"second", b"second"]] * 2
 
 
+def test_channels_of_one_name_pair_up_by_their_order() -> None:
+    """A second engine's saves read nothing that the first one's have left in the store."""
+
+    def work(agreement: Agreement) -> list[bytes]:
+        replies = []
+        for text in (b"old", b"new"):
+            channel = agreement.channel("saves")
+            replies += channel.exchange(text + bytes(str(agreement.rank), "ascii"), timeout_seconds=10)
+        return replies
+
+    assert run_ranks(2, work) == [[b"old0", b"old1", b"new0", b"new1"]] * 2
+
+
+def test_a_wait_can_be_given_up() -> None:
+    channel = Agreement(make_store(), 0, 2).channel("saves")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(channel.exchange, b"", timeout_seconds=60)
+        channel.give_up()
+        with pytest.raises(RuntimeError, match="waits for the others no longer"):
+            waiting.result(timeout=20)
+
+
 def test_a_missing_rank_is_named() -> None:
     with pytest.raises(TimeoutError, match=r"rank 0 waited 0.05 s for rank\(s\) \[1\] of 2"):
         Agreement(make_store(), 0, 2).exchange(b"", timeout_seconds=0.05)

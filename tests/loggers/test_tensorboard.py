@@ -214,3 +214,27 @@ def test_a_logger_written_for_lightning(tmp_path: Path) -> None:
     own.finalize("success")
     own.close()
     assert own.calls == ["metrics", "save", "success", "save"]
+
+
+def test_a_run_goes_on_where_a_checkpoint_stood(tmp_path: Path) -> None:
+    """What came after it is hidden, once each number is there, and no event file is changed."""
+    killed = started(tmp_path)
+    killed.log_hyperparams({"lr": 0.1})
+    for step in range(1, 8):
+        killed.log_metrics({"loss": step / 4}, step)
+        if step == 4:
+            state = json.loads(json.dumps(killed.state_dict()))
+    killed.flush()
+    files = {path: path.read_bytes() for path in Path(str(killed.log_dir)).glob("events*")}
+    resumed = TensorBoardLogger(tmp_path)
+    resumed.load_state_dict(state)
+    resumed.start(lambda text: text, is_writer=True)
+    assert resumed.log_dir == killed.log_dir
+    resumed.log_hyperparams({"lr": 0.1})
+    for step in range(5, 11):
+        resumed.log_metrics({"loss": step / 4 if step != 6 else 9.0}, step)
+    resumed.close()
+    assert values(resumed, "loss") == [(step, step / 4 if step != 6 else 9.0) for step in range(1, 11)]
+    assert values(resumed, "hp_metric") == [(0, -1.0)]
+    assert all(path.read_bytes() == data for path, data in files.items())
+    assert resumed.state_dict()["purge_step"] == 11

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from trainwright.checkpoint.filesystem import resolve
-from trainwright.checkpoint.store import is_checkpoint, remove_checkpoint
+from trainwright.checkpoint.store import is_checkpoint, remove_checkpoint, same_place
+
+if TYPE_CHECKING:
+    from trainwright.trainer.trainer import Trainer
 
 
 def choose_place(
@@ -28,6 +32,36 @@ def choose_place(
         version += 1
         place = name(version)
     return path, place
+
+
+def is_taken(path: str) -> bool:
+    """Return whether nothing can be written at a path: a checkpoint is there, a damaged one, or anything else."""
+    files, inside = resolve(path)
+    return files.exists(inside) if files.has_rename else is_checkpoint(path)
+
+
+def is_replaceable(path: str) -> bool:
+    """Return whether what has a path is a whole checkpoint that can make room for another: no link, nothing damaged."""
+    return resolve(path)[0].has_rename and not _is_link(path) and is_checkpoint(path)
+
+
+def remove_replaced(paths: Sequence[str], committed: str, trainer: Trainer) -> list[str]:
+    """Remove, on rank 0, checkpoints that a committed one takes the place of; return those that have to stay for now.
+
+    That is the one which the run was resumed from; a later run, from another one, removes it. What is no whole checkpoint, or a
+    symbolic link, is left alone, and nothing goes unless the committed one is whole.
+    """
+    kept = [each for each in paths if same_place(each, trainer.resume_source or "")]
+    if trainer.is_global_zero and is_checkpoint(committed):
+        for each in paths:
+            if each not in kept and not same_place(each, committed) and not _is_link(each) and is_checkpoint(each):
+                remove_checkpoint(each)
+    return kept
+
+
+def _is_link(path: str) -> bool:
+    files, inside = resolve(path)
+    return files.has_rename and os.path.islink(inside)
 
 
 def replace_checkpoint(place: str, path: str) -> None:

@@ -4,6 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+KEY_SETTINGS = (
+    "monitor", "mode", "save_top_k", "every_n_train_steps", "every_n_epochs", "train_time_interval", "filename",
+)  # fmt: skip
+"""What tells the state of one ModelCheckpoint from that of another."""
+
+
+def check_choices(mode: Any, save_last: Any, filename: Any, monitor: Any) -> None:
+    """Refuse a mode or a save_last that is unknown (ValueError), and names that are no text (TypeError)."""
+    if mode not in ("min", "max"):
+        raise ValueError(f"mode={mode!r} is unknown; choose from min, max.")
+    if save_last not in (None, True, False, "link"):
+        raise ValueError(f"save_last={save_last!r} is not accepted; choose from True, False, None, 'link'.")
+    for name, text in (("filename", filename), ("monitor", monitor)):
+        if text is not None and not isinstance(text, str):
+            raise TypeError(f"{name}={text!r} is a {type(text).__name__}; accepted are a str and None.")
+
 
 def check_top_k(save_top_k: Any, monitor: str | None) -> None:
     """Refuse a number of checkpoints that cannot be kept (ValueError)."""

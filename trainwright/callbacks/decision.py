@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from trainwright.errors import CheckpointError
+
 if TYPE_CHECKING:
     from trainwright.engine.engine import Engine
 
@@ -13,18 +15,18 @@ if TYPE_CHECKING:
 def decided(engine: Engine, decide: Callable[[], Any]) -> Any:
     """Return, on every rank, what `decide` returns on rank 0, where alone it is called. Collective: call on every rank.
 
-    It returns what json can hold. What raises there anything but a ValueError ends the job as a failed rank does.
+    It returns what json can hold. What raises there anything else than these ends the job as a failed rank does.
 
     Raises:
-        ValueError: on every rank alike, with rank 0's text.
+        ValueError, CheckpointError: on every rank alike, with rank 0's text.
     """
     said: dict[str, Any] = {}
     if engine.rank == 0:
         try:
             said = {"decision": decide()}
-        except ValueError as error:
-            said = {"error": str(error)}
+        except (ValueError, CheckpointError) as error:
+            said = {"error": str(error), "is_of_checkpoint": isinstance(error, CheckpointError)}
     said = json.loads(engine.agreed(json.dumps(said)))
     if "error" in said:
-        raise ValueError(said["error"])
+        raise (CheckpointError if said["is_of_checkpoint"] else ValueError)(said["error"])
     return said["decision"]

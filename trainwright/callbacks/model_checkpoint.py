@@ -6,9 +6,7 @@ import json
 import math
 import os
 import re
-import sys
 import time
-import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,13 +16,16 @@ from torch import Tensor
 
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.checkpoint_name import FIELD, SUFFIX, check_template, fill_template
-from trainwright.callbacks.checkpoint_place import choose_place, replace_checkpoint
-from trainwright.callbacks.checkpoint_settings import check_top_k, checked_intervals
+from trainwright.callbacks.checkpoint_place import choose_place, is_replaceable, is_taken, remove_replaced
+from trainwright.callbacks.checkpoint_retention import PendingSave
+from trainwright.callbacks.checkpoint_score import MonitoredScore
+from trainwright.callbacks.checkpoint_settings import KEY_SETTINGS, check_choices, check_top_k, checked_intervals
 from trainwright.callbacks.decision import decided
-from trainwright.checkpoint.filesystem import resolve
-from trainwright.checkpoint.store import is_checkpoint, remove_checkpoint, same_place, sweep_temporaries
-from trainwright.data.seeding import isolate_rng, rng_state, set_rng_state
+from trainwright.callbacks.stopped_run import save_failed_run, save_stopped_run
+from trainwright.checkpoint.store import is_checkpoint, same_place, sweep_temporaries
+from trainwright.data.seeding import rng_state
 from trainwright.duration import to_seconds
+from trainwright.loggers.position import CHECKPOINTS
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -58,6 +59,8 @@ class ModelCheckpoint(Callback):
         enable_version_counter: a name that is taken gets -v1, -v2, unless it is that of a kept checkpoint which this save
             takes the place of; False replaces whatever checkpoint has that name and is not to be kept. Either is done once
             the new one is whole (on a file system that can rename, and never to the one that the run was resumed from).
+        async_save: hold the loop only until all is copied to host memory; a thread writes and commits meanwhile. The next save
+            and the end of the run wait for it and raise its error. What a save takes the place of goes once it has committed.
 
     A checkpoint whose metric is not finite never counts among the best; as long as there are none, the newest is kept. The
     newest checkpoint, and the one that the run was resumed from, are never deleted before another one is there. A save that
@@ -86,14 +89,9 @@ class ModelCheckpoint(Callback):
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
+        async_save: bool = False,
     ) -> None:
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode={mode!r} is unknown; choose from min, max.")
-        if save_last not in (None, True, False, "link"):
-            raise ValueError(f"save_last={save_last!r} is not accepted; choose from True, False, None, 'link'.")
-        for name, text in (("filename", filename), ("monitor", monitor)):
-            if text is not None and not isinstance(text, str):
-                raise TypeError(f"{name}={text!r} is a {type(text).__name__}; accepted are a str and None.")
+        check_choices(mode, save_last, filename, monitor)
         check_top_k(save_top_k, monitor)
         check_template(filename or "")
         self.every_n_train_steps, self.every_n_epochs = checked_intervals(
@@ -103,12 +101,15 @@ class ModelCheckpoint(Callback):
             None if train_time_interval is None else to_seconds(train_time_interval, name="train_time_interval")
         )
         self.dirpath = os.fspath(dirpath).rstrip("/") if dirpath is not None else None
+        self._default_dirpath: str | None = None
         self.filename = filename if filename is not None else "{epoch}-{step}"
         self.monitor, self.verbose, self.mode = monitor, verbose, mode
         self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
         self.save_weights_only, self.auto_insert_metric_name = save_weights_only, auto_insert_metric_name
         self.save_on_train_epoch_end, self.enable_version_counter = save_on_train_epoch_end, enable_version_counter
-        self._is_fitting = self._has_warned = self._has_warned_of_value = False
+        self.async_save = async_save
+        self._is_fitting = False
+        self._score = MonitoredScore(monitor)
         self._watches_batches = self.every_n_train_steps > 0 or self.train_time_interval is not None
         self._begin()
 
@@ -126,23 +127,18 @@ class ModelCheckpoint(Callback):
         """Where the newest one was written, before it got its path."""
         self._unrenamed: tuple[str, str, float | None] = ("", "", None)
         """Of the checkpoint that a run goes on from: where it was written, which path it was to get, and its score."""
+        self._replaced: list[str] = []
+        """Checkpoints whose place the newest takes, and which go once it is there: the resume source in a later run."""
         self._generators: dict[str, Any] = {}
         """As they were before the validation that runs; kept for save_on_exception."""
         self._appointment: Any = None
+        self._pending: PendingSave | None = None
+        """The save that was begun and may not have committed yet, or not have been followed up."""
         self._saved_at = time.monotonic()
 
     @property
     def state_key(self) -> str:
-        names = (
-            "monitor",
-            "mode",
-            "save_top_k",
-            "every_n_train_steps",
-            "every_n_epochs",
-            "train_time_interval",
-            "filename",
-        )
-        settings = ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        settings = ", ".join(f"{name}={getattr(self, name)}" for name in KEY_SETTINGS)
         return f"{type(self).__qualname__}({settings})"
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,6 +148,8 @@ class ModelCheckpoint(Callback):
             "best_model_score": None if self.best_model_score is None else float(self.best_model_score),
             "last_model_path": self.last_model_path,
             "place": self._place,
+            "is_put_off": self._is_put_off,
+            "replaced": self._replaced,
             "current_score": None if self.current_score is None else float(self.current_score),
         }
 
@@ -163,15 +161,21 @@ class ModelCheckpoint(Callback):
 
         self.best_k_models = {path: _scalar(score) for path, score in state["best_k_models"].items() if is_ours(path)}
         last, place = state["last_model_path"], state.get("place", "")
-        self._place = place
+        self._place, self._is_put_off = place, bool(state.get("is_put_off"))
         self.last_model_path = last if is_ours(last) else ""
+        self._replaced = [path for path in state.get("replaced", []) if is_ours(path)]
         self._unrenamed = (place, last, state["best_k_models"].get(last)) if place != last else ("", "", None)
         current = state.get("current_score")
         self.current_score = None if current is None else _scalar(current)
         self._judge()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_appointment": None, "_generators": {}}  # they belong to this process's run
+        return {
+            **super().__getstate__(),
+            "_appointment": None,
+            "_pending": None,
+            "_generators": {},
+        }  # they belong to this process's run
 
     # -- when to save ------------------------------------------------------------------------------------------------
 
@@ -181,19 +185,35 @@ class ModelCheckpoint(Callback):
             self._begin()
         if not self._is_fitting:
             return
-        if self.dirpath is None:
-            self.dirpath = f"{trainer.log_dir or trainer.default_root_dir}/checkpoints"
+        folder = self.folder_in(trainer)
+        if self.given_dirpath is None:
+            self.dirpath = self._default_dirpath = folder
         if trainer.is_global_zero:
-            sweep_temporaries(self.dirpath)  # what killed writers have left
+            sweep_temporaries(folder)  # what killed writers have left
+
+    def folder_in(self, trainer: Trainer) -> str:
+        """Return the folder that this run saves in, once its loggers have theirs."""
+        return self.given_dirpath or f"{trainer.log_dir or trainer.default_root_dir}/{CHECKPOINTS}"
+
+    @property
+    def given_dirpath(self) -> str | None:
+        """Return the folder that was asked for; None where it is the default one, also when a run has chosen that."""
+        return None if self.dirpath == self._default_dirpath else self.dirpath
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._saved_at, self._step_seen, self._has_begun = time.monotonic(), trainer.global_step, True
         if trainer.resume_source is not None:
             self._take_rank_zeros(trainer)
+            # A killed run may not have come to it.
+            self._replaced = remove_replaced(self._replaced, trainer.resume_source, trainer)
+            if self._is_put_off:  # another callback's save at this step is what the run goes on from
+                self._save(trainer)
         if self.train_time_interval is not None and self._is_fitting:
             self._appointment = trainer.appointment(self.state_key)
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._pending is not None and self._pending.dropped and self._pending.is_committed:
+            self._pending.remove_dropped(trainer)  # the rest is every rank's, at the next save
         if self._is_put_off and not trainer.is_within_window:
             self._save(trainer)
         if self._watches_batches and trainer.global_step != self._step_seen and self._is_fitting:
@@ -244,45 +264,29 @@ class ModelCheckpoint(Callback):
     def _is_chosen(self, trainer: Trainer) -> bool:
         return self.every_n_epochs > 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        self._conclude(trainer)
+
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._appointment = None
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
-        if not self.save_on_exception or not self._is_fitting or not self._has_begun:
-            return
-        try:
-            refusal = self._refusal(trainer)
-            if refusal:
-                print(f"save_on_exception: nothing is saved: {refusal}.", file=sys.stderr)
-                return
-            stem = f"{self.dirpath}/exception-epoch={trainer.current_epoch}-step={trainer.global_step}"
-            path, number = f"{stem}{SUFFIX}", 1
-            while is_checkpoint(path):
-                path, number = f"{stem}-v{number}{SUFFIX}", number + 1
-            with isolate_rng():
-                if self._generators:
-                    set_rng_state(self._generators)  # a resumed run makes the whole validation
-                trainer.save_checkpoint(path, self.save_weights_only)
-            print(f"save_on_exception: the run was saved as {path}", file=sys.stderr)
-        except Exception as error:  # the first exception is what has to be seen
-            print(f"save_on_exception: the save failed: {type(error).__name__}: {error}", file=sys.stderr)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.conclude_alone(trainer)
+        if self.save_on_exception and self._is_fitting and self._has_begun:
+            save_failed_run(self, trainer)
 
-    def _refusal(self, trainer: Trainer) -> str:
-        """Return why a run cannot be resumed exactly from where it failed; nothing where it can."""
-        state, run = trainer.state, trainer.run
-        if trainer.world_size > 1:
-            return f"it would take all {trainer.world_size} ranks"
-        if trainer.is_within_batch or trainer.is_within_window:
-            return "the run failed in the middle of a batch, or of an accumulation window"
-        if (
-            state.epoch_ended
-            or state.batch >= trainer.num_training_batches
-            or (run is not None and run.is_ending_epoch)
-        ):
-            return "the run failed at the end of an epoch"
-        if trainer.is_evaluating and state.validated_at == state.total_batches:
-            return "the run failed at the end of a validation"
-        return ""
+    def save_stop(self, trainer: Trainer) -> str:
+        """Save a run that a signal has stopped, whole and whatever its metric and the intervals, as `stop-step=..`.
+
+        Return the path, also of a checkpoint of this very position that is there already; "" where nothing is to be saved.
+        Collective: call on every rank.
+        """
+        if not self._is_fitting or not (self.save_top_k or self.save_last):
+            return ""
+        self._conclude(trainer)
+        return save_stopped_run(self, trainer)
 
     # -- what to save and to keep ------------------------------------------------------------------------------------
 
@@ -291,33 +295,47 @@ class ModelCheckpoint(Callback):
         self._is_put_off = False
         if not self.save_top_k and not self.save_last:
             return
+        self._conclude(trainer)
         plan = decided(trainer.engine, lambda: self._plan(trainer))
         if plan is None:
             return
         path, place, score, is_best, dropped = plan
         # The state that is saved with it knows of itself: a resumed run finds its own checkpoint among the kept ones.
-        before = (dict(self.best_k_models), self.last_model_path, self.current_score, self._place)
+        before = (dict(self.best_k_models), self.last_model_path, self.current_score, self._place, self._replaced)
+
+        def put_back() -> None:
+            self.best_k_models, self.last_model_path, self.current_score, self._place, self._replaced = before
+            self._judge()
+
         for each in dropped:
             self.best_k_models.pop(each, None)
         if is_best:
             self.best_k_models[path] = _scalar(0.0 if score is None else score)
         self.last_model_path, self._place = path, place
+        self._replaced = [each for each in dict.fromkeys([*self._replaced, *dropped]) if each != path]
         self.current_score = None if score is None else _scalar(score)
         self._judge()
         try:
-            is_saved = trainer.save_checkpoint(place, self.save_weights_only)
-            if is_saved and place != path:
-                decided(trainer.engine, lambda: replace_checkpoint(place, path))  # no rank looks for it before
+            is_begun = trainer.save_checkpoint(place, self.save_weights_only, blocking=not self.async_save)
         except BaseException:
-            self.best_k_models, self.last_model_path, self.current_score, self._place = before
-            self._judge()
+            put_back()
             raise
         self._step_saved = trainer.global_step
-        if self.verbose:
-            trainer.print(f"epoch {trainer.current_epoch}, step {trainer.global_step}: saved {path}")
-        for each in dropped if is_saved and trainer.is_global_zero else ():
-            if not same_place(each, path) and not same_place(each, trainer.resume_source or "") and is_checkpoint(each):
-                remove_checkpoint(each)
+        report = f"epoch {trainer.current_epoch}, step {trainer.global_step}: saved {path}" if self.verbose else ""
+        save = trainer.engine.writer.in_flight if self.async_save else None
+        if is_begun:
+            self._pending = PendingSave(path, place, self._replaced, save, put_back, self._keep_replaced, report)
+        if not self.async_save:
+            self._conclude(trainer)
+
+    def _conclude(self, trainer: Trainer) -> None:
+        """Follow up on the save that was begun last, once it has committed. Collective."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.conclude(trainer)
+
+    def _keep_replaced(self, paths: list[str]) -> None:
+        self._replaced = paths
 
     def _plan(self, trainer: Trainer) -> tuple[str, str, float | None, bool, list[str]] | None:
         """Return the path of a save, where to write it, its score, whether it is kept as one of the best, and what goes.
@@ -327,13 +345,13 @@ class ModelCheckpoint(Callback):
         Raises:
             ValueError: a metric that is needed was not logged.
         """
-        score = self._score(trainer)
+        score = self._score.read(trainer, self._has_validated)
         is_best = self._is_among_best(score)
         is_stopgap = not is_best and self.save_top_k != 0 and not self.best_k_models
         if not is_best and not is_stopgap and not self.save_last:
             return None
         if is_stopgap:
-            self._warn_of_value(trainer, score)
+            self._score.warn_of_value(trainer, score)
         dropped = []
         if is_best and -1 < self.save_top_k <= len(self.best_k_models):
             dropped.append(max(self.best_k_models, key=lambda each: self._rank(self.best_k_models[each])))
@@ -356,33 +374,6 @@ class ModelCheckpoint(Callback):
         kept, last = decided(trainer.engine, found)
         self.best_k_models, self.last_model_path = {path: _scalar(score) for path, score in kept.items()}, last
         self._judge()
-
-    def _score(self, trainer: Trainer) -> float | None:
-        """Return the metric's value; NaN where it is not logged yet and need not be. Rank 0's: a step's value is its own."""
-        if self.monitor is None:
-            return None
-        if self.monitor in trainer.callback_metrics:
-            return float(trainer.monitored(self.monitor, "ModelCheckpoint"))
-        has_come = self._has_validated if trainer.enable_validation else trainer.state.epoch_ended
-        if has_come and trainer.state.epoch_ended:
-            return float(trainer.monitored(self.monitor, "ModelCheckpoint"))  # which says what there is
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"ModelCheckpoint is to save by {self.monitor!r}, which was not logged yet; what is saved before it is does "
-                "not count among the best, and the newest of it alone is kept.",
-                stacklevel=2,
-            )
-        return math.nan
-
-    def _warn_of_value(self, trainer: Trainer, score: float | None) -> None:
-        if not self._has_warned_of_value and self.monitor in trainer.callback_metrics:
-            self._has_warned_of_value = True
-            warnings.warn(
-                f"ModelCheckpoint is to save by {self.monitor!r}, which is {score}, not finite; until it is finite, the newest "
-                "checkpoint alone is kept, to resume from, and there is no best one.",
-                stacklevel=2,
-            )
 
     def _is_among_best(self, score: float | None) -> bool:
         if self.save_top_k == 0 or (score is not None and not math.isfinite(score)):
@@ -417,7 +408,7 @@ class ModelCheckpoint(Callback):
         plain = self.format_checkpoint_name(values)
 
         def is_replaced(path: str) -> bool:
-            if not resolve(path)[0].has_rename or same_place(path, trainer.resume_source or ""):
+            if not is_replaceable(path) or same_place(path, trainer.resume_source or ""):
                 return False
             if any(same_place(path, each) for each in dropped):
                 return True
@@ -431,8 +422,8 @@ class ModelCheckpoint(Callback):
         )
 
     def file_exists(self, filepath: str, trainer: Trainer) -> bool:
-        """Return whether a checkpoint has this path; asked for on rank 0."""
-        return is_checkpoint(filepath)
+        """Return whether a checkpoint, or anything else, has this path; asked for on rank 0."""
+        return is_taken(filepath)
 
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None

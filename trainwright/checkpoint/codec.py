@@ -29,6 +29,10 @@ ACCEPTED = (
     "None, bool, int, float, str, bytes, list, tuple, dict, set, frozenset, tensors, numpy arrays and scalars, "
     "torch.Size, torch.dtype, torch.device, pathlib.Path and datetime.timedelta"
 )
+REMEDY = (
+    "Have the state_dict or hook that it comes from return the plain data in it (numbers, a dict, its own state_dict()), or "
+    "leave it out."
+)
 _TORCH_DTYPES = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
@@ -46,6 +50,18 @@ def encode(value: Any, name: str = "state") -> tuple[Any, dict[str, torch.Tensor
     """
     encoder = _Encoder()
     return encoder.encode(value, name, 0), encoder.tensors
+
+
+def encode_stored(value: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return what `encode` does for a checkpoint.
+
+    Raises:
+        CheckpointError: something in the value has no place in a checkpoint; the message says where it stands.
+    """
+    try:
+        return encode(value, name)
+    except TypeError as error:
+        raise CheckpointError(f"{error} {REMEDY}") from error
 
 
 def decode(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

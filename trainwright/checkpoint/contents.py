@@ -7,6 +7,7 @@
                                 "extra": what the modules' get_extra_state returned
                                 "position": epoch, batch, step        "lr_schedulers", "callbacks"
                                 "metrics": the latest value of each
+                                "loggers": their run folders, and how far what lies there goes
     model-RRRRR.safetensors     parameters and buffers by their state_dict names
     optimizer-RRRRR.safetensors per-parameter tensors as "optimizer number/parameter/key"
     rank-RRRRR.json             "rng": the generators of that rank
@@ -18,7 +19,7 @@ RRRRR is the number of the rank that wrote the file.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,6 +39,37 @@ def is_extra_state(name: str) -> bool:
 def extra_states(module: nn.Module) -> dict[str, Any]:
     """Return the extra states in a module's state_dict by their keys."""
     return {name: value for name, value in module.state_dict(keep_vars=True).items() if is_extra_state(name)}
+
+
+def fitting_extra_states(
+    modules: Sequence[nn.Module], state: Mapping[str, Any], path: str, strict: bool
+) -> list[dict[str, Any]]:
+    """Return what each module's submodules get back of a checkpoint's extra states; with strict all of it has to fit.
+
+    Raises:
+        CheckpointError: there is extra state of a submodule that is not there, or that takes none.
+    """
+    stored = state.get("extra") or {}
+    found: list[dict[str, Any]] = []
+    for number, module in enumerate(modules):
+        states = stored.get(str(number), {})
+        fitting = {name: value for name, value in states.items() if _takes_extra_state(module, name)}
+        if strict and len(fitting) < len(states):
+            odd = sorted(states.keys() - fitting.keys())
+            raise CheckpointError(
+                f"{path}: it is of another model (extra state only in it: {', '.join(odd[:5])}). Build the model that was "
+                "saved, or set strict_loading = False on the module to take what fits."
+            )
+        found.append(fitting)
+    return found
+
+
+def _takes_extra_state(module: nn.Module, name: str) -> bool:
+    try:
+        child = module.get_submodule(name.rpartition(".")[0])
+    except AttributeError:
+        return False
+    return type(child).set_extra_state is not nn.Module.set_extra_state
 
 
 def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:

@@ -1,12 +1,15 @@
 """Finding the checkpoints of a directory, removing one, and sweeping what writers that died left behind.
 
-A checkpoint is a directory whose manifest reads and matches its own digest; order is by step, never by file times.
+A checkpoint is a directory whose manifest reads and matches its own digest; order is by step, never by file times. What was
+one and is no more is found too, with what is wrong, by those who ask for candidates.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import math
 import os
 import re
 import socket
@@ -14,20 +17,42 @@ import uuid
 from dataclasses import dataclass
 
 from trainwright.checkpoint.filesystem import Files, resolve
-from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, Manifest, parse
+from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, FormatRefused, Manifest, parse
 from trainwright.errors import CheckpointError
 
 # .<name>.tmp-<host>-<pid>-<start of the process>-<unique>: who writes it stands in the name, so one mkdir records it.
 _TEMPORARY = re.compile(r"\..+\.tmp-([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{12}", re.ASCII | re.DOTALL)
+_OURS = re.compile(r"(?:[a-z][a-z0-9_]*-\d{5}\.safetensors|rank-\d{5}\.json)", re.ASCII)
+_STEP_IN_NAME = re.compile(r"step=(\d+)", re.ASCII)
+_STEP_IN_MANIFEST = re.compile(rb'"step": ?(\d{1,18})\b')
 
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A checkpoint that was found."""
+    """A checkpoint that was found.
+
+    Args:
+        path: its path, as the directory's was given.
+        step: the optimizer steps made; of a damaged one what its files or its name still tell, infinite where nothing does.
+        epoch: the epoch of the save.
+        weights_only: whether no run can go on from it.
+        number: of several saves of one step the later one has the higher.
+        damage: what is wrong with its manifest; empty for a sound one.
+        is_refused: whether it is whole, but of a format that this version does not read (`damage` says which).
+    """
 
     path: str
-    step: int
+    step: float
     epoch: int
+    weights_only: bool = False
+    number: int = 0
+    damage: str = ""
+    is_refused: bool = False
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Return what puts checkpoints in order; of one step, what holds all is after the weights alone."""
+        return self.step, not self.weights_only, self.number, self.epoch
 
 
 def read_manifest(files: Files, path: str) -> Manifest:
@@ -45,7 +70,8 @@ def read_manifest(files: Files, path: str) -> Manifest:
     except NotADirectoryError as error:
         raise CheckpointError(
             f"{path} is not a checkpoint: it is a file, and a checkpoint is a directory. The weights in a Lightning .ckpt or "
-            "another file of torch.save are taken by load_from_checkpoint of the Module."
+            "another file of torch.save are taken by load_from_checkpoint of the Module, and made a checkpoint by `trainwright "
+            "checkpoint import`."
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} is not a checkpoint: it is no directory that can be read ({error}).") from error
@@ -69,20 +95,66 @@ def read_manifest(files: Files, path: str) -> Manifest:
 
 def find_checkpoints(directory: str) -> list[CheckpointEntry]:
     """Return the checkpoints directly in a directory by ascending step; anything else there is passed over."""
+    return [entry for entry in find_candidates(directory) if not entry.damage]
+
+
+def find_candidates(directory: str) -> list[CheckpointEntry]:
+    """Return the checkpoints directly in a directory by ascending step, with those whose manifest is missing or damaged.
+
+    What begins with a dot (temporary directories), what a symbolic link leads to, and directories that do not look like
+    checkpoints of ours are passed over; so is one without a manifest where there is no rename, which nobody has finished.
+    """
     files, inside = resolve(directory)
-    found = []
     try:
         names = [name for name, size in files.listing(inside).items() if size is None and not name.startswith(".")]
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be searched for checkpoints: {error}. Make it readable.") from error
+    found = []
     for name in names:
-        with contextlib.suppress(CheckpointError):
-            if not _is_link(files, f"{inside}/{name}"):
-                header = read_manifest(files, f"{inside}/{name}").header
-                path = f"{os.fspath(directory).rstrip('/')}/{name}"
-                found.append(CheckpointEntry(path, header["step"], header["epoch"]))
-    # Of one step, a name with a version ("-v1") is the newer: it is the longer one.
-    return sorted(found, key=lambda entry: (entry.step, entry.epoch, len(entry.path), entry.path))
+        if _is_link(files, f"{inside}/{name}"):
+            continue
+        path = f"{os.fspath(directory).rstrip('/')}/{name}"
+        try:
+            manifest = read_manifest(files, f"{inside}/{name}")
+        except CheckpointError as error:
+            entry = _damaged(files, f"{inside}/{name}", path, error)
+        else:
+            # A run's own state is in it, unless it is to be without: an older header does not say so.
+            without = not any(file.startswith("rank-") for file in manifest.files)
+            header = manifest.header
+            weights_only = bool(header.get("weights_only", without))
+            number = header.get("number", 0)
+            entry = CheckpointEntry(path, header["step"], header["epoch"], weights_only, number)
+        found += [entry] if entry is not None else []
+    # Of those that nothing else puts in order, a name with a version ("-v1"), the longer one, is the newer.
+    return sorted(found, key=lambda entry: (*entry.order, len(entry.path), entry.path))
+
+
+def _damaged(files: Files, inside: str, path: str, error: CheckpointError) -> CheckpointEntry | None:
+    """Return what is left of a checkpoint; None for what does not look like one."""
+    try:
+        listed = files.listing(inside)
+    except OSError:
+        listed = {}
+    is_ours = path.endswith(".ckpt") or any(_OURS.fullmatch(name) for name in listed)
+    if not is_ours or (MANIFEST_NAME not in listed and not files.has_rename):
+        return None
+    step: float = math.inf
+    named = _STEP_IN_NAME.search(os.path.basename(path))
+    if named:
+        step = int(named[1])
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if MANIFEST_NAME in listed:
+            with files.open(f"{inside}/{MANIFEST_NAME}") as stream:
+                written = _STEP_IN_MANIFEST.search(stream.read(4096))
+            step = int(written[1]) if written else step
+        elif "state.json" in listed and not named:
+            with files.open(f"{inside}/state.json") as stream:
+                step = int(json.loads(stream.read(MAX_JSON_BYTES))["position"]["step"])
+    text = str(error).removeprefix(f"{inside}: ")
+    return CheckpointEntry(path, step, 0, damage=text, is_refused=isinstance(error.__cause__, FormatRefused))
 
 
 def latest_checkpoint(directory: str) -> CheckpointEntry | None:
@@ -146,9 +218,9 @@ def sweep_temporaries(directory: str) -> list[str]:
     for name, size in sorted(files.listing(inside).items()):
         match = _TEMPORARY.fullmatch(name)
         path = f"{inside}/{name}"
-        if match is None or size is not None or _is_link(files, path) or match[1] != _machine():
+        if match is None or size is not None or _is_link(files, path) or match[1] != machine():
             continue
-        if not _lives(int(match[2]), match[3]):
+        if not process_lives(int(match[2]), match[3]):
             files.remove_tree(path)
             swept.append(name)
     return swept
@@ -158,10 +230,11 @@ def temporary_beside(path: str) -> str:
     """Return an unused name beside a path that records which process it belongs to."""
     parent, name = os.path.split(path)
     pid = os.getpid()
-    return f"{parent}/.{name}.tmp-{_machine()}-{pid}-{_process_start(pid)}-{uuid.uuid4().hex[:12]}"
+    return f"{parent}/.{name}.tmp-{machine()}-{pid}-{process_start(pid)}-{uuid.uuid4().hex[:12]}"
 
 
-def _machine() -> str:
+def machine() -> str:
+    """Return what stands for this machine, and this namespace of process ids, in the names of files."""
     # Containers may share a host name; the namespace of process ids then differs.
     namespace = ""
     with contextlib.suppress(OSError):
@@ -169,7 +242,8 @@ def _machine() -> str:
     return hashlib.sha256(f"{socket.gethostname()} {namespace}".encode()).hexdigest()[:8]
 
 
-def _process_start(pid: int) -> str:
+def process_start(pid: int) -> str:
+    """Return when a process of this machine began; nothing for one that has ended."""
     # Process ids come round again, so the time a process started (ticks since boot) goes with it; "0" where unknown.
     with contextlib.suppress(OSError, IndexError):
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stream:
@@ -178,14 +252,15 @@ def _process_start(pid: int) -> str:
     return "0"
 
 
-def _lives(pid: int, start: str) -> bool:
+def process_lives(pid: int, start: str) -> bool:
+    """Return whether the process of this machine with that id and beginning still lives."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass
-    return _process_start(pid) == start
+    return process_start(pid) == start
 
 
 def _is_link(files: Files, path: str) -> bool:

@@ -84,8 +84,12 @@ def check_model(path: str, stored: Mapping[str, Sequence[int]], pieces: Sequence
         if name in stored and tuple(stored[name]) != tuple(shape)
     ]
     problems = [
-        f"{title}: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
-        for title, names in (("not in it", missing), ("only in it", unexpected), ("other shape", unlike))
+        f"{title}: {', '.join(names[:5])}{f' ... ({len(names)} in all)' if len(names) > 5 else ''}"
+        for title, names in (
+            ("not in it", [f"{name} {tuple(present[name])}" for name in missing]),
+            ("only in it", [f"{name} {tuple(stored[name])}" for name in unexpected]),
+            ("other shape", unlike),
+        )
         if names
     ]
     if problems:

@@ -23,16 +23,19 @@ from torch import Tensor
 
 from trainwright.checkpoint.codec import encode
 from trainwright.checkpoint.contents import is_extra_state
-from trainwright.checkpoint.manifest import MANIFEST_NAME
-from trainwright.checkpoint.opening import open_checkpoint
+from trainwright.checkpoint.manifest import FILE_NAME, MANIFEST_NAME, load_json
+from trainwright.checkpoint.opening import Verify, check_verify, open_checkpoint
+from trainwright.checkpoint.shards import METADATA_KEY
 from trainwright.checkpoint.tensors import DTYPES, Piece
 from trainwright.compiled_names import clean_name
 from trainwright.errors import CheckpointError
 
 LARGEST_PLAIN_TENSOR = 1000
+INDEX_SUFFIX = ".index.json"
+MAX_INDEX_BYTES = 64 << 20
 ACCEPTED = (
-    "a directory that trainwright wrote, a Lightning .ckpt file, a file that torch.save wrote of a state_dict, or a "
-    ".safetensors file"
+    "a directory that trainwright wrote, a Lightning .ckpt file, a file that torch.save wrote of a state_dict, a "
+    ".safetensors file, or the .index.json of several"
 )
 _REFUSED = re.compile(r"GLOBAL (\S+)|(?:class|function) (\S+)")
 _ENGINES = {
@@ -71,20 +74,27 @@ class Weights:
     contents: dict[str, Any] = field(default_factory=dict)
 
 
-def read_weights(path: str | os.PathLike[str]) -> Weights:
-    """Read the weights and hyper-parameters at a path or an fsspec URL.
+def read_weights(path: str | os.PathLike[str], verify: Verify = "full") -> Weights:
+    """Read the weights and hyper-parameters at a path or an fsspec URL; `verify` is for checkpoints of ours.
 
     Raises:
         CheckpointError: there is nothing, it is damaged, it is none of what is accepted, or it holds pickled objects.
     """
+    check_verify(verify)
     name = os.fspath(path)
     filesystem, inside = fsspec.core.url_to_fs(name)
     filesystem.invalidate_cache()
     try:
         if filesystem.isdir(inside):
-            return _from_directory(name, {each.rstrip("/").rpartition("/")[2] for each in filesystem.ls(inside, False)})
+            return _from_directory(
+                name, {each.rstrip("/").rpartition("/")[2] for each in filesystem.ls(inside, False)}, verify
+            )
         if not filesystem.exists(inside):
             raise CheckpointError(f"{name} does not exist; accepted is {ACCEPTED}.")
+        if isinstance(filesystem, LocalFileSystem) and not os.path.isfile(inside):
+            raise CheckpointError(f"{name} is a pipe or a device, no file; accepted is {ACCEPTED}.")
+        if inside.endswith(INDEX_SUFFIX):
+            return _from_index(name, filesystem.cat_file(inside, 0, MAX_INDEX_BYTES + 1))
         with filesystem.open(inside, "rb") as stream:
             start = stream.read(9)
             stream.seek(0)
@@ -95,6 +105,31 @@ def read_weights(path: str | os.PathLike[str]) -> Weights:
     except OSError as error:
         raise CheckpointError(f"{name} cannot be read: {error}") from error
     raise CheckpointError(f"{name} is no checkpoint: it begins with {start!r}. Accepted is {ACCEPTED}.")
+
+
+def _from_index(path: str, data: bytes) -> Weights:
+    """Read the files that an index names; they lie beside it."""
+    if len(data) > MAX_INDEX_BYTES:
+        raise CheckpointError(f"{path} is larger than {MAX_INDEX_BYTES >> 20} MiB; an index is a list of names.")
+    content = load_json(data, path)
+    places = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise CheckpointError(f'{path} has no "weight_map" of tensors and files; accepted is {ACCEPTED}.')
+    parts: dict[str, Weights] = {}
+    for file in sorted(set(places.values())):
+        if not FILE_NAME.fullmatch(file) or file.endswith(INDEX_SUFFIX):
+            raise CheckpointError(
+                f"{path} names the file {file[:200]!r}; accepted are plain names of files beside the index. Do not use it."
+            )
+        parts[file] = read_weights(f"{path.rpartition('/')[0] or '.'}/{file}")
+    missing = [name for name, file in places.items() if clean_name(name) not in parts[file].state_dict]
+    if missing:
+        raise CheckpointError(
+            f"{path}: {places[missing[0]]} holds no {missing[0]!r}, though the index places it there ({len(missing)} in all). "
+            "Get the files that belong to this index."
+        )
+    names = {clean_name(name): file for name, file in places.items()}
+    return Weights({name: parts[file].state_dict[name] for name, file in names.items()}, "safetensors")
 
 
 def is_plain(value: Any, largest_tensor: int = LARGEST_PLAIN_TENSOR) -> bool:
@@ -112,19 +147,19 @@ def is_plain(value: Any, largest_tensor: int = LARGEST_PLAIN_TENSOR) -> bool:
     )
 
 
-def _from_directory(path: str, names: set[str]) -> Weights:
+def _from_directory(path: str, names: set[str], verify: Verify) -> Weights:
     if MANIFEST_NAME not in names:
         engine = next((engine for name, engine in _ENGINES.items() if name in names), None)
         what = f"a sharded checkpoint of {engine}" if engine else f"a directory without a {MANIFEST_NAME}"
         remedy = " Make one file of it with that library's own tool first." if engine else ""
         raise CheckpointError(f"{path} is {what}; accepted is {ACCEPTED}.{remedy}")
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, verify)
     if "model" not in checkpoint.sections:
         raise CheckpointError(f"{path} holds no model; its sections are {', '.join(checkpoint.sections) or 'none'}.")
     entries = checkpoint.tensors("model")
     tensors: dict[str, Any] = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
     checkpoint.read_into("model", [Piece(name, entries[name].shape, 0, each) for name, each in tensors.items()])
-    state = checkpoint.state()
+    state = checkpoint.run_state()
     for number, states in state.get("extra", {}).items():  # the first module's names have no number before them
         tensors.update({name if number == "0" else f"{number}.{name}": value for name, value in states.items()})
     return Weights(
@@ -162,9 +197,14 @@ def _from_torch_file(path: str, source: Any) -> Weights:
 
 def _from_safetensors(path: str, data: bytes) -> Weights:
     try:
-        return Weights(_clean(safetensors.torch.load(data)), "safetensors")
+        tensors = safetensors.torch.load(data)
     except (SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} looks like a safetensors file and cannot be read: {error}") from error
+    header = load_json(data[8 : 8 + int.from_bytes(data[:8], "little")], path)
+    for name, stored in header.get(METADATA_KEY, {}).items():  # so a tied tensor's other names are told, by convention
+        if name not in tensors and stored in tensors:
+            tensors[name] = tensors[stored]
+    return Weights(_clean(tensors), "safetensors")
 
 
 def _refuse(path: str, error: Exception) -> NoReturn:

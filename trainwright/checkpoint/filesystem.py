@@ -200,11 +200,28 @@ def resolve(path: str) -> tuple[Files, str]:
 
 
 def describe(error: BaseException, path: str) -> str:
-    """Return what went wrong with a file; for a full disk also how much is free."""
+    """Return what went wrong with a file that was to be written and, where the cause is known, what to do."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = ""
-        with contextlib.suppress(OSError):
-            free = f"; {shutil.disk_usage(os.path.dirname(path)).free >> 20} MiB are free"
-        return f"the disk is full ({text}{free}). Free space there or write checkpoints to another directory"
+    if not isinstance(error, OSError):
+        return text
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk is full ({text}{_free(path)}). Free space there or write checkpoints to another directory"
+    if error.errno == errno.EFBIG:
+        return (
+            f"a file may not become that large ({text}{_free(path)}). Raise this process's limit (ulimit -f) or write "
+            "checkpoints to a file system that takes larger files"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return (
+            f"the directory cannot be written ({text}). Give one that this user may write to, or change its permissions"
+        )
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return f"the directory cannot be made ({text}). Give a path none of whose parts is a file"
     return text
+
+
+def _free(path: str) -> str:
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(os.path.dirname(path)).free
+        return f"; {free >> 20} MiB ({free} bytes) are free"
+    return ""

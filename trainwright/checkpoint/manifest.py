@@ -2,6 +2,10 @@
 
 It is JSON that carries the digest of itself, every file's size and digest, and every tensor's shape, dtype and pieces.
 A digest shows damage, not malice, so everything that is read is also checked for sense before it is used.
+
+Versions: the first line up to the digest and the keys `format` and `format_version` stay as they are for good, so that every
+version can refuse what is newer by name. Keys that a reader does not know are passed over, at the top, in the header and in
+a tensor's entry: a writer may add what readers can do without. What they cannot do without raises FORMAT_VERSION.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainwright.checkpoint.shards import FileRecord
+from trainwright.checkpoint.shards import FileRecord, unique_keys
 from trainwright.checkpoint.tensors import DTYPE_NAMES, DTYPES, StoredPiece, TensorEntry, check_coverage
 from trainwright.errors import CheckpointError
 
@@ -26,8 +30,13 @@ MAX_DIMENSIONS = 64
 _HEAD = b'{"sha256": "%s", "manifest": '
 _TAIL = b"}\n"
 _HEAD_BYTES = len(_HEAD) - 2 + 64
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}", re.ASCII)
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}", re.ASCII)
+"""The names that are taken from what was read; no path of more than one part is among them."""
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+class FormatRefused(CheckpointError):
+    """A manifest that is sound, but of a format that this version does not read."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ def dump_json(value: Any, name: str) -> bytes:
 def load_json(data: bytes, name: str) -> Any:
     """Return what a JSON file holds; damage and nesting without end are a CheckpointError."""
     try:
-        return json.loads(data.decode(), parse_constant=_refuse_constant)
+        return json.loads(data.decode(), parse_constant=_refuse_constant, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{name} is not valid JSON ({type(error).__name__}: {error}); the file is damaged."
@@ -97,9 +106,9 @@ def table_from_json(table: Mapping[str, Any]) -> dict[str, TensorEntry]:
     entries = {}
     for name, item in table.items():
         shape = item["shape"]
-        _check(
-            type(shape) is list and len(shape) <= MAX_DIMENSIONS and all(map(_is_count, shape)), name, "shape", shape
-        )
+        sane = type(shape) is list and len(shape) <= MAX_DIMENSIONS and all(map(_is_count, shape))
+        # An empty tensor has strides too, which are as long as its other dimensions together.
+        _check(sane and _is_count(math.prod(size or 1 for size in shape)), name, "shape", shape)
         pieces = [StoredPiece(*piece) for piece in item["pieces"]]
         for piece in pieces:
             sane = isinstance(piece.file, str) and isinstance(piece.key, str)
@@ -137,18 +146,18 @@ def parse(data: bytes) -> Manifest:
 
 def _check_format(content: Mapping[str, Any]) -> None:
     if content["format"] != FORMAT:
-        raise CheckpointError(f"{MANIFEST_NAME} has format {content['format']!r}; this version reads {FORMAT!r}.")
+        raise FormatRefused(f"{MANIFEST_NAME} has format {content['format']!r}; this version reads {FORMAT!r}.")
     version = content["format_version"]
     _check(_is_count(version), "manifest", "format_version", version)
     if version != FORMAT_VERSION:
-        raise CheckpointError(
+        raise FormatRefused(
             f"{MANIFEST_NAME} has format version {version}; this trainwright reads version {FORMAT_VERSION}. "
             f"Install a trainwright that reads version {version}."
         )
 
 
 def _parse_record(name: str, record: Any) -> FileRecord:
-    if not _FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
+    if not FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
         raise CheckpointError(
             f"{MANIFEST_NAME} names the file {name[:200]!r}; accepted are plain file names inside the directory. "
             "Do not use this checkpoint: it was not written by trainwright."

@@ -59,6 +59,7 @@ class Checkpoint:
         self.world_size: int = manifest.header["world_size"]
         self.extra_files = list(extra_files)
         self.sections = [name for name in manifest.sections if not _is_internal(name)]
+        self.file_sizes = {name: record.size for name, record in sorted(manifest.files.items())}
         self._files = files
         self._inside = inside
         self._manifest = manifest
@@ -112,6 +113,21 @@ class Checkpoint:
         }
         return ReadReport(missing, sorted(name for name in rest if name not in tied))
 
+    def check_places(self) -> None:
+        """Look, in every file's own table, whether it holds what the manifest places there; no tensor is read.
+
+        Raises:
+            CheckpointError: a tensor is not there, or is another one.
+        """
+        with _OpenShards(self._files, self._inside, self._manifest, self._headers) as shards:
+            try:
+                for table in self._manifest.sections.values():
+                    for entry in table.values():
+                        for source in entry.pieces:
+                            _check_copy(Copy(source, 0, 0, source.numel), entry, shards)
+            except (CheckpointError, OSError) as error:
+                raise CheckpointError(f"{self.path}: {error}") from error
+
     def read_tensor(self, section: str, name: str) -> torch.Tensor:
         """Return one tensor whole, in host memory."""
         entry = self.tensors(section).get(name)
@@ -124,6 +140,19 @@ class Checkpoint:
     def state(self) -> Any:
         """Return the plain state that the run stored."""
         return self._read_plain("state")
+
+    def run_state(self) -> dict[str, Any]:
+        """Return the plain state of a run, which is a dict.
+
+        Raises:
+            CheckpointError: it is something else, so that no run has written it.
+        """
+        state = self.state()
+        if not isinstance(state, dict):
+            raise CheckpointError(
+                f"{self.path}: state.json holds a {type(state).__name__}; a run's is a dict. {REMEDY}"
+            )
+        return state
 
     def rank_state(self, rank: int) -> Any | None:
         """Return the plain state that a rank stored for itself; None where it stored none or there was no such rank."""
@@ -211,6 +240,15 @@ def _check_copy(copy: Copy, entry: TensorEntry, shards: _OpenShards) -> None:
         )
 
 
+def check_verify(verify: str) -> None:
+    """Refuse what is none of the degrees of verification (ValueError)."""
+    if verify not in get_args(Verify):
+        raise ValueError(
+            f"verify={verify!r} is unknown; choose from {', '.join(get_args(Verify))}, or leave it out for full, which "
+            "compares the digest of every file."
+        )
+
+
 def open_checkpoint(
     path: str,
     verify: Verify = "full",
@@ -236,8 +274,7 @@ def open_checkpoint(
     Raises:
         CheckpointError: it is no checkpoint, it is damaged, or its format is newer than this version reads.
     """
-    if verify not in get_args(Verify):
-        raise ValueError(f"verify={verify!r} is unknown; choose from {', '.join(get_args(Verify))}.")
+    check_verify(verify)
     files, inside = resolve(path)
     found: list[Checkpoint] = []
 
@@ -245,10 +282,11 @@ def open_checkpoint(
         manifest = read_manifest(files, inside)
         try:
             listed = files.listing(inside)
-            _check_sizes(path, manifest, listed, compare=verify != "off")
+            for name, record in manifest.files.items():
+                _refuse(path, name, size_fault(record, name, listed, compare=verify != "off"))
             if verify == "full":
                 for name in _share(manifest.files, rank, world_size if exchange else 1):
-                    _check_digest(files, path, f"{inside}/{name}", name, manifest.files[name])
+                    _refuse(path, name, digest_fault(files, f"{inside}/{name}", manifest.files[name]))
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         extra = sorted(listed.keys() - manifest.files.keys() - {MANIFEST_NAME})
@@ -258,23 +296,27 @@ def open_checkpoint(
     if exchange is None:
         examine()
         return found[0]
-    seen = Outcomes(exchange, f"checkpoint {path} was not opened", inside, timeout_seconds).settle(examine)
+    seen = Outcomes(exchange, "", inside, timeout_seconds).settle(examine)
     if len(set(seen)) > 1:
         raise CheckpointError(f"the ranks see different checkpoints at {path}; give a path that all of them share.")
     return found[0]
 
 
-def _check_sizes(path: str, manifest: Manifest, listed: Mapping[str, int | None], compare: bool) -> None:
-    for name, record in manifest.files.items():
-        if name not in listed:
-            raise CheckpointError(f"{path}: {name} is missing. {REMEDY}")
-        size = listed[name]
-        if size is None:
-            raise CheckpointError(f"{path}: {name} is not a plain file (a link or a directory). {REMEDY}")
-        if compare and size != record.size:
-            raise CheckpointError(
-                f"{path}: {name} has {size} bytes and should have {record.size}: it is damaged. {REMEDY}"
-            )
+def _refuse(path: str, name: str, fault: str | None) -> None:
+    if fault is not None:
+        raise CheckpointError(f"{path}: {name} {fault}. {REMEDY}")
+
+
+def size_fault(record: FileRecord, name: str, listed: Mapping[str, int | None], compare: bool = True) -> str | None:
+    """Return what the listing of the directory shows to be wrong with a file; None where it shows nothing."""
+    if name not in listed:
+        return "is missing"
+    size = listed[name]
+    if size is None:
+        return "is not a plain file (a link or a directory)"
+    if compare and size != record.size:
+        return f"has {size} bytes and should have {record.size}: it is damaged"
+    return None
 
 
 def _share(records: Mapping[str, FileRecord], rank: int, world_size: int) -> list[str]:
@@ -287,11 +329,11 @@ def _share(records: Mapping[str, FileRecord], rank: int, world_size: int) -> lis
     return mine
 
 
-def _check_digest(files: Files, path: str, inside: str, name: str, record: FileRecord) -> None:
+def digest_fault(files: Files, inside: str, record: FileRecord) -> str | None:
+    """Read a file whole and return what is wrong with its bytes; None where nothing is."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(min(CHUNK_BYTES, record.size + 1)))
     with files.open(inside) as stream:
         while count := stream.readinto(buffer):  # type: ignore[attr-defined]
             digest.update(buffer[:count])
-    if digest.hexdigest() != record.sha256:
-        raise CheckpointError(f"{path}: {name} does not match its digest: it is damaged. {REMEDY}")
+    return None if digest.hexdigest() == record.sha256 else "does not match its digest: it is damaged"

@@ -23,7 +23,8 @@ class Outcomes:
 
     Args:
         exchange: what carries the payloads between the ranks.
-        subject: what fails if a rank fails, as the error says it ("checkpoint x was not written").
+        subject: what fails if a rank fails, as the error says it ("checkpoint x was not written"); empty where the errors
+            of the ranks say so themselves.
         path: where, for the report of a full disk.
         timeout_seconds: how long to wait for the slowest rank.
     """
@@ -55,7 +56,10 @@ class Outcomes:
             rank, text = failures[0]
             who = f"rank {rank}: " if len(reports) > 1 else ""
             others = f" (ranks {', '.join(str(other) for other, _ in failures[1:])} failed too)" if failures[1:] else ""
-            raise CheckpointError(f"{self._subject}: {who}{text}{others}") from cause
+            if len(failures) == len(reports) and len({text for _, text in failures}) == 1:
+                who = others = ""  # they say the same
+            subject = f"{self._subject}: " if self._subject else ""
+            raise CheckpointError(f"{subject}{who}{text}{others}") from cause
         return [reply["result"] for reply in reports]
 
 

@@ -13,11 +13,13 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from trainwright.checkpoint.codec import encode
+from trainwright.checkpoint.codec import encode_stored
 from trainwright.checkpoint.discovery import (
     CheckpointEntry,
+    find_candidates,
     find_checkpoints,
     is_checkpoint,
     latest_checkpoint,
@@ -49,6 +51,7 @@ __all__ = [
     "Piece",
     "ReadReport",
     "TensorEntry",
+    "find_candidates",
     "find_checkpoints",
     "is_checkpoint",
     "latest_checkpoint",
@@ -90,6 +93,56 @@ def write_checkpoint(
     Raises:
         CheckpointError: on every rank with the same text; nothing was changed, earlier checkpoints least of all.
     """
+    write_contents(
+        path,
+        gather=partial(collect, sections, state, rank_state, rank, world_size),
+        header=header,
+        exchange=exchange,
+        rank=rank,
+        world_size=world_size,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+class Contents(NamedTuple):
+    """What one rank writes: its pieces by section, and plain data by file name, encoded, with the tensors in it."""
+
+    sections: dict[str, list[Piece]]
+    plain: dict[str, tuple[Any, list[Piece]]]
+
+
+def collect(
+    sections: Mapping[str, Sequence[Piece]], state: Any, rank_state: Any, rank: int, world_size: int
+) -> Contents:
+    """Return this rank's part of a checkpoint; see `write_checkpoint` for the arguments. Only its tensors are still live.
+
+    Raises:
+        CheckpointError: a section's name, or something in the state, is not accepted.
+    """
+    for name in sections:
+        if not _SECTION.fullmatch(name):
+            raise CheckpointError(f"the section name {name!r} is not accepted: small letters, digits and _ are.")
+    states = {"state": state} if rank == 0 else {}
+    if rank_state is not None:
+        states[rank_section(rank)] = rank_state
+    plain = {}
+    for name, value in states.items():
+        encoded, tensors = encode_stored(value, name)
+        plain[name] = (encoded, [Piece(key, tuple(each.shape), 0, each) for key, each in tensors.items()])
+    return Contents({name: deal(pieces, rank, world_size) for name, pieces in sections.items()}, plain)
+
+
+def write_contents(
+    path: str,
+    *,
+    gather: Callable[[], Contents],
+    header: Mapping[str, Any],
+    exchange: Exchange,
+    rank: int,
+    world_size: int,
+    timeout_seconds: float,
+) -> None:
+    """Write a checkpoint of what `gather` returns on each rank; else as `write_checkpoint`. Collective."""
     files, target = resolve(path)
     outcomes = Outcomes(exchange, f"checkpoint {path} was not written", target, timeout_seconds)
     full_header = {"world_size": world_size, **header}
@@ -97,14 +150,11 @@ def write_checkpoint(
     writer = _Writer(files, place)
 
     def write_own() -> dict[str, Any]:
-        for name, pieces in sections.items():
-            if not _SECTION.fullmatch(name):
-                raise CheckpointError(f"the section name {name!r} is not accepted: small letters, digits and _ are.")
-            writer.write_shard(name, f"{name}-{rank:05d}", deal(pieces, rank, world_size))
-        if rank == 0:
-            writer.write_plain("state", state)
-        if rank_state is not None:
-            writer.write_plain(rank_section(rank), rank_state)
+        contents = gather()
+        for name, pieces in contents.sections.items():
+            writer.write_shard(name, f"{name}-{rank:05d}", pieces)
+        for name, (value, tensors) in contents.plain.items():
+            writer.write_plain(name, value, tensors)
         return writer.table()
 
     try:
@@ -135,12 +185,11 @@ class _Writer:
             name = f"{stem}.safetensors"
             self._sections[section] = self._write(name, lambda out: write_shard(out, name, pieces))
 
-    def write_plain(self, name: str, value: Any) -> None:
-        """Write plain data, and the tensors in it beside it."""
-        plain, tensors = encode(value, name)
-        data = dump_json(plain, f"{name}.json")
+    def write_plain(self, name: str, value: Any, tensors: Sequence[Piece]) -> None:
+        """Write encoded plain data, and the tensors in it beside it."""
+        data = dump_json(value, f"{name}.json")
         self._write(f"{name}.json", lambda out: out.write(data))
-        self.write_shard(name, name, [Piece(key, tuple(tensor.shape), 0, tensor) for key, tensor in tensors.items()])
+        self.write_shard(name, name, tensors)
 
     def table(self) -> dict[str, Any]:
         """Return what was written, for the manifest."""

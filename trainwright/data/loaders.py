@@ -32,7 +32,7 @@ from trainwright.data.source_state import (
     StateLog,
     tells_state,
 )
-from trainwright.data.workers import SeededDataset, SeededIterable, WorkerStart
+from trainwright.data.workers import SeededDataset, SeededIterable, WorkerStart, holding_signals, note_begun
 
 
 class ShardedLoader:
@@ -292,8 +292,9 @@ def _begun(loader: Callable[[], DataLoader[Any] | None], begun: weakref.WeakSet[
     """Begin an iteration of a loader with workers, and note its iterator."""
     clone = loader()
     assert clone is not None
-    iterator = type(clone)._get_iterator(clone)
-    begun.add(iterator)
+    with holding_signals():
+        iterator = type(clone)._get_iterator(clone)
+    note_begun(iterator, begun)
     return iterator
 
 

@@ -8,18 +8,26 @@ The user's own dataset is what `get_worker_info().dataset` shows.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import multiprocessing.util
 import os
 import random
 import signal
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from trainwright.data.seeding import derive_seed
+from trainwright.distributed.signals import STOP_SIGNALS
+
+PR_SET_PDEATHSIG = 1
 
 
 class SeededBatch(list[Any]):
@@ -90,15 +98,84 @@ class WorkerStart:
     def __call__(self, worker_id: int) -> None:
         info: Any = get_worker_info()
         object.__setattr__(info, "dataset", self.dataset)  # a WorkerInfo's own __setattr__ refuses
-        signal.signal(signal.SIGTERM, leave_tidily)
+        hear_signals()
         if self.init is not None:
             self.init(worker_id)
 
 
-def leave_tidily(signal_number: int, frame: object) -> None:
+@contextmanager
+def holding_signals() -> Iterator[None]:
+    """Start workers in the block: what comes before they know how to take a signal waits until then."""
+    if os.name != "posix":
+        yield
+        return
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the workers begin with it
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+def hear_signals() -> None:
+    """Have this worker live through a signal to its whole process group, and end with its parent, however that ends.
+
+    A terminal's Ctrl-C, torchrun and SLURM signal each process of a group, but a run that stops on a signal reads on to a
+    step's end. So SIGTERM means the end only where the parent has said that it wants no more, or has gone.
+    """
+    if os.name != "posix":
+        return
+    parent = os.getppid()
+
+    def leave_if_done(number: int, frame: FrameType | None) -> None:
+        if os.getppid() != parent or _is_done(frame):
+            leave_tidily(number)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, leave_if_done)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        leave_tidily(signal.SIGTERM)
+
+
+def _is_done(frame: FrameType | None) -> bool:
+    """Return whether the parent has told torch's worker loop, which is what this process runs, to end; True if unknown."""
+    while frame is not None and frame.f_code.co_name != "_worker_loop":
+        frame = frame.f_back
+    event = frame.f_locals.get("done_event") if frame is not None else None
+    try:
+        return bool(event._flag.get_value())  # type: ignore[union-attr] # is_set() takes a lock that this thread may hold
+    except (AttributeError, NotImplementedError):  # not torch's loop as we know it, or a system that cannot tell
+        return True
+
+
+def leave_tidily(number: int) -> None:
     """End a worker on a signal, its temporary folder removed; by itself it would be left behind."""
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]
-    os._exit(128 + signal_number)
+    os._exit(128 + number)
+
+
+def note_begun(iterator: Any, begun: weakref.WeakSet[Any]) -> None:
+    """Note an iterator with workers, to end them with its loader, or else with this process.
+
+    By itself torch lets a worker that is still there at the interpreter's end wait for 5 s, and then sends it a SIGTERM.
+    """
+    global _begun_by
+    begun.add(iterator)
+    _begun.add(iterator)
+    _begun_by = os.getpid()
+    atexit.unregister(_end_workers)
+    atexit.register(_end_workers)  # after torch's own, which registers one for each worker, so it is called before them
+
+
+_begun: weakref.WeakSet[Any] = weakref.WeakSet()
+_begun_by = 0
+
+
+def _end_workers() -> None:
+    for iterator in list(_begun) if os.getpid() == _begun_by else ():  # a forked child has no part in them
+        iterator._shutdown_workers()
 
 
 def seed_generators(seed: int) -> None:

@@ -72,10 +72,21 @@ class Agreement:
         self._name = name
         self._lock = threading.Lock()
         self._calls = 0
+        self._channels: dict[str, int] = {}
+        self._has_given_up = False
 
     def channel(self, name: str) -> Agreement:
-        """Return an agreement with a call order of its own, for a thread that runs beside the main one."""
-        return Agreement(self._store, self.rank, self.world_size, name=f"{self._name}/{name}")
+        """Return an agreement with a call order of its own, for a thread that runs beside the main one.
+
+        Those of one name pair up by their order: make them on every rank, in the same order. Nothing is sent.
+        """
+        number = self._channels.get(name, 0)
+        self._channels[name] = number + 1
+        return Agreement(self._store, self.rank, self.world_size, name=f"{self._name}/{name}/{number}")
+
+    def give_up(self) -> None:
+        """Let the call that waits here in another thread, and every later one that would wait, raise (RuntimeError)."""
+        self._has_given_up = True
 
     def exchange(self, payload: bytes, *, timeout_seconds: float) -> list[bytes]:
         """Post this rank's payload and return those of all ranks, by rank. Call on every rank, in the same order."""
@@ -126,6 +137,8 @@ class Agreement:
         deadline = looked + timeout_seconds
         pause = 0.0005
         while not self._store.check(keys):
+            if self._has_given_up:
+                raise RuntimeError("this rank waits for the others no longer: its run has ended, or they have.")
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise TimeoutError(
@@ -186,6 +199,14 @@ class FailureBoard:
     def is_ending(self) -> bool:
         """Whether the launcher is ending the job."""
         return self._store.check(["failure/ending"])
+
+    def announce_stop(self, code: int) -> None:
+        """Say that a signal has stopped the ranks' run, and with which exit code they are about to leave."""
+        self._store.set("stopped/code", str(code))
+
+    def stop_code(self) -> int | None:
+        """Return the exit code of ranks whose run a signal has stopped; None where none has."""
+        return int(self._store.get("stopped/code")) if self._store.check(["stopped/code"]) else None
 
     def count(self) -> int:
         """How many failures were posted."""

@@ -1,8 +1,9 @@
-"""What SLURM and MPI tell a process about its place in a job, read from a mapping of variables."""
+"""What SLURM and MPI tell a process about its place in a job, read from a mapping of variables, and SLURM's requeue."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ Variables = Mapping[str, str]
 
 FIRST_PORT, NUM_PORTS = 12000, 20000
 """The ports derived from a job's number: below those that the kernel hands out by itself."""
+
+REQUEUE_SECONDS = 30.0
+"""How long scontrol has."""
 
 NO_STEP_OF_TASKS = ("4294967290", "4294967291", "4294967292", "4294967293", "4294967294")
 """SLURM's numbers of steps that are no srun: the interactive shell, the batch script and their like."""
@@ -81,6 +85,27 @@ def read_slurm(variables: Variables) -> Task | None:
     return Task(
         rank, local_rank, world_size, tasks[node_rank], node_rank, len(hosts), address, main_port(variables, port)
     )
+
+
+def read_slurm_job(variables: Variables) -> str:
+    """Return the number of the SLURM job that this process belongs to, as scontrol takes it; "" outside of one."""
+    parts = [variables.get(name, "") for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")]
+    if not all(parts):
+        parts = [variables.get("SLURM_JOB_ID") or variables.get("SLURM_JOBID", "")]
+    return "_".join(parts) if all(part.isascii() and part.isdigit() for part in parts) else ""
+
+
+def requeue(job: str) -> str:
+    """Have SLURM put a job back into its queue, from where it is started anew, and return what came of it in words."""
+    command = ["scontrol", "requeue", job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=REQUEUE_SECONDS, check=False)
+        failure = f"exit code {done.returncode}: {(done.stderr or done.stdout).strip()}" if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        failure = str(error)
+    if failure:
+        return f"SLURM's job {job} could not be requeued ({failure}); start it again by hand."
+    return f"SLURM's job {job} was requeued."
 
 
 def read_open_mpi(variables: Variables) -> Task | None:

@@ -20,9 +20,9 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, cast
 
-from trainwright.distributed.agreement import Agreement, PeerWatch, Store
+from trainwright.distributed.agreement import Agreement, FailureBoard, PeerWatch, Store
 from trainwright.distributed.appointments import Appointment, AppointmentBook
-from trainwright.distributed.clusters import read_number, read_open_mpi, read_pmi, read_slurm
+from trainwright.distributed.clusters import read_number, read_open_mpi, read_pmi, read_slurm, read_slurm_job, requeue
 from trainwright.distributed.network import LOOPBACK, interface_towards, listen_at, loopback_interface
 from trainwright.errors import LaunchError
 
@@ -132,6 +132,12 @@ def prepare_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+def requeue_job() -> str:
+    """Have SLURM start this process's job anew, and return what came of it in words; "" where there is no such job."""
+    job = read_slurm_job(os.environ)
+    return requeue(job) if job else ""
+
+
 def announce_place(local_rank: int, **more: str) -> None:
     """Tell a library that reads the environment this process's local rank, and what else is given, where it is not there."""
     for name, value in {"LOCAL_RANK": str(local_rank), **more}.items():
@@ -185,6 +191,16 @@ class Connection:
         Those of one name pair up by their order: make them on every rank, in the same order. Nothing is sent.
         """
         return self._book.make(name)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an error of this process was posted, so that the other ranks leave."""
+        return self._watch is not None and self._watch.has_failed
+
+    def announce_stop(self, code: int) -> None:
+        """Tell the launcher that a signal has stopped the run here, and with which code this rank is about to leave."""
+        if self.store is not None:
+            FailureBoard(self.store).announce_stop(code)
 
     def before_close(self, release: Callable[[], None]) -> None:
         """Have a bound method called before the group is closed: it lets go of what holds on to the group.

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from trainwright.checkpoint.opening import Verify
 from trainwright.data.seeding import set_rng_state
 from trainwright.data.transfer import map_tensors
 from trainwright.engine.between_ranks import portion
@@ -253,8 +254,10 @@ class Accelerator:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def save_state(self, output_dir: str) -> str:
+    def save_state(self, output_dir: str, blocking: bool = True) -> str:
         """Write a checkpoint of everything that was prepared, in the Trainer's format; return its path. Collective.
+
+        With blocking=False training goes on once all is copied to host memory, and a thread writes: see `finish_save`.
 
         Raises:
             CheckpointError: on every rank alike, where the path exists too.
@@ -272,15 +275,34 @@ class Accelerator:
             "loaders": loaders,
             "lr_schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
         }
-        own = {"sources": [loader.sources() for loader in self._loaders]}
-        self.engine.save(str(output_dir), step=self.step_count, epoch=place["epoch"], state=state, rank_state=own)
+        self.engine.save(
+            str(output_dir),
+            step=self.step_count,
+            epoch=place["epoch"],
+            state=state,
+            rank_state={"sources": [loader.sources() for loader in self._loaders]},
+            blocking=blocking,
+        )
         return str(output_dir)
 
-    def load_state(self, input_dir: str) -> None:
+    def finish_save(self) -> None:
+        """Wait for a `save_state(..., blocking=False)`; the next save, a load and the program's end wait too. Collective.
+
+        Raises:
+            CheckpointError: that save failed, on every rank alike; earlier checkpoints are unchanged.
+        """
+        self.engine.finish_save()
+
+    def load_state(self, input_dir: str, verify: Verify = "full", *, weights_only: bool = False) -> None:
         """Go on from a checkpoint: of `save_state`, or of a Trainer with the same model, optimizers and schedulers.
 
         The next iteration of each loader goes on where it was; after a Trainer's checkpoint that is the first loader.
-        Collective: call on every rank.
+        `verify` says how the files are looked at first: "full" (every digest), "size", or "off". Collective: call on every
+        rank.
+
+        Args:
+            input_dir: the checkpoint, of whatever strategy and number of processes.
+            weights_only: take the model's weights and nothing else, whatever trained them; also of an imported checkpoint.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
@@ -293,8 +315,11 @@ class Accelerator:
                     f"{input_dir}: it was saved with {saved} schedulers, but {present} were prepared. Prepare the same ones."
                 )
 
-        restored = self.engine.load(str(input_dir), check=check)
-        for scheduler, saved in zip(self._schedulers, restored.state["lr_schedulers"], strict=True):
+        if weights_only:
+            self.engine.load(self.engine.open(str(input_dir), verify=verify), weights_only=True)
+            return
+        restored = self.engine.load(self.engine.open(str(input_dir), verify=verify), check=check)
+        for scheduler, saved in zip(self._schedulers, restored.state.get("lr_schedulers", []), strict=True):
             scheduler.load_state_dict(saved)
         position = restored.state["position"]
         self.step_count = int(position["step"])

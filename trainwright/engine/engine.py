@@ -20,12 +20,16 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.contents import (
     check_optimizer,
     extra_states,
+    fitting_extra_states,
     restore_optimizer,
     set_extra_states,
 )
 from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
-from trainwright.checkpoint.store import Checkpoint, open_checkpoint, write_checkpoint
+from trainwright.checkpoint.opening import Verify
+from trainwright.checkpoint.outcomes import Outcomes
+from trainwright.checkpoint.store import Checkpoint, open_checkpoint
 from trainwright.checkpoint.tensors import Piece, TensorEntry
+from trainwright.checkpoint.writer import CheckpointWriter
 from trainwright.data.index_stream import Mode
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.seeding import derived_rng_state, rng_state
@@ -130,6 +134,7 @@ class Engine:
             collectives.set_timeout(self.timeout_seconds)  # the group may have been opened before, with another
         self.connection.before_close(self.strategy.close)
         self.agreement = self.connection.agreement
+        self.writer = CheckpointWriter(self.agreement, self.timeout_seconds, lambda: self.connection.has_failed)
         self.strategy.connect(environment.rank, environment.world_size, self.device, asked)
         self.seed = 0
         """What the order of the data starts from, alike on every rank: see `take_seed`."""
@@ -278,15 +283,20 @@ class Engine:
         rank_state: dict[str, Any] | None = None,
         weights_only: bool = False,
         edit: Edit | None = None,
+        blocking: bool = True,
+        number: int = 0,
     ) -> None:
         """Write a checkpoint of the modules, the optimizers and the caller's state. Collective: call on every rank.
 
         Of `state` rank 0's is stored, of `rank_state` (not with weights_only) each rank's own. `edit` may change the
-        checkpoint's contents: see checkpoint/editing.py.
+        checkpoint's contents: see checkpoint/editing.py. With blocking False it returns once all is copied to host memory,
+        and a thread writes and commits; one is in flight at a time, so a save first waits for the one before. `number` tells
+        which of several saves of one step is the later.
 
         Raises:
-            CheckpointError: on every rank alike; nothing is left at the path then.
+            CheckpointError: on every rank alike, for the one in flight before too; nothing is left at the path then.
         """
+        self.finish_save()
         pieces = self._model_pieces()
         if edit is not None:
             state, pieces = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
@@ -300,32 +310,54 @@ class Engine:
             contents["optimizers"] = [
                 self.strategy.describe_optimizer(optimizer, names) for optimizer, names in self._named_optimizers()
             ]
-        write_checkpoint(
+        self.writer.save(
             path,
             sections=sections,
             state=contents,
             rank_state=None if weights_only else {"rng": rng_state(), **(rank_state or {})},
-            header={"step": step, "epoch": epoch, "world_size": self.world_size, "strategy": self.strategy.name},
-            exchange=self.agreement,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout_seconds=self.timeout_seconds,
+            header={
+                "step": step,
+                "epoch": epoch,
+                "world_size": self.world_size,
+                "strategy": self.strategy.name,
+                "weights_only": weights_only,
+                "number": number,
+            },
+            blocking=blocking,
         )
 
-    def open(self, path: str, *, edit: Edit | None = None) -> Opened:
-        """Verify a checkpoint, and let `edit` change its contents before they are taken. Collective: call on every rank.
+    def finish_save(self) -> None:
+        """Wait until a save that was begun with blocking=False has committed. Collective: call on every rank.
+
+        Raises:
+            CheckpointError: it failed, on every rank alike; earlier checkpoints are unchanged.
+        """
+        self.writer.finish()
+
+    def verified(self, path: str, verify: Verify = "full") -> Checkpoint:
+        """Verify a checkpoint, its files shared out over the ranks, and return it. Collective: call on every rank.
 
         Raises:
             CheckpointError: no checkpoint, or a damaged one.
         """
-        checkpoint = open_checkpoint(
+        self.finish_save()  # it may be the one
+        return open_checkpoint(
             path,
+            verify,
             exchange=self.agreement,
             rank=self.rank,
             world_size=self.world_size,
             timeout_seconds=self.timeout_seconds,
         )
-        state = checkpoint.state()
+
+    def open(self, source: str | Checkpoint, *, edit: Edit | None = None, verify: Verify = "full") -> Opened:
+        """Verify a checkpoint that is not yet, and let `edit` change its contents before they are taken. Collective.
+
+        Raises:
+            CheckpointError: no checkpoint, or a damaged one.
+        """
+        checkpoint = self.verified(source, verify) if isinstance(source, str) else source
+        state = checkpoint.run_state()
         if edit is None:
             return Opened(checkpoint, state, None)
         header = {"epoch": int(checkpoint.header["epoch"]), "global_step": int(checkpoint.header["step"])}
@@ -352,20 +384,31 @@ class Engine:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
         """
         checkpoint, state, tensors = source if isinstance(source, Opened) else self.open(source)
-        if check is not None:
-            check(state)
-        shapes = {name: tuple(entry.shape) for name, entry in checkpoint.tensors("model").items()}
-        if tensors is not None:
-            shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-        pieces = check_model(checkpoint.path, shapes, self._model_pieces(), strict)
+        present = self._model_pieces()
+        pieces: list[Piece] = []
+        extra: list[dict[str, Any]] = []
+
+        def fits() -> None:
+            if check is not None:
+                check(state)
+            shapes = {name: tuple(entry.shape) for name, entry in checkpoint.tensors("model").items()}
+            if tensors is not None:
+                shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+            pieces.extend(check_model(checkpoint.path, shapes, present, strict))
+            extra.extend(fitting_extra_states(self.modules, state, checkpoint.path, strict))
+            if not weights_only:
+                self._check_optimizers(checkpoint, state)
+
+        # One rank's refusal is every rank's, in the words of the lowest.
+        Outcomes(self.agreement, "", checkpoint.path, self.timeout_seconds).settle(fits)
         if not weights_only:
             self._load_optimizers(checkpoint, state)
         if tensors is not None:
             fill(pieces, tensors)
         else:
             checkpoint.read_into("model", pieces)
-        for number, module in enumerate(self.modules):
-            set_extra_states(module, state.get("extra", {}).get(str(number), {}))
+        for module, states in zip(self.modules, extra, strict=True):
+            set_extra_states(module, states)
         same_job = (checkpoint.header.get("strategy"), checkpoint.world_size) == (self.strategy.name, self.world_size)
         kept = {} if weights_only or not same_job else state.get("strategy", {})
         self.strategy.after_load(self.modules, self.optimizers, kept)
@@ -392,11 +435,19 @@ class Engine:
         return Restored(state, rng, own if saved == self.world_size else None, (first or {}).get("sources", []))
 
     def close(self) -> None:
-        """Give back the modules and optimizers; the process group stays open for the next run of this process."""
+        """Give back the modules and optimizers; the process group stays open for the next run of this process.
+
+        Collective: a save in flight is waited for first.
+
+        Raises:
+            CheckpointError: that save failed, on every rank alike.
+        """
+        self.finish_save()
+        self.writer.release()
         self.strategy.close()
         self.modules, self.optimizers = [], []
 
-    def _load_optimizers(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+    def _check_optimizers(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         described = state.get("optimizers")
         if described is None:
             raise CheckpointError(
@@ -411,6 +462,9 @@ class Engine:
             )
         for number, (optimizer, names) in enumerate(named):
             check_optimizer(number, optimizer, names, described[number], checkpoint.path)
+
+    def _load_optimizers(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+        described, named = state["optimizers"], self._named_optimizers()
         entries = checkpoint.tensors("optimizer") if "optimizer" in checkpoint.sections else {}
         for number, (optimizer, names) in enumerate(named):
             own: dict[str, TensorEntry] = {

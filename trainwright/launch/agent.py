@@ -20,7 +20,9 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
 
 from trainwright.distributed.agreement import ECHO_TEXTS, PEER_FAILED_EXIT_CODE, FailureReport
+from trainwright.distributed.signals import STOPPED_EXIT_CODE
 from trainwright.errors import LaunchError
+from trainwright.launch.grace import Grace
 from trainwright.launch.nodes import Nodes
 from trainwright.launch.output import PrefixedOutput
 from trainwright.launch.rendezvous import StaticRendezvous
@@ -88,6 +90,7 @@ class JobAgent(LocalElasticAgent):
         nodes: the job's nodes and the place of this one.
         max_restarts: how often all ranks are started anew after a failed one; for a job of one node.
         logs: the folder to keep what each rank prints in; None for nowhere.
+        grace_seconds: how long the ranks have to leave, once a signal asks them to.
     """
 
     def __init__(
@@ -98,7 +101,11 @@ class JobAgent(LocalElasticAgent):
         *,
         max_restarts: int = 0,
         logs: str | None = None,
+        grace_seconds: float = 120.0,
     ) -> None:
+        self.grace = Grace(self._send, grace_seconds)
+        self.stopped_code: int | None = None
+        """How the ranks have left that a signal has stopped, when all have."""
         self.rendezvous = StaticRendezvous(nodes or Nodes(), num_processes)
         self.board = self.rendezvous.board(0)
         self.logs = PipeLogs(logs)
@@ -124,9 +131,12 @@ class JobAgent(LocalElasticAgent):
         return self.logs.output
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self.grace.number:  # it came between two starts
+            raise SignalException("between two starts", sigval=signal.Signals(self.grace.number))
         self.board = self.rendezvous.board(worker_group.spec.max_restarts - self._remaining_restarts)
         self._first_codes, self._reported_at = {}, None
         pids = cast("dict[int, Any]", super()._start_workers(worker_group))
+        self.grace.open()
         assert self._pcontext is not None
         # NOTE: elastic waits a fixed 30 s here for workers that do not end on SIGTERM.
         cast(Any, self._pcontext).close = self._close_workers
@@ -148,7 +158,7 @@ class JobAgent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = cast(RunResult, super()._monitor_workers(worker_group))
+        result = self._stopping() or cast(RunResult, super()._monitor_workers(worker_group))
         if result.state != WorkerState.HEALTHY or not self._job_has_failed():
             return result
         # A failed rank may not come to its end, where one of its threads goes on.
@@ -156,6 +166,49 @@ class JobAgent(LocalElasticAgent):
         if time.monotonic() - self._reported_at < END_SECONDS:
             return result
         return RunResult(state=WorkerState.FAILED)
+
+    def _send(self, number: int) -> int:
+        running = [handler.proc for handler in self._handlers().values() if handler.proc.poll() is None]
+        for each in running:
+            each.send_signal(number)  # to the rank alone: it says when its loader workers end
+        return len(running)
+
+    def _stopping(self) -> RunResult | None:
+        """Return how it stands with ranks that a signal stops; None where there is no signal, or a rank has failed.
+
+        Raises:
+            SignalException: the signal has ended a rank at once, or the ranks have had their time.
+        """
+        codes, number = self.exit_codes(), self.grace.number
+        told = self._told_codes() if any(codes.values()) else set()
+        if not number and not any(code and code in told for code in codes.values()):
+            return None
+        self.grace.begin()  # where a rank alone was signalled
+        others = [code for code in codes.values() if code != 0 and code not in told]
+        if number and others and all(code in (-number, 128 + number) for code in others):
+            raise SignalException("a rank has not waited", sigval=signal.Signals(number))
+        if others:
+            self._remaining_restarts *= not number
+            return None
+        if len(codes) == len(self._handlers()):
+            self.stopped_code = max(codes.values())
+            return RunResult(state=WorkerState.SUCCEEDED)
+        if self.grace.is_over:
+            ending = signal.Signals(number or signal.SIGTERM)
+            self.tell_others(f"its launcher was asked to end by {ending.name}, and its ranks did not leave in time")
+            self.kill_all()
+            raise SignalException("the ranks have had their time", sigval=ending)
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _told_codes(self) -> set[int]:
+        """Return with which exit codes ranks leave that a signal has stopped."""
+        if self.rendezvous.nodes.count == len(self._handlers()) == 1:
+            return {STOPPED_EXIT_CODE, 128 + signal.SIGINT}  # one that is alone has no store to tell it
+        try:
+            code = self.board.stop_code()
+        except GONE:
+            code = None
+        return set() if code is None else {code}
 
     def _job_has_failed(self) -> bool:
         """Whether a failure is posted, on this node or another; a node whose launcher has gone is posted here."""
@@ -179,7 +232,7 @@ class JobAgent(LocalElasticAgent):
             return
         with contextlib.suppress(*GONE):
             self.rendezvous.say_finished()
-            while not self.rendezvous.all_finished() and not self._job_has_failed():
+            while not self.rendezvous.all_finished() and not self._job_has_failed() and not self.grace.is_over:
                 time.sleep(0.05)
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
@@ -198,6 +251,9 @@ class JobAgent(LocalElasticAgent):
         """End what still runs: after a failure the ranks may first leave by themselves, then SIGTERM, then SIGKILL."""
         codes = self.exit_codes()
         failed = {rank: code for rank, code in codes.items() if code != 0}
+        if self.stopped_code is not None:
+            self._kill_groups(failed)
+            return
         if len(codes) == len(self._handlers()) and not failed:
             return
         if not self._first_codes and failed:
@@ -328,6 +384,7 @@ def run(
     max_restarts: int = 0,
     logs: str | None = None,
     report: str | None = None,
+    grace_seconds: float = 120.0,
 ) -> int:
     """Run a command in that many workers until all are done or one has failed; return the exit code.
 
@@ -338,18 +395,23 @@ def run(
         logger.addHandler(logging.NullHandler())  # without a handler, Python prints its warnings
         logger.propagate = False
     try:
-        agent = JobAgent(command, num_processes, nodes, max_restarts=max_restarts, logs=logs)
+        agent = JobAgent(
+            command, num_processes, nodes, max_restarts=max_restarts, logs=logs, grace_seconds=grace_seconds
+        )
     except LaunchError as error:
         return _say(1, f"trainwright: {error}\n")
     code, text = 0, ""
     try:
         result = agent.run()
-        if (result is not None and result.is_failed()) or agent.has_failed():
+        if agent.stopped_code is not None:
+            code = agent.stopped_code
+        elif (result is not None and result.is_failed()) or agent.has_failed():
             code, text = agent.summarize()
             if report is not None:
                 Path(report).write_text(text.partition("\n")[0].removeprefix("trainwright: "), encoding="utf-8")
     except SignalException as error:
         code = 128 + int(error.sigval)
+        text = agent.grace.describe() if agent.grace.is_over else ""
         agent.tell_others(f"its launcher was ended by {signal.Signals(error.sigval).name}")
     except LaunchError as error:
         code, text = 1, f"trainwright: {error}\n"

@@ -1,6 +1,7 @@
 """The command line: `trainwright launch` runs a script or a module in several processes, on one machine or on several.
 
-Each subcommand is one line in `COMMANDS`. A flag wins over the environment, and the environment over a default.
+Each subcommand is one line in `COMMANDS`, or in those that `__main__.py` adds. A flag wins over the environment, and the
+environment over a default.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from trainwright.launch.processes import num_cores, supervise
 
 NameCheck = Callable[[str | None, str | None, int, str], None]
 """Refuses a strategy or a precision that does not exist; given both, the number of processes and the device type."""
+Command = tuple[Callable[[Sequence[str], NameCheck], int], str]
+"""What runs a subcommand with the arguments after its name and returns the exit code, and a line about it."""
 
 
 class Setting(NamedTuple):
@@ -37,19 +40,20 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\nSee `{self.prog} --help`.\n")
 
 
-def main(arguments: Sequence[str], check_names: NameCheck) -> int:
-    """Run the subcommand that the arguments name and return the exit code."""
+def main(arguments: Sequence[str], check_names: NameCheck, others: Mapping[str, Command] | None = None) -> int:
+    """Run the subcommand that the arguments name and return the exit code; `others` are those of other parts."""
+    commands = {**COMMANDS, **(others or {})}
     parser = Parser(prog="trainwright", usage="trainwright COMMAND ...", add_help=False)
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
-        lines = [f"  {command:<10}{about}" for command, (_, about) in COMMANDS.items()]
+        lines = [f"  {command:<12}{about}" for command, (_, about) in commands.items()]
         print(
             "usage: trainwright COMMAND ...\n\ncommands:\n" + "\n".join(lines) + "\n\nSee `trainwright COMMAND --help`."
         )
         return 0
-    if name not in COMMANDS:
-        parser.error(f"{name!r} is no command; choose from {', '.join(COMMANDS)}.{_hint(name, COMMANDS)}")
-    run, _ = COMMANDS[name]
+    if name not in commands:
+        parser.error(f"{name!r} is no command; choose from {', '.join(commands)}.{_hint(name, commands)}")
+    run, _ = commands[name]
     return run(arguments[1:], check_names)
 
 
@@ -88,7 +92,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     )
 
 
-COMMANDS: dict[str, tuple[Callable[[Sequence[str], NameCheck], int], str]] = {
+COMMANDS: dict[str, Command] = {
     "launch": (launch_command, "run a script in several processes, on one machine or several"),
 }
 

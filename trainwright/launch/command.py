@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import multiprocessing
 import os
 import sys
@@ -11,6 +10,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from trainwright.distributed.environment import JOB_VARIABLE
+from trainwright.distributed.signals import is_interactive
 from trainwright.errors import LaunchError
 
 TEST_RUNNERS = ("_pytest", "unittest.case", "unittest.suite", "unittest.main", "doctest")
@@ -76,7 +76,7 @@ def _find_obstacle() -> Obstacle | None:
         return Obstacle(f"on {sys.platform}", "Start the script with torchrun.")
     if not sys.executable:
         return Obstacle("inside another program", script)
-    if hasattr(sys, "ps1") or sys.flags.interactive or hasattr(builtins, "__IPYTHON__"):
+    if is_interactive():
         return Obstacle("interactively", function, takes_handover=True)
     runner = _find_test_runner()
     if runner is not None:

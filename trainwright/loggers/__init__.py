@@ -3,7 +3,18 @@
 from trainwright.loggers.base import Logger
 from trainwright.loggers.csv import CSVLogger
 from trainwright.loggers.folder import start_loggers, withdraw_loggers
+from trainwright.loggers.position import logger_states, match_states, resume_loggers
 from trainwright.loggers.silent import SilentLogger
 from trainwright.loggers.tensorboard import TensorBoardLogger
 
-__all__ = ["CSVLogger", "Logger", "SilentLogger", "TensorBoardLogger", "start_loggers", "withdraw_loggers"]
+__all__ = [
+    "CSVLogger",
+    "Logger",
+    "SilentLogger",
+    "TensorBoardLogger",
+    "logger_states",
+    "match_states",
+    "resume_loggers",
+    "start_loggers",
+    "withdraw_loggers",
+]

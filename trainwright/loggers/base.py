@@ -1,8 +1,8 @@
 """The logger contract, and what every logger does with the values that it is given.
 
 The trainer calls `start` at each run's beginning on every rank, then on rank 0: `log_hyperparams` and `log_graph` once,
-`log_metrics` for each row, `flush` at each epoch's end, `finalize` and `close` at the run's end. What user code calls on
-another rank does nothing.
+`log_metrics` for each row, `state_dict` at each checkpoint, `flush` at each epoch's end, `finalize` and `close` at the run's
+end. Where a run goes on, `load_state_dict` comes before `start`. What user code calls on another rank does nothing.
 """
 
 from __future__ import annotations
@@ -42,6 +42,16 @@ class Logger:
 
     def log_graph(self, model: Any) -> None:
         """Keep the graph of the model; called once by the trainer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return, on rank 0, where this logger stands, as plain data for a checkpoint; what goes before it is written first."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a checkpoint's run stood; called on every rank, before `start`, and only if that gave a state.
+
+        What was logged after that state was taken will be logged again.
+        """
 
     def save(self) -> None:
         """Write what is held back; what `flush` does by default."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import os
-from typing import NoReturn
+import warnings
+from typing import Any, NoReturn
 
 import fsspec
 
@@ -60,12 +61,34 @@ class CSVLogger(FolderLogger):
             "logger=TensorBoardLogger(...), or both in a list with that one first."
         )
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._file = None  # the next one begins at that position
+
+    def _written(self) -> dict[str, Any]:
+        """Write what waits but the latest row, which may still get more: it goes into the checkpoint as it is."""
+        self._take_open_row()
+        self._flush(all_but=1)
+        file = self._open()
+        file.sync()
+        return {"rows": file.num_rows, "open_row": dict(self._rows[-1]) if self._rows else {}}
+
     def close(self) -> None:
         self.flush()
         if self._file is not None:
             self._file.sync()
 
+    def take_up(self) -> None:
+        self._take_open_row()
+        self._open().cut()
+
+    def _take_open_row(self) -> None:
+        row = self._position.pop("open_row", None)
+        if row:
+            self._rows.insert(0, dict(row))
+
     def _add_row(self, row: Row) -> None:
+        self._take_open_row()
         latest = self._rows[-1] if self._rows else {}
         is_same_moment = all(latest.get(name) == row.get(name) for name in ("step", "epoch"))
         if is_same_moment and not latest.keys() & (row.keys() - {"step", "epoch"}):
@@ -74,15 +97,24 @@ class CSVLogger(FolderLogger):
             self._rows.append(row)
 
     def _write_rows(self, rows: list[Row]) -> None:
+        self._open().append(rows)
+
+    def _open(self) -> MetricsFile:
         if self._file is None:
-            self._file = MetricsFile(self.metrics_path)
-        self._file.append(rows)
+            position, self._position = self._position, {}
+            self._file = MetricsFile(self.metrics_path, position.get("rows"))
+        return self._file
 
 
 class MetricsFile:
-    """A CSV file to which rows with any columns are added; it goes on with one that is there."""
+    """A CSV file to which rows with any columns are added; it goes on with one that is there.
 
-    def __init__(self, path: str) -> None:
+    Args:
+        path: the file.
+        keep: go on after so many rows: the first write drops what lies behind them, and leaves the columns. None keeps all.
+    """
+
+    def __init__(self, path: str, keep: int | None = None) -> None:
         self._path = path
         self._is_local = is_local(path)
         self._failed: list[Row] = []
@@ -91,10 +123,20 @@ class MetricsFile:
         """All that was written, where the place cannot append (object stores)."""
         text = self._read()
         self._is_whole = text.endswith("\n")
-        """False where there is no file, or its writer was killed amid a line: write it anew."""
-        if text:
-            self._columns = next(csv.reader(io.StringIO(text, newline="")))
+        """False where there is no file, its writer was killed amid a line, or rows are to go: write it anew."""
+        rows: list[list[str]] = []
+        if "\n" in text:
+            self._columns, *rows = csv.reader(io.StringIO(text[: text.rindex("\n") + 1], newline=""))
             self._text = "" if self._is_local else text
+        self.num_rows = len(rows)
+        if keep is not None and keep != self.num_rows:
+            if keep > self.num_rows:
+                warnings.warn(
+                    f"{path} has {self.num_rows} rows, but the checkpoint knows of {keep}; those that are missing cannot be "
+                    "written again. Look for what has changed the file.",
+                    stacklevel=2,
+                )
+            self.num_rows, self._is_whole = min(keep, self.num_rows), False
 
     def append(self, rows: list[Row]) -> None:
         """Append rows; where they bring new columns, write the file anew. Rows that fail come with the next ones."""
@@ -102,7 +144,7 @@ class MetricsFile:
         known = len(self._columns)
         columns = list(dict.fromkeys([*self._columns, *(name for row in rows for name in row)]))
         is_new = not self._is_whole or len(columns) > known
-        earlier = list(csv.DictReader(io.StringIO(self._read(), newline=""))) if is_new else []
+        earlier = list(csv.DictReader(io.StringIO(self._read(), newline="")))[: self.num_rows] if is_new else []
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore")
         if is_new:
@@ -116,6 +158,12 @@ class MetricsFile:
         else:
             self._append(text.getvalue().encode())
         self._columns, self._is_whole, self._failed = columns, True, []
+        self.num_rows += len(rows)
+
+    def cut(self) -> None:
+        """Drop the rows behind those that were to be kept, if there are any."""
+        if self._columns and not self._is_whole:
+            self.append([])
 
     def sync(self) -> None:
         """Have a local file on the disk, not in the system's memory."""

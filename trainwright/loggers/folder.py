@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -70,6 +71,10 @@ class FolderLogger(Logger):
         self._step = 0
         self._written_at = 0.0
         self._writer = BackgroundWriter()
+        self._goes_on = False
+        self._position: dict[str, Any] = {}
+        """Where the run that goes on stood, until the first row is written; then nothing."""
+        self._known_hparams = ""
 
     @property
     def root_dir(self) -> str:
@@ -82,6 +87,41 @@ class FolderLogger(Logger):
         """Return the folder of this run; None before the run has begun."""
         return self._folder
 
+    def folder_of(self, version: int | str) -> str:
+        """Return the folder of a run of that version."""
+        return f"{self.root_dir}/{f'version_{version}' if isinstance(version, int) else version}"
+
+    def run_folders(self) -> list[str]:
+        """Return the folders of the runs that this one may go on with, the newest first: by number, not by time."""
+        if self._folder is not None or self.version is not None:
+            return [self._folder or self.folder_of(self.version or 0)]
+        filesystem, inside = fsspec.core.url_to_fs(self.root_dir)
+        return [self.folder_of(number) for number in sorted(_numbers(filesystem, inside), reverse=True)]
+
+    def log_dir_in(self, folder: str) -> str:
+        """Return what `log_dir` is where the run has that folder."""
+        return folder
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the run's folder, and how far what lies in it goes. Rows that wait are written first."""
+        if self._folder is None or not self._is_writer:
+            return {}
+        inside = fsspec.core.url_to_fs(self._folder)[1]
+        return {"folder": inside, "version": self.version, "hparams": _digest(self._hparams_text), **self._written()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._folder is None and self.version is None:
+            self.version, self._goes_on = state["version"], True
+        self._position, self._known_hparams = dict(state), str(state.get("hparams", ""))
+
+    def take_up(self) -> None:
+        """Drop what lies behind the position of the run that goes on: it has been restored, and writes that again."""
+
+    def _written(self) -> dict[str, Any]:
+        """Write what waits, and return how far it goes."""
+        self.flush()
+        return {}
+
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
         self._start(agreed, is_writer, None)
 
@@ -89,6 +129,7 @@ class FolderLogger(Logger):
         self._is_writer = is_writer
         self._is_new = self._folder is None and self.version is None
         if self._folder is not None:
+            self._goes_on = False
             return  # the next run of a trainer goes on in its folder
         self._writes_hparams = shared is None  # else the one whose folder it is does
         chosen = shared or agreed(claim_folder(self.root_dir, self.version) if is_writer else "")
@@ -104,9 +145,9 @@ class FolderLogger(Logger):
         if not self._is_writer:
             return
         self._step = step = self._step if step is None else step
-        if len(self._rows) >= self._rows_at_once or time.monotonic() - self._written_at > LONGEST_WAIT_SECONDS:
-            self._submit_rows()
         self._add_row({"step": step, **to_numbers(metrics, self.prefix)})
+        if len(self._rows) > self._rows_at_once or time.monotonic() - self._written_at > LONGEST_WAIT_SECONDS:
+            self._submit_rows(all_but=1)  # the latest may still get more
 
     def _add_row(self, row: Row) -> None:
         self._rows.append(row)
@@ -124,10 +165,13 @@ class FolderLogger(Logger):
         Raises:
             OSError: it could not be written; the message names the folder.
         """
+        self._flush()
+
+    def _flush(self, all_but: int = 0) -> None:
         if self._folder is None or not self._is_writer:
             return
         self._submit_hparams()
-        self._submit_rows()
+        self._submit_rows(all_but)
         self._submit_flush()
         try:
             self._writer.wait()
@@ -137,9 +181,10 @@ class FolderLogger(Logger):
                 "there, or give the logger another save_dir."
             ) from error
 
-    def _submit_rows(self) -> None:
-        if self._rows and self._folder is not None:
-            rows, self._rows = self._rows, []
+    def _submit_rows(self, all_but: int = 0) -> None:
+        count = len(self._rows) - all_but
+        if count > 0 and self._folder is not None:
+            rows, self._rows = self._rows[:count], self._rows[count:]
             self._written_at = time.monotonic()
             self._writer.submit(lambda: self._write_rows(rows))
 
@@ -148,6 +193,10 @@ class FolderLogger(Logger):
             return
         text = json.dumps(_jsonable(self._hparams), indent=2) + "\n"
         if text != self._hparams_text:
+            known, self._known_hparams = self._known_hparams, ""
+            if known and known == _digest(text):  # the run that goes on has written them
+                self._hparams_text = text
+                return
             self._hparams_text, path = text, f"{self.log_dir}/{HPARAMS_NAME}"
             if self._writes_hparams:
                 self._writer.submit(lambda: write_file(path, text.encode()))
@@ -179,7 +228,10 @@ def start_loggers(loggers: Sequence[Logger], agreed: Callable[[str], str], *, is
             continue
         taken = {each._folder for each in started if each.kind == logger.kind}
         beside = [each._folder for each in started if each.root_dir == logger.root_dir and each._folder not in taken]
-        logger._start(agreed, is_writer, beside[0] if beside and logger.version is None else None)
+        if logger._goes_on and logger.version is not None:
+            beside = [folder for folder in beside if folder == logger.folder_of(logger.version)]
+        shares = beside and (logger.version is None or logger._goes_on)
+        logger._start(agreed, is_writer, beside[0] if shares else None)
         if logger._folder in taken:
             raise ValueError(
                 f"logger= holds two {type(logger).__name__} that write to {logger._folder}; leave out one of them, or give "
@@ -192,7 +244,11 @@ def withdraw_loggers(loggers: Sequence[Logger]) -> None:
     """Give back the folders that were claimed for a run which was refused before it began, where nothing else is in them.
 
     Only on the one process of a job: several would have to agree, and after a failure nothing is agreed on any more.
+    A folder in which an earlier run was to go on is left as it is, and the next run of the logger has one of its own.
     """
+    for logger in loggers:
+        if isinstance(logger, FolderLogger) and logger._goes_on:
+            logger._folder, logger.version, logger._goes_on, logger._position = None, None, False, {}
     own = [logger for logger in loggers if isinstance(logger, FolderLogger) and logger._is_new]
     for folder in {logger._folder for logger in own if logger._folder is not None and is_local(logger._folder)}:
         inside = fsspec.core.url_to_fs(folder)[1]
@@ -216,9 +272,7 @@ def claim_folder(root: str, version: int | str | None) -> str:
         folder = f"version_{version}" if isinstance(version, int) else version
         filesystem.makedirs(f"{inside}/{folder}", exist_ok=True)
         return f"{root}/{folder}"
-    filesystem.invalidate_cache()
-    names = [name.rstrip("/").rpartition("/")[2] for name in filesystem.ls(inside, detail=False)]
-    number = 1 + max((int(match[1]) for name in names if (match := re.fullmatch(r"version_(\d+)", name))), default=-1)
+    number = 1 + max(_numbers(filesystem, inside), default=-1)
     while True:
         path = f"{inside}/version_{number}"
         try:
@@ -232,6 +286,16 @@ def claim_folder(root: str, version: int | str | None) -> str:
         if not filesystem.exists(path):  # an object store has no empty folders: a first file makes it one
             filesystem.pipe_file(f"{path}/{HPARAMS_NAME}", b"{}\n")
         return f"{root}/version_{number}"
+
+
+def _numbers(filesystem: Any, inside: str) -> list[int]:
+    """Return the numbers of the runs in a folder."""
+    filesystem.invalidate_cache()
+    try:
+        names = [name.rstrip("/").rpartition("/")[2] for name in filesystem.ls(inside, detail=False)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [int(match[1]) for name in names if (match := re.fullmatch(r"version_(\d+)", name))]
 
 
 def is_local(path: str) -> bool:
@@ -256,6 +320,10 @@ def write_file(path: str, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest() if text else ""
 
 
 def _jsonable(value: Any) -> Any:

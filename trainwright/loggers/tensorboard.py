@@ -63,11 +63,24 @@ class TensorBoardLogger(FolderLogger):
         self._experiment: SummaryWriter | None = None
         self._opening = threading.Lock()  # the writer's thread and the user's may both be the first
         self._hp_metrics: dict[str, Any] = {}
+        self._latest_step = -1
 
     @property
     def log_dir(self) -> str | None:  # type: ignore[override]
         """Return the folder of this run, with sub_dir; None before the run has begun."""
-        return f"{self._folder}/{self.sub_dir}" if self._folder is not None and self.sub_dir else self._folder
+        return self.log_dir_in(self._folder) if self._folder is not None else None
+
+    def log_dir_in(self, folder: str) -> str:
+        return f"{folder}/{self.sub_dir}" if self.sub_dir else folder
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on in the folder; what lies there from the next step on is hidden by TensorBoard, and event files stay whole."""
+        super().load_state_dict(state)
+        self._latest_step = int(state.get("purge_step", 0)) - 1
+
+    def _written(self) -> dict[str, Any]:
+        self.flush()
+        return {"purge_step": self._latest_step + 1}
 
     @property
     def experiment(self) -> Any:
@@ -90,7 +103,9 @@ class TensorBoardLogger(FolderLogger):
             if self._experiment is None:
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._experiment = SummaryWriter(self.log_dir, **self._kwargs)
+                position, self._position = self._position, {}
+                purge = {"purge_step": position["purge_step"]} if "purge_step" in position else {}
+                self._experiment = SummaryWriter(self.log_dir, **{**purge, **self._kwargs})
             return self._experiment
 
     def log_hyperparams(
@@ -162,6 +177,7 @@ class TensorBoardLogger(FolderLogger):
 
     def _add_row(self, row: Row) -> None:
         self._rows.append({**row, _WALL_TIME: time.time()})
+        self._latest_step = max(self._latest_step, int(row["step"]))
 
     def _write_rows(self, rows: list[Row]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]

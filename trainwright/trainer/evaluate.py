@@ -14,12 +14,14 @@ from torch import nn
 from trainwright.data.combined import ShardedCombination, evaluation_loaders
 from trainwright.data.loaders import ShardedLoader, refuse_length, with_last
 from trainwright.data.seeding import isolate_rng
+from trainwright.distributed.appointments import Appointment
 from trainwright.metric_kinds import is_metric
 from trainwright.module import Module, is_overridden
 from trainwright.profilers.instrumentation import is_measuring
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
 from trainwright.trainer.steps import StepArguments, read_step
+from trainwright.trainer.stop import EvaluationAbandoned
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
@@ -121,6 +123,7 @@ def evaluate(
     if getattr(trainer.settings, LIMITS[stage]) == 0:
         return []
     engine.strategy.before_evaluation(engine.modules)
+    asked = trainer.signal_stop.begin_evaluation()
     outer, trainer.is_evaluating = logbook.collector, True
     with evaluation_mode(module, stage), gradients_off(trainer.uses_inference_mode):
         collector = logbook.start(module, training=False, stage=stage)
@@ -128,8 +131,10 @@ def evaluate(
         hooks.call(f"on_{stage}_epoch_start")
         for place, (name, loader) in enumerate(evaluation.loaders):
             collector.loader = (place, name) if len(evaluation.loaders) > 1 or name is not None else None
-            run_loader(evaluation, collector, place, loader, most, keep)
+            run_loader(evaluation, collector, place, loader, most, keep, asked)
             collector.batch = None
+            if asked is not None:
+                trainer.signal_stop.after_loader()
             if len(evaluation.loaders) > 1:
                 logbook.end_loader(module)
         collector.loader = None
@@ -152,8 +157,9 @@ def run_loader(
     loader: Share,
     most: int | None,
     keep: Callable[[int, int, Any], None] | None,
+    asked: Appointment | None,
 ) -> None:
-    """Run the stage's step on each batch of this rank's share of one loader."""
+    """Run the stage's step on each batch of this rank's share of one loader, unless it is `asked` to leave them."""
     engine, hooks, stage = evaluation.trainer.engine, evaluation.trainer.hooks, evaluation.stage
     step, transfer, module = f"{stage}_step", evaluation.transfer, evaluation.module
     several = (place,) if len(evaluation.loaders) > 1 else ()
@@ -163,7 +169,7 @@ def run_loader(
     count = evaluation.limit_of(loader, most) if is_limited else None  # else to its end, whatever it says of its length
     evaluation.trainer.batch_indices = None
     if evaluation.arguments.pulls:
-        run_pulled(evaluation, collector, place, loader, count, keep)
+        run_pulled(evaluation, collector, place, loader, count, keep, asked)
         return
     noted = loader.note_indices() if stage == "predict" and isinstance(loader, ShardedLoader) else None
     batches: Iterator[Any] = islice(loader, count)
@@ -172,6 +178,8 @@ def run_loader(
     for index, batch in enumerate(batches):
         if length is not None and index >= length:
             refuse_length(length)
+        if asked is not None and asked.is_asked and evaluation.trainer.signal_stop.is_left(place, index):
+            break
         if noted is not None:
             evaluation.trainer.batch_indices = noted.popleft()
         if transfer is not None:
@@ -200,6 +208,7 @@ def run_pulled(
     loader: Share,
     count: int | None,
     keep: Callable[[int, int, Any], None] | None,
+    asked: Appointment | None,
 ) -> None:
     """Let the stage's step take its batches from an iterator until there are none left."""
     stage = evaluation.stage
@@ -209,6 +218,8 @@ def run_pulled(
     batches = PulledBatches(pairs, evaluation.transfer, 0, evaluation.trainer.logbook)
     while not batches.is_at_end:
         taken = batches.count
+        if asked is not None and asked.is_asked and evaluation.trainer.signal_stop.is_left(place, taken):
+            break
         collector.hook = step
         outputs = evaluation.trainer.engine.run(evaluation.module, step, batches)
         if batches.count == taken:
@@ -234,8 +245,11 @@ def sanity_check(evaluation: Evaluation) -> None:
             float("inf") if (count := evaluation.limit_of(loader, most)) is None else count
             for _, loader in evaluation.loaders
         ]
-        evaluate(evaluation, most=most)
-        trainer.hooks.call("on_sanity_check_end")
+        try:
+            evaluate(evaluation, most=most)
+            trainer.hooks.call("on_sanity_check_end")
+        except EvaluationAbandoned:  # nothing was trained, so the run is saved as it begins
+            trainer.logbook.collector, trainer.is_evaluating = None, False
     trainer.logbook.is_silent = False
 
 

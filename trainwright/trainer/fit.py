@@ -20,6 +20,7 @@ done to the losses and gradients of a window in optimization.py.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ from trainwright.trainer.optimization import (
 )
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
 from trainwright.trainer.state import TrainerState
+from trainwright.trainer.stop import EvaluationAbandoned, abandonable
 from trainwright.trainer.training_data import load_training_data, place_in_data, reload_data, seek
 
 if TYPE_CHECKING:
@@ -108,10 +110,13 @@ class TrainingRun:
     """True from a batch's fetch until its on_train_batch_end hooks are done: no run could go on from there exactly."""
     is_ending_epoch: bool = False
     """True from an epoch's last batch until every scheduler of that epoch has stepped: nobody could go on from within."""
+    row_is_due: bool = False
+    """Whether the loggers' row of the latest step is still to be written."""
     step_results: list[StepResult] = field(default_factory=list)
     """What the steps of the module's own optimizer_step did that runs now."""
-    waiting_saves: list[tuple[str, bool]] = field(default_factory=list)
-    """Checkpoints that were asked for within a window or an epoch's ending, and are written when that is over."""
+    waiting_saves: list[tuple[str, bool, bool]] = field(default_factory=list)
+    """Checkpoints that were asked for within a window or an epoch's ending, and are written when that is over: the path, and
+    whether it is to hold the weights only, and to block."""
 
     def __post_init__(self) -> None:
         hooks = self.hooks
@@ -124,6 +129,11 @@ class TrainingRun:
         """Return whether a validation may be due within an epoch."""
         by_time = self.trainer.validation_clock is not None
         return self.validation is not None and (self.validate_every is not None or by_time)
+
+    def write_row(self) -> None:
+        """Write the row of a step that is due for one; a save writes it before, since no resumed run would."""
+        self.row_is_due = False
+        self.trainer.logbook.log_step()
 
     def batches(self) -> Iterator[tuple[Any, bool]]:
         """Yield (batch on its device, whether it is the epoch's last), from the state's position on."""
@@ -169,19 +179,24 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
     if trainer.settings.limit_train_batches == 0:
         return
     seek(run)
+    if trainer.resume_source is not None:
+        trainer.logbook.take_up_rows()
     if generators is not None:
         set_rng_state(generators)
+    if trainer.signal_stop.number:  # it came in the sanity check
+        trainer.signal_stop.commit()
+        return
     trainer.logbook.start(run.module, training=True, stage="train")
     hooks.call("on_train_start")
     trainer.agree_on_stop()
-    while not trainer.is_done:
-        fit_epoch(run)
-        if not state.epoch_ended:
-            state.places, state.sources = place_in_data(
-                trainer
-            )  # stopped within the epoch: a resumed run goes on there
-            break
-        state.next_epoch()
+    with suppress(EvaluationAbandoned):
+        while not trainer.is_done:
+            fit_epoch(run)
+            if not state.epoch_ended:
+                state.places, state.sources = place_in_data(trainer)  # stopped within it: a resumed run goes on there
+                break
+            state.next_epoch()
+    trainer.signal_stop.settle()
     trainer.logbook.collector = None
     hooks.call("on_train_end")
 
@@ -228,13 +243,15 @@ def fit_epoch(run: TrainingRun) -> None:
         state.batch, state.total_batches = index + 1, state.total_batches + run.num_taken
         stepped = state.step != steps_before
         state.batches_that_stepped += stepped
+        if stepped and log_every:
+            run.row_is_due = state.batches_that_stepped % log_every == 0
         if batch_end:
             collector.hook, given = "on_train_batch_end", read_outputs(outputs) if hooks.outputs_are_read else {}
             for hook in batch_end:
                 hook(given, batch, index)
         run.is_within_batch = False
-        if stepped and log_every and state.batches_that_stepped % log_every == 0:
-            logbook.log_step()
+        if run.row_is_due:
+            run.write_row()
         if run.waiting_saves and not run.is_within_window:
             trainer.save_waiting()
         if validates_within and not is_last and validation_is_due(run):
@@ -245,16 +262,18 @@ def fit_epoch(run: TrainingRun) -> None:
         refuse_short_epoch(run, is_last or is_stopped)
         is_last = is_last or (run.num_batches is None and not is_stopped)  # one of unknown length is over when it ends
     collector.batch, run.is_within_batch = None, False
-    finish_epoch(run, is_complete=is_last)
+    if not trainer.signal_stop.number:  # else the resumed run does what is left of the epoch
+        finish_epoch(run, is_complete=is_last)
 
 
 def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     """Step the epoch-wise schedulers, validate where due, reduce the metrics, and let callbacks judge them. Collective."""
     trainer, state, hooks = run.trainer, run.state, run.hooks
     run.is_ending_epoch = is_complete
-    if is_complete:
+    if is_complete and not state.schedulers_stepped:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=False)
-    else:
+        state.schedulers_stepped = True
+    elif not is_complete:
         trainer.logbook.leave_epoch()
     if validation_is_due(run, at_end=True, is_complete=is_complete):
         validate(run, within=False, counts=is_complete)
@@ -309,8 +328,10 @@ def validate(run: TrainingRun, within: bool, counts: bool = True) -> None:
         step_schedulers(run, "validation", state.validations, plateau=False)
         step_schedulers(run, "validation", state.validations, plateau=True)
 
-    evaluate(run.validation, before_end=count)
-    trainer.agree_on_stop()
+    with abandonable(run):
+        evaluate(run.validation, before_end=count)
+    if within:  # an epoch's end asks for itself
+        trainer.agree_on_stop()
     trainer.is_mid_epoch_validation = trainer.is_stop_validation = False
 
 

@@ -29,7 +29,6 @@ from trainwright.errors import CheckpointError
 from trainwright.module import Module, is_overridden
 from trainwright.trainer.hooks import HookTable
 from trainwright.trainer.logbook import Logbook
-from trainwright.trainer.running import callbacks_for
 from trainwright.trainer.state import TrainerState
 
 if TYPE_CHECKING:
@@ -60,7 +59,6 @@ def hand_over(
     """
     asked, engine = f"trainer.{call}", trainer.engine
     trainer.interrupted = False
-    trainer.callbacks = callbacks_for(trainer, module, call)
     arguments = {name: value for name, value in trainer.given_arguments.items() if name not in OWN_ARGUMENTS}
     handed = {
         "model": module,

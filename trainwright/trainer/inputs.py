@@ -8,10 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.checkpoint.store import latest_checkpoint
-from trainwright.engine.engine import Engine
-from trainwright.errors import CheckpointError
 from trainwright.module import Module, is_overridden
 from trainwright.precision import Precision
 from trainwright.strategies import Strategy
@@ -90,61 +86,6 @@ def check_loader(loader: Any, argument: str, call: str, hook: str) -> Any:
             "whose __iter__ begins anew."
         )
     return loader
-
-
-def choose_checkpoint(
-    ckpt_path: str | os.PathLike[str] | None, callback: ModelCheckpoint | None, engine: Engine
-) -> str | None:
-    """Return the path that ckpt_path stands for: itself, or the "best" or the "last" checkpoint of the callback.
-
-    Collective: call on every rank.
-
-    Raises:
-        ValueError: "best" or "last" without a ModelCheckpoint.
-        CheckpointError: it has saved none.
-    """
-    if ckpt_path is not None and not isinstance(ckpt_path, (str, os.PathLike)):
-        raise TypeError(
-            f"ckpt_path={ckpt_path!r} is a {type(ckpt_path).__name__}; accepted are a path, 'best' and 'last'."
-        )
-    if ckpt_path is not None and not str(ckpt_path):
-        raise ValueError(
-            "ckpt_path='' is an empty path; pass a checkpoint's path, 'best' or 'last', or None. (A best_model_path is empty "
-            "as long as nothing was saved.)"
-        )
-    if ckpt_path not in ("best", "last"):
-        return None if ckpt_path is None else str(ckpt_path)
-    if callback is None:
-        raise ValueError(
-            f"ckpt_path={ckpt_path!r} asks for a checkpoint of a ModelCheckpoint, but this trainer has none; pass a path, or "
-            "leave enable_checkpointing at True."
-        )
-    if ckpt_path == "best":
-        path = callback.best_model_path
-    else:
-        entry = latest_checkpoint(callback.dirpath) if callback.dirpath is not None else None
-        path = entry.path if entry is not None else ""
-    path = engine.agreed(path)  # every rank looks at the folder at its own moment
-    if not path:
-        if ckpt_path == "best" and callback.last_model_path:
-            raise CheckpointError(
-                "ckpt_path='best': the metric was never finite, so no checkpoint is the best; pass 'last', or a path."
-            )
-        if ckpt_path == "best":
-            raise CheckpointError(
-                "ckpt_path='best': no checkpoint was saved by this trainer's ModelCheckpoint. Run fit first, or pass 'last' or "
-                "the path of one that is there."
-            )
-        raise CheckpointError(
-            f"ckpt_path={ckpt_path!r}: no checkpoint was saved"
-            + (
-                f" in {callback.dirpath}"
-                if callback.dirpath
-                else " yet; give ModelCheckpoint a dirpath to find earlier ones"
-            )
-            + ". Run fit first, or pass a path."
-        )
-    return path
 
 
 def choose_precision(precision: Any, plugins: Any) -> Any:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from trainwright.engine.engine import Engine
 from trainwright.loggers.base import Logger
+from trainwright.loggers.folder import FolderLogger
+from trainwright.loggers.position import logger_states
 from trainwright.module import Module
 from trainwright.trainer.logged_value import Key, Loader, as_tensor, to_numbers
 from trainwright.trainer.metric_objects import metrics_in_use
@@ -42,6 +44,8 @@ class Logbook:
         self._shown: dict[str, Tensor | float] = {}
         self._latest_before: dict[str, Any] | None = None
         """The latest values as they were where the run stopped within an epoch."""
+        self._positions_before: list[dict[str, Any]] | None = None
+        """Where the loggers stood then."""
         self._not_of_evaluation: set[str] = set()
         """The Metric objects that were in use when the latest evaluation began."""
 
@@ -165,6 +169,16 @@ class Logbook:
             values.update(state.get(name, {}))
         self._earlier_batches.update(state.get("evaluation_batches", {}))
 
+    def logger_states(self) -> list[dict[str, Any]]:
+        """Return where the loggers stand, for a checkpoint; empty on ranks other than 0. What goes before is written then."""
+        return logger_states(self._loggers) if self._positions_before is None else self._positions_before
+
+    def take_up_rows(self) -> None:
+        """Let the loggers of a run that goes on drop the rows which it will write again."""
+        for logger in self._loggers:
+            if isinstance(logger, FolderLogger):
+                logger.take_up()
+
     def epoch_state(self, module: Module, is_evaluating: bool) -> dict[str, Any] | None:
         """Return what was logged so far in the epoch that is trained, for this rank's part of a checkpoint.
 
@@ -184,6 +198,12 @@ class Logbook:
         """
         assert self.collector is not None
         self._latest_before, self.unfinished = self.state_dict(), self.collector.state_dict()
+        self._positions_before = self.logger_states()
+
+    def forget_evaluation(self, latest: dict[str, Any]) -> None:
+        """Go back, where a run stops within an evaluation, to the latest values as they were before it."""
+        self._latest_before = latest
+        self._batches.clear()
 
     def take_up_epoch(self) -> None:
         """Go on with what a checkpoint holds of the epoch; what the hooks of its start have logged again gives way to it."""

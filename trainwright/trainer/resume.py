@@ -41,6 +41,7 @@ def run_state(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
         "metrics": trainer.logbook.state_dict(),
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "callbacks": {key: state for key, state in callbacks.items() if state},
+        "loggers": trainer.logbook.logger_states(),
     }
 
 
@@ -74,13 +75,9 @@ def edit_with_hooks(trainer: Trainer, name: str) -> Edit | None:
     return lambda contents: trainer.hooks.call(name, contents)
 
 
-def open_with_hooks(trainer: Trainer, path: str) -> Opened:
-    """Verify a checkpoint and show its contents to on_load_checkpoint, which may still build layers then. Collective.
-
-    Raises:
-        CheckpointError: no checkpoint, or a damaged one.
-    """
-    return trainer.engine.open(path, edit=edit_with_hooks(trainer, "on_load_checkpoint"))
+def open_with_hooks(trainer: Trainer, checkpoint: Checkpoint) -> Opened:
+    """Read a verified checkpoint and show its contents to on_load_checkpoint, which may still build layers then. Collective."""
+    return trainer.engine.open(checkpoint, edit=edit_with_hooks(trainer, "on_load_checkpoint"))
 
 
 def restore_parts(trainer: Trainer, opened: Opened) -> None:

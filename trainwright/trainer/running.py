@@ -8,15 +8,20 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.callbacks.base import Callback
+from trainwright.callbacks.decision import decided
 from trainwright.checkpoint.exchange import is_plain
+from trainwright.checkpoint.opening import Verify
 from trainwright.data.datamodule import DataModule
+from trainwright.distributed.agreement import is_echo
 from trainwright.hyperparameters import logged_hyper_parameters
-from trainwright.loggers import Logger, start_loggers, withdraw_loggers
+from trainwright.loggers import Logger, match_states, resume_loggers, start_loggers, withdraw_loggers
 from trainwright.module import Module, is_overridden
 from trainwright.profilers.instrumentation import instrument, is_measuring
+from trainwright.trainer.checkpoint_choice import Choice, choose_checkpoint
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.hooks import HookTable
-from trainwright.trainer.inputs import check_module, choose_checkpoint
+from trainwright.trainer.inputs import check_module
+from trainwright.trainer.locks import FolderLocks
 from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.parts import with_the_modules
 from trainwright.trainer.preparation import prepare_module
@@ -28,10 +33,12 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def running(trainer: Trainer, module: Module, stage: str, datamodule: DataModule | None) -> Iterator[None]:
+def running(
+    trainer: Trainer, module: Module, stage: str, datamodule: DataModule | None, choice: Choice
+) -> Iterator[None]:
     """Set up what surrounds a run, and take it down whatever happens. Collective: call on every rank."""
-    engine, outcome = trainer.engine, Outcome()
-    trainer.callbacks = callbacks_for(trainer, module, stage)
+    engine, outcome, locks = trainer.engine, Outcome(), FolderLocks(trainer, stage)
+    trainer.ckpt_path = choice.path
     trainer.module, trainer.datamodule = module, datamodule
     trainer.interrupted = trainer.is_evaluating = trainer.is_mid_epoch_validation = trainer.is_stop_validation = False
     profiler = trainer.profiler if is_measuring(trainer.profiler) else None
@@ -53,6 +60,7 @@ def running(trainer: Trainer, module: Module, stage: str, datamodule: DataModule
         if profiler is not None:
             stack.callback(instrument(engine, profiler))
         stack.callback(_withdraw_loggers, trainer, outcome)
+        stack.callback(locks.release)
         for logger in reversed(trainer.loggers) if trainer.is_global_zero else ():
             stack.callback(_close_logger, trainer, logger, outcome)
         for hook in reversed(trainer.hooks["teardown"]):
@@ -60,11 +68,15 @@ def running(trainer: Trainer, module: Module, stage: str, datamodule: DataModule
         if datamodule is not None:
             stack.callback(outcome.after, datamodule.teardown, stage)
         try:
+            _start_loggers(trainer, choice, locks)
             _set_up(trainer, module, stage, datamodule)
             yield
+            engine.finish_save()
         except BaseException as error:
             outcome.error = error
             trainer.interrupted = isinstance(error, KeyboardInterrupt)
+            # One in flight can commit while every rank lives, whatever they raise; not where one has gone.
+            outcome.after(engine.writer.drop if is_echo(error) else engine.finish_save)
             for hook in trainer.hooks["on_exception"]:
                 outcome.after(hook, error)
             if datamodule is not None:
@@ -121,10 +133,20 @@ def _agree_on_hooks(trainer: Trainer) -> None:
     trainer.hooks.reduced_early = frozenset(name for text in texts for name in text.decode().split(",") if name)
 
 
+def _start_loggers(trainer: Trainer, choice: Choice, locks: FolderLocks) -> None:
+    """Let the loggers choose their folders, and hold those of the checkpoints before anything is written. Collective."""
+    engine, path = trainer.engine, choice.path or ""
+    locks.take(started=False)
+    if choice.continues:
+        matches = decided(engine, lambda: match_states(trainer.loggers, choice.loggers, path))
+        resume_loggers(trainer.loggers, choice.loggers, path, matches)
+    start_loggers(trainer.loggers, engine.agreed, is_writer=trainer.is_global_zero)
+    locks.take(started=True)
+
+
 def _set_up(trainer: Trainer, module: Module, stage: str, datamodule: DataModule | None) -> None:
     """Prepare the data on one process of each node, then set up every part in the order of hooks.py. Collective."""
     engine = trainer.engine
-    start_loggers(trainer.loggers, engine.agreed, is_writer=trainer.is_global_zero)
     trainer.profiler.setup(stage, engine.local_rank, trainer.log_dir)
     for owner, base in ((datamodule, DataModule), (module, Module)):
         if owner is not None and is_overridden("prepare_data", owner, base):
@@ -181,7 +203,8 @@ def _log_graph(trainer: Trainer, module: Module) -> None:
 
 def _close_logger(trainer: Trainer, logger: Logger, outcome: Outcome) -> None:
     """Let a logger write what it holds back."""
-    status = "interrupted" if trainer.interrupted else "failed" if outcome.error is not None else "success"
+    is_interrupted = trainer.interrupted or trainer.signal_stop.number
+    status = "interrupted" if is_interrupted else "failed" if outcome.error is not None else "success"
     outcome.after(logger.finalize, status)
     outcome.after(logger.close)
 
@@ -200,11 +223,19 @@ class Request(NamedTuple):
     module: Module
     loaders: Any
     datamodule: DataModule | None
-    path: str | None
+    choice: Choice
+    verify: Verify
 
 
 def read_request(
-    trainer: Trainer, call: str, stage: str, model: Any, loaders: Any, ckpt_path: Any, datamodule: Any
+    trainer: Trainer,
+    call: str,
+    stage: str,
+    model: Any,
+    loaders: Any,
+    ckpt_path: Any,
+    datamodule: Any,
+    verify: Verify,
 ) -> Request:
     """Return what is to be evaluated; refuse what cannot be, before anything is run. Collective: call on every rank."""
     refuse_nested(trainer, call)
@@ -220,20 +251,20 @@ def read_request(
     source = find_source(stage, loaders, given_datamodule, module, "dataloaders", call)
     if not source.is_defined:
         source.load()  # which says what is missing
-    path = choose_checkpoint(ckpt_path, callback, trainer.engine)
-    return Request(call, stage, module, loaders, given_datamodule, path)
+    trainer.callbacks = callbacks_for(trainer, module, call)
+    choice = choose_checkpoint(trainer, ckpt_path, verify, call)
+    return Request(call, stage, module, loaders, given_datamodule, choice, verify)
 
 
 @contextmanager
 def evaluating(trainer: Trainer, request: Request) -> Iterator[Evaluation]:
     """Surround one evaluation with what it needs, and give it ready to run. Collective: call on every rank."""
-    call, stage, module, loaders, datamodule, path = request
+    call, stage, module, loaders, datamodule, choice, _ = request
     source = find_source(stage, loaders, datamodule, module, "dataloaders", call)
-    trainer.ckpt_path = path
-    can_keep = path is None and trainer.module is module and trainer.engine.strategy.keeps_optimizers
+    can_keep = choice.path is None and trainer.module is module and trainer.engine.strategy.keeps_optimizers
     trained = list(trainer.engine.optimizers) if can_keep else []
-    with running(trainer, module, call, datamodule):
-        opened = open_with_hooks(trainer, path) if path is not None else None
+    with running(trainer, module, call, datamodule, choice):
+        opened = open_with_hooks(trainer, choice.checkpoint) if choice.checkpoint is not None else None
         prepare_module(trainer, module)
         trainer.engine.prepare_module(module, None)
         if opened is not None:

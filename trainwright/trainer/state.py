@@ -18,7 +18,9 @@ class TrainerState:
     this rank has finished in the epoch, `total_batches` those of the run, `step` the optimizer steps of the run (each
     optimizer's under manual optimization), `batches_that_stepped` the batches after which a step was made: the loggers' x
     axis. `validations` counts the validations of the run, and `validated_at` is `total_batches` as it was at the latest.
-    `epoch_ended` is True once the epoch has no batch and no validation to come, while its number still stands.
+    `schedulers_stepped` is True once an epoch's schedulers have stepped, but for those that follow a metric: its validation
+    may be still to come. `epoch_ended` is True once the epoch has no batch and no validation to come, while its number still
+    stands. `saves` counts the checkpoints, which puts those of one step in order.
 
     All of them go on at another world size. In an epoch that is taken up there, `batch` goes on from what each rank had
     before, and what is left of the data is shared out anew, so the epoch has another number of batches than a whole one.
@@ -32,7 +34,9 @@ class TrainerState:
     skipped_steps: int = 0
     validations: int = 0
     validated_at: int = -1
+    schedulers_stepped: bool = False
     epoch_ended: bool = False
+    saves: int = 0
     places: Sequence[Place] = field(default=(), metadata={"counts": False})
     """Where the epoch's data is taken up: what was consumed of each loader's stream; empty where `batch` says it."""
     sources: Sequence[SourceState | None] = field(default=(), metadata={"counts": False})
@@ -52,5 +56,5 @@ class TrainerState:
 
     def next_epoch(self) -> None:
         """Go on to the next epoch."""
-        self.epoch, self.batch, self.epoch_ended = self.epoch + 1, 0, False
+        self.epoch, self.batch, self.epoch_ended, self.schedulers_stepped = self.epoch + 1, 0, False, False
         self.places = self.sources = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumu
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.progress_bar import TQDMProgressBar
 from trainwright.data.datamodule import DataModule
+from trainwright.distributed.appointments import Appointment
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
@@ -26,6 +28,7 @@ from trainwright.strategies import Strategy
 from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.state import TrainerState
+from trainwright.trainer.stop import SignalStop
 from trainwright.trainer.training_data import load_training_data
 
 if TYPE_CHECKING:
@@ -54,6 +57,9 @@ class Status:
     lr_scheduler_configs: list[SchedulerConfig]
     should_stop: bool
     is_evaluating: bool
+    signal_stop: SignalStop
+    """The stop on a signal of the present or the latest fit."""
+    stop_appointment: Appointment | None = None
 
     # -- the job -----------------------------------------------------------------------------------------------------
 
@@ -322,8 +328,8 @@ class Status:
 
     @property
     def received_sigterm(self) -> bool:
-        """Return False: a SIGTERM ends the run at once."""
-        return False
+        """Return whether a SIGTERM stops, or has stopped, the present or latest fit, as far as this rank knows."""
+        return self.signal_stop.received == signal.SIGTERM
 
     @property
     def is_done(self) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.callbacks.base import Callback
+from trainwright.checkpoint.opening import Verify
 from trainwright.data.datamodule import DataModule
 from trainwright.distributed.appointments import Appointment
 from trainwright.engine.compilation import Compiled
@@ -27,6 +28,7 @@ from trainwright.precision import Precision
 from trainwright.profilers import Profiler, resolve_profiler
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy
+from trainwright.trainer.checkpoint_choice import choose_checkpoint
 from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation, evaluate
 from trainwright.trainer.fit import TrainingRun, fit
@@ -35,7 +37,6 @@ from trainwright.trainer.hooks import HookTable
 from trainwright.trainer.inputs import (
     check_compile,
     check_module,
-    choose_checkpoint,
     choose_precision,
     choose_root,
 )
@@ -44,11 +45,12 @@ from trainwright.trainer.parts import arranged_callbacks, arranged_loggers, maki
 from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
 from trainwright.trainer.resume import edit_with_hooks, open_with_hooks, rank_state, restore, restore_parts, run_state
-from trainwright.trainer.running import evaluating, read_request, refuse_nested, running
+from trainwright.trainer.running import callbacks_for, evaluating, read_request, refuse_nested, running
 from trainwright.trainer.settings import Settings, refuse_unknown
 from trainwright.trainer.sources import find_source, find_transfer, read_datamodule
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Batches, Status
+from trainwright.trainer.stop import SignalStop
 from trainwright.trainer.table import format_table
 
 
@@ -211,7 +213,7 @@ class Trainer(Status):
         """The shares of loaders whose workers end with the run."""
         self.validation_clock: IntervalClock | None = None
         self.compiled: Compiled | None = None
-        self.stop_appointment: Appointment | None = None
+        self.signal_stop = SignalStop(self)
         self.callbacks_of_module: tuple[list[Callback], list[Callback]] = ([], [])
         """The callbacks that configure_callbacks has given, and those of the trainer's own whose place they have taken."""
         self.is_stop_validation = False
@@ -227,6 +229,7 @@ class Trainer(Status):
         datamodule: DataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
+        verify: Verify = "full",
     ) -> None:
         """Train a module. Collective: every rank of the job calls it.
 
@@ -236,12 +239,17 @@ class Trainer(Status):
                 or a DataModule; without it the module's train_dataloader hook.
             val_dataloaders: the same for validation; a dict's keys name the loaders.
             datamodule: a DataModule, in place of the loaders.
-            ckpt_path: the checkpoint to go on from: a path, "last" (the newest of ModelCheckpoint's folder) or "best".
+            ckpt_path: the checkpoint to go on from: a path; "last", the newest of ModelCheckpoint's folder, which has to be
+                whole; "auto", the newest that is whole, or none: so a job can be run again until it has come to its end;
+                or "best". From the newest one the loggers go on in its run folder.
             weights_only: accepted and not needed: a checkpoint holds nothing but plain data and tensors.
+            verify: how the checkpoint is looked at before anything is changed: "full" (the digest of every file), "size"
+                (their sizes) or "off".
 
         Raises:
             TypeError, ValueError: a module or a loader that cannot be trained.
-            CheckpointError: no such checkpoint, or one that is damaged or of another model.
+            CheckpointError: no such checkpoint, or one that is damaged or of another model; or another run holds the folder.
+            RunStopped: SIGTERM, SIGUSR1 or Ctrl-C has stopped it, and it is saved; it ends the process.
         """
         refuse_nested(self, "fit")
         check_module(model, ["training_step", "configure_optimizers"], "fit")
@@ -251,24 +259,31 @@ class Trainer(Status):
         source = find_source("train", train, datamodule, model, "train_dataloaders", "fit")
         if not source.is_defined:
             source.load()  # which says what is missing
-        path = choose_checkpoint(ckpt_path, self.checkpoint_callback, self.engine)
+        self.callbacks = callbacks_for(self, model, "fit")
+        choice = choose_checkpoint(self, ckpt_path, verify, "fit")
         if self.engine.num_workers:
-            options = {"train_dataloaders": train, "val_dataloaders": val_dataloaders}
-            hand_over(self, "fit", model, datamodule, path, **options)
+            options = {"train_dataloaders": train, "val_dataloaders": val_dataloaders, "verify": verify}
+            hand_over(self, "fit", model, datamodule, choice.path, **options)
             return
         self.state = TrainerState()
-        self.should_stop, self.stop_is_agreed, self.resume_source, self.ckpt_path = False, False, None, path
+        self.should_stop, self.stop_is_agreed, self.resume_source = False, False, None
+        self.signal_stop = SignalStop(self)
         self.accumulate_grad_batches = self.settings.accumulate_grad_batches
-        with running(self, model, "fit", datamodule), torch.autograd.set_detect_anomaly(self.settings.detect_anomaly):
+        with (
+            self.signal_stop,
+            running(self, model, "fit", datamodule, choice),
+            torch.autograd.set_detect_anomaly(self.settings.detect_anomaly),
+        ):
             self.stop_appointment = self.appointment("stop")
             seconds = self.settings.validation_seconds
             self.validation_clock = None if seconds is None else IntervalClock(seconds, self.appointment("validation"))
-            opened = open_with_hooks(self, path) if path is not None else None
+            opened = open_with_hooks(self, choice.checkpoint) if choice.checkpoint is not None else None
             if opened is not None:
                 restore_parts(self, opened)
             self.run = prepare_fit(self, model, source, self._validation(model, val_dataloaders, datamodule))
             self.hooks.call("on_fit_start")
             generators = restore(self, opened) if opened is not None else None
+            self.signal_stop.watch()
             fit(self.run, generators)
             self.hooks.call("on_fit_end")
 
@@ -280,9 +295,10 @@ class Trainer(Status):
         verbose: bool = True,
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
+        verify: Verify = "full",
     ) -> list[dict[str, float]]:
         """Evaluate a module with validation_step; arguments and result are those of `test`. Collective."""
-        return self._evaluate("validate", "validation", model, dataloaders, ckpt_path, verbose, datamodule)
+        return self._evaluate("validate", "validation", model, dataloaders, ckpt_path, verbose, datamodule, verify)
 
     def test(
         self,
@@ -292,6 +308,7 @@ class Trainer(Status):
         verbose: bool = True,
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
+        verify: Verify = "full",
     ) -> list[dict[str, float]]:
         """Evaluate a module with test_step, print its metrics on rank 0 and return them. Collective.
 
@@ -299,15 +316,17 @@ class Trainer(Status):
             model: the module; None is the one of the latest call, with the weights of its best checkpoint if it has one.
             dataloaders: a DataLoader or an iterable of batches, several in a list or a dict of names, or a DataModule;
                 without it the module's test_dataloader hook.
-            ckpt_path: the weights to take: a path, "best" or "last"; None takes a given module as it is.
+            ckpt_path: the weights to take: a path, "best", "last" (the newest) or "auto" (the newest that is whole); None takes
+                a given module as it is.
             verbose: print the table of metrics.
             datamodule: a DataModule, in place of the loaders.
             weights_only: accepted and not needed: a checkpoint holds nothing but plain data and tensors.
+            verify: "full", "size" or "off", as in `fit`.
 
         Returns:
             A list of dicts, each loader's metrics by name, over all ranks and each sample counted once.
         """
-        return self._evaluate("test", "test", model, dataloaders, ckpt_path, verbose, datamodule)
+        return self._evaluate("test", "test", model, dataloaders, ckpt_path, verbose, datamodule, verify)
 
     def predict(
         self,
@@ -317,6 +336,7 @@ class Trainer(Status):
         return_predictions: bool | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
+        verify: Verify = "full",
     ) -> list[Any]:
         """Return what predict_step returns for each batch, on the host, in the order of the dataset. Collective.
 
@@ -327,19 +347,28 @@ class Trainer(Status):
         Returns:
             A list with an entry for each batch; with several loaders a list of such lists.
         """
-        asked = read_request(self, "predict", "predict", model, dataloaders, ckpt_path, datamodule)
+        asked = read_request(self, "predict", "predict", model, dataloaders, ckpt_path, datamodule, verify)
         if self.engine.num_workers:
-            options = {"dataloaders": asked.loaders, "return_predictions": return_predictions}
-            outputs: list[Any] = hand_over(self, "predict", asked.module, asked.datamodule, asked.path, **options)
+            options = {"dataloaders": asked.loaders, "return_predictions": return_predictions, "verify": verify}
+            outputs: list[Any] = hand_over(
+                self, "predict", asked.module, asked.datamodule, asked.choice.path, **options
+            )
             return outputs
         with evaluating(self, asked) as evaluation:
             predictions = predict(evaluation, return_predictions is not False)
         return predictions[0] if len(predictions) == 1 else predictions
 
     def save_checkpoint(
-        self, filepath: str | os.PathLike[str], weights_only: bool = False, storage_options: Any = None
+        self,
+        filepath: str | os.PathLike[str],
+        weights_only: bool = False,
+        storage_options: Any = None,
+        blocking: bool = True,
     ) -> bool:
-        """Write a checkpoint and return whether it is there. Collective: call on every rank.
+        """Write a checkpoint and return whether it is there, or, with blocking=False, begun. Collective: call on every rank.
+
+        With blocking=False the loop goes on once all is copied to host memory, and a thread writes and commits. One such save
+        is in flight at a time: the next save, the end of a run, a load and the program's end wait for it, and raise its error.
 
         Within an accumulation window it is written when the window ends, since gradients are not part of it, and between an
         epoch's last batch and its end (the validation, on_train_epoch_end) when all schedulers have stepped; False then.
@@ -365,8 +394,11 @@ class Trainer(Status):
             )
         run = self.run
         if run is not None and (run.is_within_window or (run.is_ending_epoch and not weights_only)):
-            run.waiting_saves.append((str(filepath), weights_only))
+            run.waiting_saves.append((str(filepath), weights_only, blocking))
             return False
+        if run is not None and run.row_is_due:
+            run.write_row()
+        self.state.saves += 1
         self.engine.save(
             str(filepath),
             step=self.state.step,
@@ -374,14 +406,17 @@ class Trainer(Status):
             state=run_state(self, weights_only),
             rank_state=None if weights_only else rank_state(self),
             weights_only=weights_only,
+            number=self.state.saves,
             edit=edit_with_hooks(self, "on_save_checkpoint"),
+            blocking=blocking,
         )
         return True
 
     def save_waiting(self) -> None:
         """Write the checkpoints that were asked for within the window that has ended."""
         while self.run is not None and self.run.waiting_saves:
-            self.save_checkpoint(*self.run.waiting_saves.pop(0))
+            path, weights_only, blocking = self.run.waiting_saves.pop(0)
+            self.save_checkpoint(path, weights_only, blocking=blocking)
 
     def agree_on_stop(self) -> None:
         """Let every rank stop here if one of them is to. Collective: call on every rank."""
@@ -448,13 +483,16 @@ class Trainer(Status):
     def wants_to_stop(self) -> bool:
         """Return whether the run ends at this optimizer step."""
         settings, state = self.settings, self.state
+        if -1 < settings.max_steps <= state.step:
+            return True
         appointment = self.stop_appointment
         if appointment is not None:
             if appointment.is_due(state.step):
-                self.should_stop = self.stop_is_agreed = True
+                if not self.signal_stop.agree():
+                    self.should_stop = self.stop_is_agreed = True
             elif self.should_stop and not self.stop_is_agreed and self.world_size > 1:
                 appointment.ask()  # perhaps this rank alone has set it
-        if -1 < settings.max_steps <= state.step:
+        if self.signal_stop.number:
             return True
         if not self.should_stop or not (self.stop_is_agreed or self.world_size == 1):
             return False
@@ -477,13 +515,21 @@ class Trainer(Status):
         return Evaluation(self, model, "validation", source, find_transfer(self.engine, model, datamodule))
 
     def _evaluate(
-        self, call: str, stage: str, model: Any, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
+        self,
+        call: str,
+        stage: str,
+        model: Any,
+        loaders: Any,
+        ckpt_path: Any,
+        verbose: bool,
+        datamodule: Any,
+        verify: Verify,
     ) -> list[dict[str, float]]:
-        asked = read_request(self, call, stage, model, loaders, ckpt_path, datamodule)
+        asked = read_request(self, call, stage, model, loaders, ckpt_path, datamodule, verify)
         metrics: list[dict[str, float]]
         if self.engine.num_workers:
-            options = {"dataloaders": asked.loaders, "verbose": verbose}
-            metrics = hand_over(self, call, asked.module, asked.datamodule, asked.path, **options)
+            options = {"dataloaders": asked.loaders, "verbose": verbose, "verify": verify}
+            metrics = hand_over(self, call, asked.module, asked.datamodule, asked.choice.path, **options)
             return metrics
         with evaluating(self, asked) as evaluation:
             metrics = evaluate(evaluation)

@@ -1,0 +1,432 @@
+"""Kills training runs at random, lets the same command go on, and compares each end with that of a run nobody killed.
+
+A run of soak_job.py is started by the launcher, killed several times by SIGKILL (a rank, the launcher, all of them; in a
+step, a validation, a save, while it loads, right after it has gone on), started again each time, and let end. Then its
+weights, optimizer, generators, counters, states of callbacks, logged rows and the samples of every batch have to be
+bitwise those of the uninterrupted run of its strategy. After each kill every checkpoint has to verify, the newest one of
+before has to be there still, and within seconds nothing of the job may be left: no process, no listening port, no shared
+memory. Which kills a run gets follows from the seed and the run's number.
+
+    python benchmarks/soak.py [--kills 200] [--seed 0] [--strategies ddp,fsdp] [--out runs/soak-0] [--jobs 2]
+    python benchmarks/soak.py --only 17 --seed 0       # run 17 of that soak again, by itself
+
+A soak that was cut goes on where it stood. The exit code is 1 where anything differed, was lost or was left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from soak_job import ACCUMULATE, BATCHES, FINAL, FORGETTABLE, num_samples
+from soak_outcome import Outcome, count_checkpoints, differences, read_outcome, temporary_names, unseen_or_seen_twice
+from soak_traces import GONE_SECONDS, Traces, lives, processes_of
+
+from trainwright.checkpoint.store import find_checkpoints, open_checkpoint
+from trainwright.errors import CheckpointError
+
+RANKS = {"ddp": 3, "single_device": 1}
+"""Of the others two. With three, the order of a sum shows in its last bits."""
+STRATEGIES = (
+    "ddp",
+    "ddp_sharded",
+    "fsdp",
+    "deepspeed_stage_1",
+    "deepspeed_stage_2",
+    "deepspeed_stage_3",
+    "single_device",
+)
+VICTIMS = ("rank", "launcher", "all")
+MOMENTS = {"step": 4, "save": 3, "validation": 2, "start": 1, "load": 1}
+"""When to kill, and how often each. "start" is before the first step after a start, "load" before that."""
+LONGEST_DELAY = {"step": 0.05, "save": 0.025, "validation": 0.012, "start": 0.03, "load": 0.15}
+"""Seconds at most from the moment to the kill."""
+STEPS = -(-BATCHES // ACCUMULATE)
+"""Optimizer steps of an epoch."""
+PATIENCE_SECONDS = 180.0
+"""A job that tells nothing for so long is taken to hang."""
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What is to be killed, and when: at a moment so many steps after the run's start, and a little later."""
+
+    moment: str
+    steps: int
+    delay: float
+    victim: str
+    """"launcher", "all", or the number of a rank."""
+
+    def __str__(self) -> str:
+        victim = (
+            f"rank {self.victim}" if self.victim.isdigit() else f"the {self.victim}" if self.victim != "all" else "all"
+        )
+        later = (
+            f", {self.steps} steps or more after it had begun" if self.moment in ("step", "save", "validation") else ""
+        )
+        return f"{victim}, {1e3 * self.delay:.0f} ms into a {self.moment}{later}"
+
+
+@dataclass
+class Result:
+    """What a run with its kills has shown."""
+
+    number: int
+    strategy: str
+    kills: int = 0
+    seconds: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+    """What differs from the uninterrupted run, or how it ended."""
+    lost: list[str] = field(default_factory=list)
+    """Checkpoints that a kill has damaged or removed."""
+    left: list[str] = field(default_factory=list)
+    """What a killed job has left."""
+    kept: int = 0
+    """How many more checkpoints there are in the end than without kills."""
+
+    @property
+    def is_sound(self) -> bool:
+        return not (self.wrong or self.lost or self.left)
+
+
+class Job:
+    """One start of the script of a run."""
+
+    def __init__(self, soak: Soak, strategy: str, folder: Path, start: int) -> None:
+        self.num_ranks = RANKS.get(strategy, 2)
+        self.events_path, self.log_path = folder / f"events-{start}", folder / f"log-{start}"
+        self.events_path.touch()
+        self._read_bytes = 0
+        self.events: list[dict[str, Any]] = []
+        self.traces = Traces(f"{folder}#{start}")
+        script = [sys.executable, "-W", "error", str(ROOT / "benchmarks" / "soak_job.py"), "--strategy", strategy]
+        script += ["--devices", str(self.num_ranks), "--folder", str(folder), "--epochs", str(soak.options.epochs)]
+        script += ["--forget", soak.options.forget] if soak.options.forget and start else []
+        launcher = [sys.executable, "-m", "trainwright.launch.processes", "--num-processes", str(self.num_ranks), "--"]
+        variables = {
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            "SOAK_EVENTS": str(self.events_path),
+            **self.traces.variables,
+        }
+        with open(self.log_path, "wb") as log:
+            self.process = subprocess.Popen(
+                script if self.num_ranks == 1 else [*launcher, *script],
+                env={**os.environ, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=folder,
+            )
+
+    def wait_for(self, is_it: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
+        """Return the first event that is it; None where the job ends before."""
+        looked_at, deadline = 0, time.monotonic() + PATIENCE_SECONDS
+        while True:
+            has_ended = self.process.poll() is not None
+            self._read()
+            for event in self.events[looked_at:]:
+                if is_it(event):
+                    return event
+            if len(self.events) > looked_at:
+                looked_at, deadline = len(self.events), time.monotonic() + PATIENCE_SECONDS
+            if has_ended:
+                return None
+            if time.monotonic() > deadline:
+                self.kill("all")
+                raise TimeoutError(f"the job told nothing for {PATIENCE_SECONDS:.0f} s; see {self.log_path}")
+            time.sleep(0.002)
+
+    def kill(self, victim: str) -> None:
+        ranks = {event["rank"]: event["pid"] for event in self.events}
+        if self.num_ranks == 1 or victim == "launcher":
+            self.process.kill()
+        elif victim == "all":
+            for pid in (self.process.pid, *ranks.values()):
+                _kill(pid)
+        else:
+            _kill(ranks[int(victim)])
+
+    def wait(self) -> int:
+        try:
+            return self.process.wait(timeout=PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill("all")
+            raise TimeoutError(f"the job did not end in {PATIENCE_SECONDS:.0f} s; see {self.log_path}") from None
+
+    def wait_for_end(self, pid: int) -> None:
+        """Wait for a rank to be gone, which then writes nothing any more; what does not go is reported as left."""
+        deadline = time.monotonic() + GONE_SECONDS
+        while lives(pid) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def _read(self) -> None:
+        with open(self.events_path, "rb") as file:
+            file.seek(self._read_bytes)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        self.events += [json.loads(line) for line in whole.splitlines()]
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended in this moment
+        os.kill(pid, signal.SIGKILL)
+
+
+class Soak:
+    """The runs of a soak, one after another or several at a time."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.out = Path(options.out).resolve()
+        self.results: dict[int, Result] = {}
+        self._oracles: dict[str, Outcome] = {}
+        self._locks = {strategy: threading.Lock() for strategy in STRATEGIES}
+        self._lock = threading.Lock()
+        self._checks = ThreadPoolExecutor(16)
+        self._next = self._underway = 0
+
+    def run_all(self) -> bool:
+        """Run until there were as many kills as asked for; return whether all was as it has to be."""
+        self._take_up()
+        with ThreadPoolExecutor(self.options.jobs) as pool:
+            for done in [pool.submit(self._work) for _ in range(self.options.jobs)]:
+                done.result()
+        is_sound = self.summarize()
+        for name in ("soak.json", *(f"oracle-{strategy}" for strategy in STRATEGIES)):
+            path = self.out / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        return is_sound
+
+    def run_one(self, number: int) -> bool:
+        self.results[number] = self.run(number, self.options.per_run)
+        return self.summarize()
+
+    def summarize(self) -> bool:
+        results = sorted(self.results.values(), key=lambda result: result.number)
+        kills, seconds = sum(each.kills for each in results), sum(each.seconds for each in results) / self.options.jobs
+        for each in results:
+            if not each.is_sound:
+                again = f"--only {each.number} --seed {self.options.seed} --per-run {self.options.per_run}"
+                again += f" --epochs {self.options.epochs} --strategies {','.join(self.options.strategies)}"
+                print(f"run {each.number} ({each.strategy}) was not as it has to be; again: {sys.argv[0]} {again}")
+        print(
+            f"{kills} kills in {len(results)} runs of {len({each.strategy for each in results})} strategies: "
+            f"{sum(bool(each.wrong) for each in results)} runs that differ, {sum(len(each.lost) for each in results)} lost "
+            f"checkpoints, {sum(len(each.left) for each in results)} things left; "
+            f"{seconds / max(kills, 1):.1f} s a kill, {sum(each.kept for each in results)} checkpoints more than without kills"
+        )
+        return all(each.is_sound for each in results)
+
+    def _take_up(self) -> None:
+        """Take the results of an earlier, cut soak of the same settings."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        for pid in processes_of(f"{self.out}/", begins=True):
+            _kill(pid)  # of the runs that were under way when it was cut
+        path = self.out / "soak.json"
+        self._settings = {
+            name: getattr(self.options, name) for name in ("seed", "strategies", "per_run", "epochs", "forget")
+        }
+        if path.exists():
+            told = json.loads(path.read_text())
+            if told["settings"] != self._settings:
+                sys.exit(f"{self.out} holds a soak of {told['settings']}; go on with these, or give another --out.")
+            self.results = {each["number"]: Result(**each) for each in told["results"]}
+            print(f"going on after {sum(each.kills for each in self.results.values())} kills")
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                done = sum(each.kills for each in self.results.values()) + self._underway
+                kills = min(self.options.per_run, self.options.kills - done)
+                if kills <= 0:
+                    return
+                while self._next in self.results:
+                    self._next += 1
+                number, self._next, self._underway = self._next, self._next + 1, self._underway + kills
+            result = self.run(number, kills)
+            with self._lock:
+                self._underway -= kills
+                self.results[number] = result
+                told = {"settings": self._settings, "results": [asdict(each) for each in self.results.values()]}
+                (self.out / "soak.json.new").write_text(json.dumps(told))
+                os.replace(self.out / "soak.json.new", self.out / "soak.json")
+
+    def run(self, number: int, kills: int) -> Result:
+        """Make one run with so many kills, and compare its end."""
+        strategy = self.options.strategies[number % len(self.options.strategies)]
+        oracle = self.oracle(strategy)
+        folder = _emptied(self.out / f"run-{number}")
+        result, began = Result(number, strategy), time.monotonic()
+        checks: list[Future[list[str]]] = []
+        try:
+            self._kill_and_go_on(folder, result, kills, checks)
+            num_ranks = RANKS.get(strategy, 2)
+            found = read_outcome(folder, FINAL, num_ranks)
+            result.wrong += differences(found, oracle)
+            result.wrong += unseen_or_seen_twice(found, num_samples(num_ranks), self.options.epochs)
+            result.left += temporary_names(folder)
+            result.kept = count_checkpoints(folder) - int(oracle["checkpoints"])
+        except (TimeoutError, CheckpointError, RuntimeError) as error:
+            result.wrong.append(f"{type(error).__name__}: {error}")
+        result.seconds = time.monotonic() - began
+        for check in checks:
+            result.left += check.result()
+        said = "ends as the run that nobody killed" if result.is_sound else "is NOT as it has to be"
+        print(
+            f"run {number:3d} {strategy:18s} {said}, after {result.kills} kills in {result.seconds:.0f} s", flush=True
+        )
+        if result.is_sound:
+            shutil.rmtree(folder)
+        return result
+
+    def _kill_and_go_on(self, folder: Path, result: Result, kills: int, checks: list[Future[list[str]]]) -> None:
+        """Start the run and kill it, again and again, and let it end at last."""
+        planned = plan(self.options.seed, result.number, kills, RANKS.get(result.strategy, 2), self.options.epochs)
+        newest = -1
+        while True:
+            job = Job(self, result.strategy, folder, result.kills)
+            kill = planned[result.kills] if result.kills < kills else None
+            try:
+                code = self._strike(job, kill, newest, result) if kill is not None else job.wait()
+                for pid in [event["pid"] for event in job.events if event["event"] == "load"]:
+                    job.wait_for_end(pid)
+            finally:
+                job.kill("all")
+                checks.append(self._checks.submit(job.traces.left))
+            if code == 0:
+                return
+            if kill is None or code not in (128 + signal.SIGKILL, -signal.SIGKILL):
+                raise RuntimeError(f"start {result.kills} ended with {code}: {_tail(job.log_path)}")
+            newest = self._look(folder, newest, result)
+            told = f"{kill}; the newest checkpoint is of step {newest}"
+            result.kills += 1
+            print(f"run {result.number:3d} {result.strategy:18s} kill {result.kills}: {told}", flush=True)
+
+    def _strike(self, job: Job, kill: Kill, newest: int, result: Result) -> int:
+        """Kill a job when the moment comes, and return its exit code; that of its own end if it comes before."""
+        if kill.moment == "load":
+            event = job.wait_for(lambda _: len({each["rank"] for each in job.events}) == job.num_ranks)
+        else:
+            event = start = job.wait_for(lambda event: event["event"] == "start" and event["rank"] == 0)
+            if start is not None and start["step"] != max(newest, 0):
+                result.wrong.append(f"start {result.kills} went on from step {start['step']}, not from {newest}")
+            if start is not None and kill.moment != "start":
+                first = start["step"] + kill.steps
+                event = job.wait_for(
+                    lambda each: each["event"] == kill.moment and each["step"] >= first and each["rank"] == 0
+                )
+        if event is not None:
+            job.traces.note_ports()
+            time.sleep(kill.delay)
+            job.kill(kill.victim)
+        code = job.wait()
+        if event is not None and kill.victim.isdigit() and job.num_ranks > 1 and code != 0:
+            named = f"rank {kill.victim} of {job.num_ranks} failed first (killed by SIGKILL"
+            if named not in job.log_path.read_text(errors="replace"):
+                result.wrong.append(f"start {result.kills} did not say '{named}...': {_tail(job.log_path)}")
+        return code
+
+    def _look(self, folder: Path, newest: int, result: Result) -> int:
+        """Verify every checkpoint that there is after a kill, and return the step of the newest."""
+        found = find_checkpoints(str(folder / "checkpoints"))
+        for entry in found:
+            try:
+                open_checkpoint(entry.path)
+            except CheckpointError as error:
+                result.lost.append(f"after kill {result.kills + 1}: {error}")
+        steps = [entry.step for entry in found] or [-1]
+        if steps[-1] < newest:
+            result.lost.append(
+                f"after kill {result.kills + 1} the newest is of step {steps[-1]}, and there was {newest}"
+            )
+        return steps[-1]
+
+    def oracle(self, strategy: str) -> Outcome:
+        """Return the end of the uninterrupted run of a strategy."""
+        with self._locks[strategy]:
+            path = self.out / f"oracle-{strategy}.json"
+            if path.exists():
+                known: Outcome = json.loads(path.read_text())
+                return known
+            folder = _emptied(self.out / f"oracle-{strategy}")
+            job = Job(self, strategy, folder, 0)
+            if (code := job.wait()) != 0:
+                sys.exit(
+                    f"the uninterrupted run of {strategy} ended with {code}; see {job.log_path}\n{_tail(job.log_path)}"
+                )
+            if left := job.traces.left():
+                sys.exit(f"the uninterrupted run of {strategy} has left {left}")
+            outcome = read_outcome(folder, FINAL, job.num_ranks)
+            path.write_text(json.dumps(outcome))
+            shutil.rmtree(folder)
+            return outcome
+
+
+def plan(seed: int, number: int, kills: int, num_ranks: int, epochs: int) -> list[Kill]:
+    """Choose the kills of a run: of any three that follow each other, one is of a rank, one of the launcher, one of all."""
+    generator = random.Random(f"{seed}/{number}")
+    # So far apart that a run is killed as often as asked for before it ends, and sometimes twice in one epoch.
+    furthest = max(2, 2 * epochs * STEPS // (kills + 2))
+    victims = generator.sample(VICTIMS, len(VICTIMS)) if num_ranks > 1 else ["rank"]
+    chosen = []
+    for count in range(kills):
+        victim, moment = victims[count % len(victims)], generator.choices(list(MOMENTS), list(MOMENTS.values()))[0]
+        rank, steps = generator.randrange(num_ranks), generator.randint(1, furthest)
+        delay = generator.uniform(0, LONGEST_DELAY[moment])
+        chosen.append(Kill(moment, steps, delay, str(rank) if victim == "rank" else victim))
+    return chosen
+
+
+def _emptied(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _tail(path: Path) -> str:
+    return path.read_text(errors="replace")[-1500:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200, help="how many in all")
+    parser.add_argument("--seed", type=int, default=0, help="what the kills follow from")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="names, comma-separated")
+    parser.add_argument("--out", help="the soak's folder; runs/soak-SEED by default")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--per-run", type=int, default=5, help="kills of one run")
+    parser.add_argument("--epochs", type=int, default=8, help="epochs of one run")
+    parser.add_argument("--only", type=int, help="make the run of this number alone")
+    parser.add_argument("--forget", choices=FORGETTABLE, help="let resumed runs leave that out, which has to be found")
+    options = parser.parse_args()
+    options.strategies = options.strategies.split(",")
+    if unknown := [each for each in options.strategies if each not in STRATEGIES]:
+        parser.error(f"{unknown[0]!r} is unknown here; choose from {', '.join(STRATEGIES)}")
+    for name in ("kills", "jobs", "per_run", "epochs"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give 1 or more")
+    options.out = options.out or f"runs/soak-{options.seed}"
+    soak = Soak(options)
+    sys.exit(0 if (soak.run_all() if options.only is None else soak.run_one(options.only)) else 1)
+
+
+if __name__ == "__main__":
+    main()

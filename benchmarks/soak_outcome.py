@@ -1,0 +1,119 @@
+"""What a run of soak_job.py ended at, as a flat table of short texts that can be compared with another run's."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from trainwright.checkpoint.store import Checkpoint, find_checkpoints, open_checkpoint
+
+Outcome = dict[str, str]
+
+
+def read_outcome(folder: Path, final: str, num_ranks: int) -> Outcome:
+    """Return the weights, optimizer, generators, counters, callbacks, logged rows and batches of a run that ended.
+
+    A batch that was trained more than once, since what followed the last checkpoint of a killed run is done again, has to
+    have been the same each time; else all that it was stands here.
+    """
+    checkpoint = open_checkpoint(str(folder / final))
+    outcome = dict(_stored(checkpoint, num_ranks))
+    outcome = {key.replace(str(folder), ""): value.replace(str(folder), "") for key, value in outcome.items()}
+    outcome |= _batches(folder, num_ranks)
+    with open(folder / "logs" / "version_0" / "metrics.csv", newline="") as file:
+        for number, row in enumerate(csv.DictReader(file)):
+            outcome[f"row/{number:04d}"] = json.dumps({name: row[name] for name in sorted(row) if row[name]})
+    outcome["checkpoints"] = str(count_checkpoints(folder))
+    return outcome
+
+
+def differences(found: Outcome, oracle: Outcome) -> list[str]:
+    """Return what differs, a line each; nothing where the two are the same."""
+    lines = []
+    for key in sorted((found.keys() | oracle.keys()) - {"checkpoints"}):
+        if key.startswith("row/") and (key not in found or _is_part_of_a_row(found[key], oracle)):
+            continue  # rows of a killed run may be missing, or come twice
+        if found.get(key) != oracle.get(key):
+            lines.append(
+                f"{key}: {found.get(key, 'nothing')} where the uninterrupted run has {oracle.get(key, 'nothing')}"
+            )
+    return lines
+
+
+def _is_part_of_a_row(text: str, oracle: Outcome) -> bool:
+    row = json.loads(text).items()
+    return any(row <= json.loads(other).items() for key, other in oracle.items() if key.startswith("row/"))
+
+
+def unseen_or_seen_twice(found: Outcome, num_samples: int, epochs: int) -> list[str]:
+    """Return the epochs in which the batches that count do not hold each sample once."""
+    seen: dict[int, list[int]] = {epoch: [] for epoch in range(epochs)}
+    for key, value in found.items():
+        if key.startswith("batch/"):
+            told = json.loads(value.partition(" != ")[0])
+            seen[told["epoch"]] += told["samples"]
+    return [
+        f"epoch {epoch}: {len(samples)} samples of {num_samples}, {len(set(samples))} of them different"
+        for epoch, samples in seen.items()
+        if sorted(samples) != list(range(num_samples))
+    ]
+
+
+def temporary_names(folder: Path) -> list[str]:
+    """Return the temporary files and folders in a run's folder."""
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if ".tmp" in path.name]
+
+
+def count_checkpoints(folder: Path) -> int:
+    """Return how many checkpoints a run has kept."""
+    return len(find_checkpoints(str(folder / "checkpoints")))
+
+
+def _stored(checkpoint: Checkpoint, num_ranks: int) -> Iterator[tuple[str, str]]:
+    for section in checkpoint.sections:
+        for name in checkpoint.tensors(section):
+            yield f"{section}/{name}", _digest(checkpoint.read_tensor(section, name))
+    yield from _flat("state", checkpoint.state())
+    for rank in range(num_ranks):
+        yield from _flat(f"rank/{rank}", checkpoint.rank_state(rank))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _flat(f"{name}/{key}", item)
+    elif isinstance(value, (list, tuple)) and 0 < len(value) < 50:
+        for number, item in enumerate(value):
+            yield from _flat(f"{name}/{number}", item)
+    elif isinstance(value, torch.Tensor):
+        yield name, _digest(value)
+    elif isinstance(value, numpy.ndarray):
+        yield name, _digest(torch.from_numpy(value.astype(numpy.int64)))
+    else:
+        text = repr(value)
+        yield name, text if len(text) < 200 else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.sha256(data).hexdigest()}"
+
+
+def _batches(folder: Path, num_ranks: int) -> Outcome:
+    found: Outcome = {}
+    for rank in range(num_ranks):
+        for line in (folder / f"batches-{rank}").read_text().splitlines():
+            told = json.loads(line)
+            key, text = f"batch/{rank}/{told['epoch']:02d}/{told['batch']:02d}", json.dumps(told)
+            if key not in found:
+                found[key] = text
+            elif text not in found[key]:
+                found[key] += f" != {text}"
+    return found

@@ -1,0 +1,97 @@
+"""What a job leaves when it is killed: processes, listening ports, shared memory, temporary files. Linux alone tells."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+TAG = "SOAK_TAG"
+GONE_SECONDS = 10.0
+"""A loader worker looks every five seconds whether its parent lives."""
+SHARED = ("torch_", "psm_", "sem.", "mp-", "gloo", "nccl", "deepspeed", "ds_")
+"""How shared memory begins that torch, python, gloo, NCCL and DeepSpeed make; other programs have theirs there too."""
+LISTENS = "0A"
+"""A listening socket's state in /proc/net/tcp."""
+
+
+class Traces:
+    """The traces of one job, whose processes all have a tag in their environment, and a temporary folder of their own."""
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+        self.temporary = Path(tempfile.mkdtemp(prefix="soak-"))  # a short path: sockets are bound in it
+        self.variables = {TAG: tag, "TMPDIR": str(self.temporary)}
+        self._shared_before = set(os.listdir("/dev/shm"))
+        self._ports: set[str] = set()
+
+    def note_ports(self) -> None:
+        """Remember where the job listens now."""
+        own = {inode for pid in processes_of(self.tag) for inode in _sockets(pid)}
+        self._ports |= own & _listening()
+
+    def left(self) -> list[str]:
+        """Wait until nothing is left of the job, at most ten seconds, and return what is."""
+        deadline = time.monotonic() + GONE_SECONDS
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.25)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        return [f"{each}, {GONE_SECONDS:.0f} s after the end of {self.tag}" for each in left]
+
+    def _left(self) -> list[str]:
+        left = [f"process {pid} ({_command(pid)})" for pid in processes_of(self.tag)]
+        left += [f"a listening port (socket {inode})" for inode in self._ports & _listening()]
+        for name in sorted(set(os.listdir("/dev/shm")) - self._shared_before):
+            owner = re.match(r"torch_(\d+)_", name)
+            if name.startswith(SHARED) and (
+                owner is None or not os.path.exists(f"/proc/{owner[1]}")
+            ):  # else another job's
+                left.append(f"/dev/shm/{name}")
+        return left + [f"the temporary {path.name}" for path in sorted(self.temporary.iterdir())]
+
+
+def processes_of(tag: str, *, begins: bool = False) -> list[int]:
+    """Return the processes that live (zombies do not) and have this tag, or one that begins so."""
+    found, mark = [], f"{TAG}={tag}".encode() + (b"" if begins else b"\0")
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if b"\0" + mark in b"\0" + Path("/proc", name, "environ").read_bytes():
+                    found.append(int(name))
+    return found
+
+
+def lives(pid: int) -> bool:
+    """Return whether a process is there and no zombie."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[-80:].strip()
+    return "gone by now"
+
+
+def _sockets(pid: int) -> set[str]:
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                socket = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{name}"))
+                found |= {socket[1]} if socket else set()
+    return found
+
+
+def _listening() -> set[str]:
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(FileNotFoundError), open(table) as file:
+            rows = [line.split() for line in file][1:]
+            found |= {row[9] for row in rows if row[3] == LISTENS}
+    return found

@@ -1,0 +1,274 @@
+"""ModelCheckpoint(async_save=True): it keeps what a blocking one keeps, and lets nothing go before the new one is there."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from held import HeldFiles, held
+from jobs import run_job
+from small import QUIET, Classifier, assert_equal, make_loader, weights
+
+import trainwright as tw
+from trainwright.checkpoint.store import find_checkpoints, open_checkpoint
+
+
+class Scored(Classifier):
+    """Logs a given score each epoch."""
+
+    def __init__(self, scores: list[float]) -> None:
+        super().__init__(dropout=0.2)
+        self.scores = scores
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", self.scores[min(self.current_epoch, len(self.scores) - 1)])
+
+
+def trainer_of(*callbacks: tw.Callback, epochs: int = 1, **settings: Any) -> tw.Trainer:
+    settings = {**QUIET, "enable_checkpointing": True, **settings}
+    return tw.Trainer(max_epochs=epochs, callbacks=list(callbacks), **settings)
+
+
+def run(folder: str, scores: list[float], ckpt_path: str | None = None, **kwargs: Any) -> tw.ModelCheckpoint:
+    callback = tw.ModelCheckpoint(folder, **{"monitor": "score", **kwargs})
+    trainer_of(callback, epochs=len(scores)).fit(
+        Scored(scores), make_loader(shuffle=True), make_loader(4), ckpt_path=ckpt_path
+    )
+    return callback
+
+
+def found(folder: object) -> dict[str, int]:
+    """Return the checkpoints of a folder with their steps."""
+    return {Path(entry.path).name: entry.step for entry in find_checkpoints(str(folder))}
+
+
+def digests(path: str) -> dict[str, str]:
+    return {name: record.sha256 for name, record in open_checkpoint(path)._manifest.files.items()}
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"save_top_k": 2, "save_last": True},
+        {"filename": "best"},
+        {"filename": "best", "save_top_k": 2},
+        {"monitor": None, "every_n_train_steps": 3},
+        {"save_top_k": -1, "save_weights_only": True},
+    ],
+)
+def test_what_is_kept_is_the_same(tmp_path: Path, kwargs: dict[str, Any]) -> None:
+    scores = [3.0, 5.0, 1.0, 2.0, 4.0]
+    states = {}
+    for name in ("plain", "async"):
+        torch.manual_seed(5)
+        folder = tmp_path / name / "kept"
+        callback = run(str(folder), scores, async_save=name == "async", **kwargs)
+        assert sorted(found(folder)) == sorted(os.listdir(folder))
+        assert callback.best_model_path == "" or open_checkpoint(callback.best_model_path)
+        states[name] = [found(folder), str(callback.state_dict()).replace(name, "")]
+    assert states["async"] == states["plain"]
+    for name in found(tmp_path / "plain" / "kept"):
+        plain, other = digests(f"{tmp_path}/plain/kept/{name}"), digests(f"{tmp_path}/async/kept/{name}")
+        for one in (plain, other):
+            one.pop("state.json")  # it tells the paths
+        assert other == plain
+
+
+def test_a_run_goes_on_from_one(tmp_path: Path) -> None:
+    scores = [1.0, 2.0, 3.0]
+    callback = run(str(tmp_path / "whole"), scores, save_top_k=-1, async_save=True)
+    first, *_, last = callback.best_k_models
+    resumed = run(str(tmp_path / "resumed"), scores, first, save_top_k=-1, async_save=True)
+    assert digests(resumed.last_model_path)["model-00000.safetensors"] == digests(last)["model-00000.safetensors"]
+
+
+def settle(trainer: tw.Trainer) -> None:
+    """Let the save in flight end, committed or failed; nobody is told."""
+    if trainer.engine.writer.in_flight is not None:
+        assert trainer.engine.writer.in_flight.wait(20)
+
+
+class Watched(tw.Callback):
+    """Shuts the gate after a step's save has begun, looks at the folder in the steps after it, and opens the gate."""
+
+    def __init__(self, folder: Path, shut_at: int, open_at: int) -> None:
+        self.folder, self.shut_at, self.open_at = folder, shut_at, open_at
+        self.seen: list[dict[str, int]] = []
+        self.after: dict[str, int] = {}
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step
+        if step == self.shut_at - 1:
+            settle(trainer)
+            HeldFiles.gate.clear()
+        elif self.shut_at <= step < self.open_at:
+            self.seen.append(found(self.folder))
+        elif step == self.open_at:
+            HeldFiles.gate.set()
+            settle(trainer)
+        elif step == self.open_at + 1:
+            self.after = found(self.folder)
+
+
+def test_nothing_goes_before_the_new_one_is_there(tmp_path: Path) -> None:
+    """Saves after steps 3, 6 and 9 of 11; the second is held up until step 7."""
+    watched = Watched(tmp_path, 6, 7)
+    callback = tw.ModelCheckpoint(f"held://{tmp_path}", every_n_train_steps=3, async_save=True, filename="{step}")
+    with held(is_shut=False):
+        trainer_of(watched, callback).fit(Scored([1.0]), make_loader())
+    assert watched.seen == [{"step=3.ckpt": 3}]
+    assert watched.after == {"step=6.ckpt": 6}  # the old one has gone without another save
+    assert found(tmp_path) == {"step=9.ckpt": 9}
+    assert callback.best_model_path == callback.last_model_path == f"held://{tmp_path}/step=9.ckpt"
+
+
+class Fills(tw.Callback):
+    """Lets the disk be full from a step on."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        settle(trainer)
+        HeldFiles.is_full = trainer.global_step >= self.step
+
+
+@pytest.mark.parametrize("first_bad", [4, 8])
+def test_a_failed_save_leaves_what_was_kept(tmp_path: Path, first_bad: int) -> None:
+    """The save after step 6 fails, which the one after step 9 says; or that after step 9, which the end says."""
+    callback = tw.ModelCheckpoint(f"held://{tmp_path}", every_n_train_steps=3, async_save=True, filename="{step}")
+    trainer = trainer_of(Fills(first_bad), callback)
+    kept, bad = (3, 6) if first_bad == 4 else (6, 9)
+    says = pytest.raises(tw.CheckpointError, match=rf"step={bad}\.ckpt was not written: .*the disk is full")
+    with held(is_shut=False), says:
+        trainer.fit(Scored([1.0]), make_loader())
+    assert trainer.global_step == (9 if first_bad == 4 else 11)
+    assert found(tmp_path) == {f"step={kept}.ckpt": kept}
+    assert callback.best_model_path == callback.last_model_path == f"held://{tmp_path}/step={kept}.ckpt"
+    assert trainer.engine.writer.in_flight is None
+    trainer.test(Scored([1.0]), make_loader(4), ckpt_path="best", verbose=False)
+
+
+def test_an_error_elsewhere_lets_it_commit(tmp_path: Path) -> None:
+    class Fails(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 7:
+                raise ValueError("of a callback")
+
+    callback = tw.ModelCheckpoint(str(tmp_path), every_n_train_steps=3, async_save=True, filename="newest")
+    with pytest.raises(ValueError, match="of a callback"):
+        trainer_of(Fails(), callback).fit(Scored([1.0]), make_loader())
+    assert found(tmp_path) == {"newest.ckpt": 6}
+    assert os.listdir(tmp_path) == ["newest.ckpt"]
+    assert callback.best_model_path == f"{tmp_path}/newest.ckpt"
+
+
+def test_saves_of_ones_own(tmp_path: Path) -> None:
+    """Within a window it waits for the window's end; a hook's changes are in it; what comes next waits for it."""
+    said = []
+
+    class Saves(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx in (1, 3):
+                said.append(trainer.save_checkpoint(f"{tmp_path}/{batch_idx}.ckpt", blocking=False))
+
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"]["more"] = module.net[0].weight * 2
+            checkpoint["note"] = [trainer.global_step]
+
+    trainer = trainer_of(Saves(), accumulate_grad_batches=4, enable_checkpointing=False)
+    module = Scored([1.0])
+    trainer.fit(module, make_loader())
+    assert said == [False, True]
+    assert found(tmp_path) == {"1.ckpt": 1, "3.ckpt": 1}
+    for name in found(tmp_path):
+        checkpoint = open_checkpoint(f"{tmp_path}/{name}")
+        assert checkpoint.state()["note"] == [1]
+        weight = checkpoint.read_tensor("model", "net.0.weight")
+        assert torch.equal(checkpoint.read_tensor("model", "more"), 2 * weight)
+        assert not torch.equal(weight, module.net[0].weight)
+    end = weights(module)
+    trainer.callbacks.clear()
+    assert trainer.save_checkpoint(f"{tmp_path}/end.ckpt", weights_only=True, blocking=False)
+    other = Scored([1.0])
+    trainer.validate(other, make_loader(4), ckpt_path=f"{tmp_path}/end.ckpt", verbose=False)
+    assert_equal(weights(other), end)
+
+
+# -- two ranks ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def limited(size: int) -> Iterator[None]:
+    """Let no file grow beyond a size meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class Cramped(tw.Callback):
+    """Takes the room for files away on rank 1, from a step on."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.limit = step, limited(2000)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        settle(trainer)
+        if trainer.global_step == self.step and trainer.global_rank == 1:
+            self.limit.__enter__()
+
+
+def two_ranks(folder: Path) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    # Rank 1 alone cannot write the save after step 4.
+    place = folder / "cramped"
+    for ending in (6, 5):  # the save after step 6 says so, or the end of fit
+        cramped = Cramped(3)
+        callback = tw.ModelCheckpoint(
+            str(place / str(ending)), every_n_train_steps=2, async_save=True, filename="{step}"
+        )
+        trainer = trainer_of(cramped, callback, devices=2, max_steps=ending, epochs=-1)
+        try:
+            trainer.fit(Scored([1.0]), make_loader())
+        except tw.CheckpointError as error:
+            said[str(ending)] = [str(error), trainer.global_step, callback.best_model_path]
+        if trainer.global_rank == 1:
+            cramped.limit.__exit__(None, None, None)
+    # In a loop of one's own.
+    accelerator = tw.Accelerator(cpu=True, devices=2)
+    net = torch.nn.Linear(8, 3)
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    accelerator.save_state(f"{folder}/own/0", blocking=False)
+    for step in (1, 2):
+        accelerator.backward(model(torch.ones(2, 8)).sum())
+        optimizer.step()
+        accelerator.save_state(f"{folder}/own/{step}", blocking=False)
+    accelerator.finish_save()
+    said["own"] = found(folder / "own")
+    accelerator.save_state(f"{folder}/own/last", blocking=False)  # the end of the process waits for it
+    return said
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    results = run_job(two_ranks, 2, tmp_path)
+    for ending, at_step in ((6, 6), (5, 5)):
+        folder = tmp_path / "cramped" / str(ending)
+        errors = [said[str(ending)] for said in results]
+        assert errors[0] == errors[1]
+        text, step, best = errors[0]
+        assert text.startswith(f"checkpoint {folder}/step=4.ckpt was not written: rank 1: ")
+        assert "File too large" in text
+        assert (step, best) == (at_step, f"{folder}/step=2.ckpt")
+        assert found(folder) == {"step=2.ckpt": 2}
+        assert os.listdir(folder) == ["step=2.ckpt"]
+    assert results[0]["own"] == {"0": 0, "1": 1, "2": 2}
+    assert found(tmp_path / "own") == {"0": 0, "1": 1, "2": 2, "last": 2}

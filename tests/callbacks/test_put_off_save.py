@@ -1,0 +1,49 @@
+"""A save that waits for the end of an accumulation window is made by the run that goes on, if the first was killed before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small import QUIET, Classifier, assert_equal, make_loader, weights
+
+import trainwright as tw
+
+KILLED_AT = 2
+
+
+class Killed(Exception):
+    pass
+
+
+class DiesBeforeItsSave(tw.ModelCheckpoint):
+    """Ends the run between the save of another callback and its own, at the same step."""
+
+    def _save(self, trainer: Any) -> None:
+        if trainer.global_step == KILLED_AT and trainer.resume_source is None:
+            raise Killed
+        super()._save(trainer)
+
+
+def run(folder: Path, best: type[tw.ModelCheckpoint], ckpt_path: str | None = None) -> Any:
+    tw.seed_everything(3)
+    callbacks = [
+        tw.ModelCheckpoint(str(folder), every_n_train_steps=1),
+        best(str(folder), "best-{epoch}-{step}", monitor="val_loss", save_top_k=-1),
+    ]
+    settings = {**QUIET, "enable_checkpointing": True, "accumulate_grad_batches": 3, "val_check_interval": 4}
+    trainer = tw.Trainer(max_epochs=2, callbacks=callbacks, **settings)
+    module = Classifier(dropout=0.3)
+    trainer.fit(module, make_loader(), make_loader(10), ckpt_path=ckpt_path)  # 11 batches, 4 steps an epoch
+    return weights(module), {Path(path).name: float(score) for path, score in callbacks[1].best_k_models.items()}
+
+
+def test_a_save_that_was_put_off_is_made_by_the_resumed_run(tmp_path: Path) -> None:
+    whole, kept = run(tmp_path / "whole", tw.ModelCheckpoint)
+    assert f"best-epoch=0-step={KILLED_AT}.ckpt" in kept  # of the validation amid the window that ends with that step
+    with pytest.raises(Killed):
+        run(tmp_path / "part", DiesBeforeItsSave)
+    resumed, kept_then = run(tmp_path / "part", DiesBeforeItsSave, "last")
+    assert_equal(resumed, whole)
+    assert kept_then == kept

@@ -1,0 +1,156 @@
+"""The lock of a folder: one process has it, whoever dies gives it back, and nothing of it stays."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainwright.checkpoint.discovery import machine, process_start
+from trainwright.checkpoint.lock import lock_folder
+from trainwright.errors import CheckpointError
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Start a process that does the work and ends with 0, with 3 where it is refused, and with 1 for any other error."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        work()
+        code = 0
+    except CheckpointError:
+        code = 3
+    finally:
+        os._exit(code)
+
+
+def ended(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def holding(folder: Path, seconds: float = 60.0) -> Callable[[], None]:
+    """Return work that takes the lock, says so in a file beside the folder, and keeps it."""
+
+    def work() -> None:
+        lock = lock_folder(str(folder))
+        Path(f"{folder}-{os.getpid()}").touch()
+        time.sleep(seconds)
+        lock.release()
+
+    return work
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_the_same_process_may_hold_it_several_times(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    first, second = lock_folder(str(folder)), lock_folder(f"{tmp_path}/run/../run/checkpoints/")
+    holder = json.loads(subprocess.check_output(["cat", folder / ".lock"]))  # this process would lose the lock
+    assert (holder["pid"], holder["host"]) == (os.getpid(), socket.gethostname())
+    assert first.taken_from == second.taken_from == ""
+    first.release()
+    first.release()
+    assert ended(forked(lambda: lock_folder(str(folder)))) == 3  # the second one holds it still
+    assert ended(forked(second.release)) == 0
+    assert ended(forked(lambda: lock_folder(str(folder)))) == 3  # a forked child gives nothing back
+    second.release()
+    assert os.listdir(tmp_path) == []  # with the directories that were made for it
+    folder.mkdir(parents=True)
+    (folder / "a.ckpt").mkdir()
+    lock_folder(str(folder)).release()
+    assert os.listdir(folder) == ["a.ckpt"]
+
+
+def test_who_is_refused_learns_who_holds_it_and_a_dead_one_gives_it_back(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    pid = forked(holding(folder))
+    wait_for(Path(f"{folder}-{pid}"))
+    said = (
+        rf"{folder} is in use by another run: process {pid} on {socket.gethostname()}, since 20\S+ \S+ UTC\. Wait for"
+    )
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=said):
+            lock_folder(str(folder))
+    os.kill(pid, signal.SIGKILL)
+    assert ended(pid) == -signal.SIGKILL
+    lock = lock_folder(str(folder))  # at once
+    assert lock.taken_from.startswith(f"process {pid} on {socket.gethostname()}, since 20")
+    assert ended(forked(lambda: lock_folder(str(folder)))) == 3
+    lock.release()
+    assert not folder.exists() or os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_of_two_that_start_together_one_has_it(
+    tmp_path: Path, has_locks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 pairs, 0 to 200 ms apart where there are locks, in the same moment where there are none; the holder is killed then."""
+    draw = random.Random(1)
+    if not has_locks:
+
+        def refused(*args: object) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr("trainwright.checkpoint.lock.fcntl.lockf", refused)
+    folder = tmp_path / "kept"
+    for attempt in range(40 if has_locks else 6):
+        pids = [forked(holding(folder))]
+        time.sleep(draw.choice([0.0, 0.001, 0.01, 0.2]) if has_locks else 0.0)
+        pids.append(forked(holding(folder)))
+        pid, status = os.waitpid(-1, 0)
+        assert (pid in pids, os.waitstatus_to_exitcode(status)) == (True, 3), attempt
+        (winner,) = (each for each in pids if each != pid)
+        wait_for(Path(f"{folder}-{winner}"))
+        assert not Path(f"{folder}-{pid}").exists()
+        assert ended(forked(lambda: lock_folder(str(folder)))) == 3
+        os.kill(winner, signal.SIGKILL)
+        assert ended(winner) == -signal.SIGKILL
+    lock = lock_folder(str(folder))
+    assert lock.taken_from
+    lock.release()
+    assert not folder.exists() or os.listdir(folder) == []
+
+
+def test_without_locks_another_machines_holder_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr("trainwright.checkpoint.lock.fcntl.lockf", refused)
+    holder = {"host": "far", "pid": os.getpid(), "since": "x", "machine": "elsewhere", "start": "1"}
+    (tmp_path / ".lock").write_text(json.dumps(holder))
+    with pytest.raises(CheckpointError, match=rf"on far, since x.*no such process is left, remove {tmp_path}/\.lock"):
+        lock_folder(str(tmp_path))
+    holder |= {"machine": machine(), "start": process_start(os.getpid())}
+    (tmp_path / ".lock").write_text(json.dumps(holder))
+    with pytest.raises(CheckpointError, match="in use"):
+        lock_folder(str(tmp_path))
+    (tmp_path / ".lock").write_text(json.dumps({**holder, "start": "1"}))  # the number has come round
+    lock_folder(str(tmp_path)).release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_cannot_be_written_and_what_has_no_lock(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "dangling"):
+        with pytest.raises(CheckpointError, match=rf"{name} cannot be written: .*Give ModelCheckpoint a dirpath"):
+            lock_folder(str(tmp_path / name))
+    locks = [lock_folder("memory://lock/checkpoints") for _ in range(2)]
+    for lock in locks:
+        lock.release()

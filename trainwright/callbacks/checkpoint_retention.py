@@ -1,0 +1,81 @@
+"""What follows a save once it has committed: its name, and the checkpoints that it takes the place of go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainwright.callbacks.checkpoint_place import remove_replaced, replace_checkpoint
+from trainwright.callbacks.decision import decided
+
+if TYPE_CHECKING:
+    from trainwright.checkpoint.writer import BackgroundSave
+    from trainwright.trainer.trainer import Trainer
+
+
+@dataclass
+class PendingSave:
+    """A save that was begun; in the background, where `save` is not None.
+
+    Args:
+        path: the path that it is to have.
+        place: where it is written, elsewhere than at the path if it replaces the checkpoint there.
+        dropped: the checkpoints that go for it.
+        save: the save in its thread; None for one that was made within the call.
+        put_back: makes what is said of the kept checkpoints what it was before this save.
+        keep: is given those of `dropped` that have to stay for now.
+        report: what to print once it is there; nothing if empty.
+    """
+
+    path: str
+    place: str
+    dropped: list[str]
+    save: BackgroundSave | None
+    put_back: Callable[[], None]
+    keep: Callable[[list[str]], None]
+    report: str
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the checkpoint is there, durably."""
+        return self.save is None or self.save.is_committed
+
+    def conclude(self, trainer: Trainer) -> None:
+        """Wait for the commit, then give it its path and let the others go. Collective.
+
+        Raises:
+            CheckpointError: the save failed, on every rank alike; the kept checkpoints are those of before.
+        """
+        try:
+            trainer.engine.finish_save()
+            if self.is_committed and self.place != self.path:
+                decided(
+                    trainer.engine, lambda: replace_checkpoint(self.place, self.path)
+                )  # no rank looks for it before
+                self.place = self.path
+        except BaseException:
+            self.put_back()
+            raise
+        if not self.is_committed:  # which whoever asked for another save has been told
+            self.put_back()
+            return
+        if self.report:
+            trainer.print(self.report)
+        self.remove_dropped(trainer)
+
+    def conclude_alone(self, trainer: Trainer) -> None:
+        """Do the same once an error has ended the run, with no word to the other ranks and no wait."""
+        if not self.is_committed:
+            self.put_back()
+            return
+        if self.place != self.path:
+            if trainer.is_global_zero:
+                replace_checkpoint(self.place, self.path)
+            self.place = self.path
+        self.remove_dropped(trainer)
+
+    def remove_dropped(self, trainer: Trainer) -> None:
+        """Remove what goes, once and on rank 0; the checkpoint that the run was resumed from stays."""
+        dropped, self.dropped = self.dropped, []
+        self.keep(remove_replaced(dropped, self.place, trainer))

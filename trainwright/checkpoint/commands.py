@@ -1,0 +1,196 @@
+"""`trainwright checkpoint show|verify|export|import`: what a checkpoint holds, whether it is whole, and ways in and out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from trainwright.checkpoint.conversion import EXPORT_DTYPES, export_safetensors, import_checkpoint
+from trainwright.checkpoint.inspection import Verdict, candidates, examine, list_tensors, summary
+from trainwright.checkpoint.opening import open_checkpoint
+from trainwright.errors import CheckpointError
+
+FAILED, BAD_USAGE, INVALID, INTERRUPTED = 1, 2, 77, 130
+"""Exit codes; 77 is that of a checkpoint that is damaged or is none."""
+PROGRAM = "trainwright checkpoint"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, and where to read on."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_USAGE, f"{self.prog}: {message}. See `{self.prog} --help`.\n")
+
+
+def checkpoint_command(arguments: Sequence[str]) -> int:
+    """Run one of the subcommands and return the exit code: 0, or 77 where a checkpoint is damaged or is none."""
+    options = _parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = options.run
+    if "out" in options and os.path.lexists(options.out):
+        _complain(options.name, f"{options.out} exists already; nothing is overwritten. Choose another name.")
+        return BAD_USAGE
+    try:
+        code = run(options)
+        sys.stdout.flush()
+        return code
+    except (CheckpointError, OSError, ValueError, ImportError) as error:
+        if isinstance(error, BrokenPipeError):  # whoever was to read on has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+        _complain(options.name, f"{kind}{error}")
+        return INVALID if isinstance(error, CheckpointError) else FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog=PROGRAM, description="Looks into a checkpoint, verifies it, and brings weights in and out.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, about: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        made.set_defaults(run=run, name=name)
+        return made
+
+    show = command("show", "Tells what a checkpoint holds.", _show)
+    show.add_argument("path", metavar="PATH")
+    show.add_argument("--tensors", action="store_true", help="list every tensor with its shape and dtype")
+    show.add_argument("--json", action="store_true", help="print JSON")
+    verify = command(
+        "verify",
+        "Reads every byte of a checkpoint, or of all checkpoints of a directory, and tells what is bad.",
+        _verify,
+    )
+    verify.add_argument("path", metavar="PATH")
+    export = command(
+        "export", "Writes the weights as one safetensors file, for safetensors, transformers and others.", _export
+    )
+    export.add_argument("path", metavar="PATH")
+    export.add_argument("out", metavar="OUT.safetensors")
+    export.add_argument("--section", default="model", help="whose tensors: model (the default) or optimizer")
+    export.add_argument(
+        "--strip-prefix", default="", metavar="TEXT", help="take the names that begin so, and leave that part out"
+    )
+    export.add_argument("--prefix", default="", metavar="TEXT", help="put this before each name")
+    export.add_argument("--dtype", choices=EXPORT_DTYPES, help="convert floating-point tensors")
+    bring = command(
+        "import",
+        "Makes a checkpoint of weights from a Lightning .ckpt, a file of torch.save with a state_dict, a .safetensors file, or "
+        "an .index.json of several.",
+        _import,
+    )
+    bring.add_argument("file", metavar="FILE")
+    bring.add_argument("out", metavar="OUT.ckpt")
+    return parser
+
+
+def _show(options: argparse.Namespace) -> int:
+    checkpoint = open_checkpoint(options.path, "size")
+    about = summary(checkpoint)
+    tensors = list_tensors(checkpoint) if options.tensors else None
+    if options.json:
+        print(json.dumps(about if tensors is None else {**about, "tensors": tensors}, indent=2))
+        return 0
+    lines = [
+        _shown(options.path),
+        f"  step {about['step']}, epoch {about['epoch']}",
+        f"  {_origin(about)}; format {about['format_version']}",
+    ]
+    for name, size in about["sections"].items():
+        shared = f" ({size['shared']} of them another's second name)" if size["shared"] else ""
+        what = "parameters and buffers" if name == "model" else "elements"
+        lines.append(
+            f"  {name}: {size['tensors']} tensors{shared}, {size['elements']:,} {what}, {_bytes(size['bytes'])}"
+        )
+        for tensor, each in (tensors or {}).get(name, {}).items():
+            lines.append(f"    {_shown(tensor)}  {tuple(each['shape'])}  {each['dtype']}")
+    total = sum(about["files"].values())
+    lines.append(
+        f"  files: {len(about['files'])} and manifest.json, {_bytes(total)} (sizes are right; verify looks at all)"
+    )
+    lines += [f"    {name}  {_bytes(size)}" for name, size in about["files"].items()]
+    lines += [f"    {_shown(name)}  not of the checkpoint" for name in about["extra_files"]]
+    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
+        if about[key]:
+            lines.append(f"  {key.replace('_', ' ', 1) if key[0] == 'd' else key}:".replace("_", "-"))
+            lines += [f"    {_shown(name)}: {_shown(json.dumps(value))}" for name, value in about[key].items()]
+    print("\n".join(lines))
+    return 0
+
+
+def _origin(about: Mapping[str, Any]) -> str:
+    version = about["trainwright_version"]
+    by = f", trainwright {_shown(str(version))}" if version else ""
+    if "imported_from" in about:
+        return f"imported from a file of kind {_shown(str(about['imported_from']))}{by}"
+    processes = "1 process" if about["world_size"] == 1 else f"{about['world_size']} processes"
+    return f"written by {processes}, strategy {_shown(str(about.get('strategy')))}{by}"
+
+
+def _verify(options: argparse.Namespace) -> int:
+    verdicts = []
+    for path in candidates(options.path):
+        verdicts.append(examine(path))
+        print(_judged(verdicts[-1]), flush=True)
+    bad = [verdict.path for verdict in verdicts if verdict.problems]
+    if not bad:
+        return 0
+    of = f"{len(bad)} of {len(verdicts)} checkpoints not whole" if len(verdicts) > 1 else f"{bad[0]} is not whole"
+    _complain("verify", f"{of}; a checkpoint has every file as it was written. Use another one, or a good copy.")
+    return INVALID
+
+
+def _judged(verdict: Verdict) -> str:
+    head = f"{_shown(verdict.path)}: "
+    extra = [f"  {_shown(name)} is not of the checkpoint (left alone)" for name in verdict.extra_files]
+    if verdict.problems:
+        return "\n".join([f"{head}BAD", *(f"  {_shown(problem)}" for problem in verdict.problems), *extra])
+    return "\n".join([f"{head}ok, step {verdict.step}, {verdict.num_files} files, {_bytes(verdict.num_bytes)}", *extra])
+
+
+def _export(options: argparse.Namespace) -> int:
+    done = export_safetensors(
+        options.path,
+        options.out,
+        section=options.section,
+        strip_prefix=options.strip_prefix,
+        prefix=options.prefix,
+        dtype=EXPORT_DTYPES[options.dtype] if options.dtype else None,
+    )
+    print(f"{_shown(options.out)}: {len(done.names)} tensors, {_bytes(os.path.getsize(options.out))}")
+    for name, other in done.shared.items():
+        print(f"  {_shown(name)} is the same tensor as {_shown(other)}, under whose name it is stored")
+    if done.left_out:
+        print(f"  without {options.strip_prefix!r}, left out: {', '.join(map(_shown, done.left_out))}")
+    if done.extra_states:
+        print(f"  no tensors, left out: {', '.join(map(_shown, done.extra_states))}")
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    weights = import_checkpoint(options.file, options.out)
+    print(
+        f"{_shown(options.out)}: {len(weights.state_dict)} tensors of a {weights.kind} file, "
+        f"{len(weights.hyper_parameters)} hyper-parameters; weights alone, so fit cannot go on from it"
+    )
+    return 0
+
+
+def _complain(name: str, text: str) -> None:
+    print(f"{PROGRAM} {name}: {' '.join(_shown(line.strip()) for line in text.splitlines())}", file=sys.stderr)
+
+
+def _shown(text: str) -> str:
+    """Return the text without what a terminal would obey: names come from files that anyone may have written."""
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def _bytes(count: int) -> str:
+    power = min(int(math.log(count, 1024)), 4) if count else 0
+    return f"{count / 1024**power:.1f} {['bytes', 'KiB', 'MiB', 'GiB', 'TiB'][power]}" if power else f"{count} bytes"

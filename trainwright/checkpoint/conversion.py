@@ -1,0 +1,202 @@
+"""Checkpoints to files that other libraries read, and their files to checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from trainwright.checkpoint.contents import is_extra_state
+from trainwright.checkpoint.discovery import temporary_beside
+from trainwright.checkpoint.exchange import Weights, read_weights
+from trainwright.checkpoint.filesystem import LocalFiles, describe, resolve
+from trainwright.checkpoint.opening import Checkpoint, open_checkpoint
+from trainwright.checkpoint.shards import METADATA_KEY, host_bytes
+from trainwright.checkpoint.store import write_checkpoint
+from trainwright.checkpoint.tensors import DTYPE_NAMES, DTYPES, Piece, TensorEntry
+from trainwright.errors import CheckpointError
+
+CHUNK_ELEMENTS = 1 << 20
+EXPORT_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+
+
+class Exported(NamedTuple):
+    """What an export has written and left out.
+
+    Args:
+        names: the names in the file.
+        shared: names that are another name for a tensor in the file, with that name.
+        left_out: names without the prefix that was asked for.
+        extra_states: keys of what the modules' `get_extra_state` returned, for which the file has no place.
+    """
+
+    names: list[str]
+    shared: dict[str, str]
+    left_out: list[str]
+    extra_states: list[str]
+
+
+def export_safetensors(
+    path: str,
+    out: str,
+    *,
+    section: str = "model",
+    strip_prefix: str = "",
+    prefix: str = "",
+    dtype: torch.dtype | None = None,
+) -> Exported:
+    """Write the tensors of a checkpoint's section as one safetensors file, a few MiB of memory at a time.
+
+    Tied tensors are stored once, under the name that the model has first (in a language model the embedding's); the file's
+    metadata tells the other names, as the safetensors library's own save_model does.
+
+    Args:
+        path: the checkpoint, which is verified first.
+        out: the file, on a local disk, that is to be made.
+        section: whose tensors.
+        strip_prefix: take the tensors whose names begin so, and leave this part of the names out.
+        prefix: what to put before each name.
+        dtype: what to convert floating-point tensors to.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, the file exists or cannot be written, or there is nothing to write.
+    """
+    files, target = resolve(out)
+    if not isinstance(files, LocalFiles):
+        raise CheckpointError(f"{out} is not on a local disk; give a local path, and copy the file from there.")
+    _refuse_existing(files, target)
+    checkpoint = open_checkpoint(path)
+    entries = checkpoint.tensors(section)
+    taken = {name: entry for name, entry in entries.items() if name.startswith(strip_prefix)}
+    if not taken:
+        some = ", ".join(list(entries)[:3]) or "none"
+        raise CheckpointError(
+            f"{path} has no {section} tensor whose name begins with {strip_prefix!r}; its names are such as {some}. Give "
+            "another prefix."
+        )
+    kept, shared = _untied(taken)
+    new_names = {name: prefix + name.removeprefix(strip_prefix) for name in taken}
+    shared = {new_names[name]: new_names[other] for name, other in shared.items()}
+    kinds = {name: dtype if dtype and entry.dtype.is_floating_point else entry.dtype for name, entry in kept.items()}
+    ordered = sorted(kept, key=lambda name: -kinds[name].itemsize)  # keeps every tensor aligned, as the library does
+    header = _header({new_names[name]: (kept[name], kinds[name]) for name in ordered}, shared)
+    with _new_file(files, target) as stream:
+        _write(stream, memoryview(header))
+        for name in ordered:
+            for chunk in _chunks(checkpoint, section, name, kept[name]):
+                _write(stream, host_bytes(chunk.to(kinds[name])))
+    state = checkpoint.run_state() if section == "model" else {}
+    extra = [name for states in state.get("extra", {}).values() for name in states]
+    return Exported([new_names[name] for name in kept], shared, sorted(entries.keys() - taken.keys()), extra)
+
+
+def _untied(entries: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Return the tensors without the names that others are stored under too, and those names with the one that was kept."""
+    kept: dict[str, TensorEntry] = {}
+    shared: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, entry in entries.items():
+        place = (entry.pieces or name, entry.shape, entry.dtype)
+        if place in first:
+            shared[name] = first[place]
+        else:
+            first[place] = name
+            kept[name] = entry
+    return kept, shared
+
+
+def _header(tensors: Mapping[str, tuple[TensorEntry, torch.dtype]], shared: Mapping[str, str]) -> bytes:
+    table: dict[str, Any] = {METADATA_KEY: {**shared, "format": "pt"}}
+    offset = 0
+    for name, (entry, dtype) in tensors.items():
+        if name == METADATA_KEY:
+            raise CheckpointError(f"a tensor is called {name!r}, which safetensors keeps for itself; give a --prefix.")
+        size = entry.numel * dtype.itemsize
+        table[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _chunks(checkpoint: Checkpoint, section: str, name: str, entry: TensorEntry) -> Iterator[torch.Tensor]:
+    for start in range(0, entry.numel, CHUNK_ELEMENTS):
+        chunk = torch.empty(min(CHUNK_ELEMENTS, entry.numel - start), dtype=entry.dtype)
+        checkpoint.read_into(section, [Piece(name, entry.shape, start, chunk)])
+        yield chunk
+
+
+def _write(stream: BinaryIO, view: memoryview) -> None:
+    while view:
+        view = view[stream.write(view) :]
+
+
+def _refuse_existing(files: LocalFiles, target: str) -> None:
+    if files.exists(target):
+        raise CheckpointError(
+            f"{target} exists already; an export overwrites nothing. Remove it or choose another name."
+        )
+
+
+@contextlib.contextmanager
+def _new_file(files: LocalFiles, target: str) -> Iterator[BinaryIO]:
+    """Give a file to write into that gets its name when it is whole and synced."""
+    temporary = temporary_beside(target)
+    try:
+        files.make_directories(os.path.dirname(target))
+        with files.create(temporary) as stream:
+            yield stream
+        _refuse_existing(files, target)
+        files.rename(temporary, target)
+        files.sync_directory(os.path.dirname(target))
+    except OSError as error:
+        raise CheckpointError(f"{target} was not written: {describe(error, temporary)}.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            files.remove_file(temporary)
+
+
+class _Alone:
+    """The exchange of a process that has no others."""
+
+    def exchange(self, payload: bytes, *, timeout_seconds: float) -> list[bytes]:
+        return [payload]
+
+
+def import_checkpoint(source: str, path: str) -> Weights:
+    """Make a checkpoint that holds weights and hyper-parameters of whatever `read_weights` reads; return these.
+
+    Raises:
+        CheckpointError: the source holds no weights, or the checkpoint cannot be written.
+    """
+    from trainwright import __version__
+
+    weights = read_weights(source)
+    tensors = {name: value for name, value in weights.state_dict.items() if isinstance(value, torch.Tensor)}
+    odd = next((name for name, value in tensors.items() if value.dtype not in DTYPES.values()), None)
+    if odd is not None:
+        raise CheckpointError(f"{source}: {odd!r} is {tensors[odd].dtype}, which a checkpoint does not store.")
+    extra = {name: value for name, value in weights.state_dict.items() if name not in tensors and is_extra_state(name)}
+    state: dict[str, Any] = {"trainwright_version": __version__, "extra": {"0": extra}}
+    for each in ("", "datamodule_"):
+        if values := getattr(weights, f"{each}hyper_parameters"):
+            state |= {f"{each}hyper_parameters": values, f"{each}hparams_name": getattr(weights, f"{each}hparams_name")}
+    write_checkpoint(
+        path,
+        sections={"model": [Piece(name, tuple(value.shape), 0, value) for name, value in tensors.items()]},
+        state=state,
+        rank_state=None,
+        header={"step": weights.global_step or 0, "epoch": weights.epoch or 0, "imported_from": weights.kind},
+        exchange=_Alone(),
+        rank=0,
+        world_size=1,
+    )
+    return weights

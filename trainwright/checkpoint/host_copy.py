@@ -1,0 +1,67 @@
+"""A copy of what a rank will write, in host memory that is allocated once: the originals may change as soon as it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from trainwright.checkpoint.shards import check_storable
+from trainwright.checkpoint.tensors import Piece, tied_groups
+
+ALIGNMENT = 64
+
+
+class HostMemory:
+    """Host memory for the pieces of one checkpoint at a time, kept for the next.
+
+    Fresh pages cost more than the copy itself, so it grows only where the next checkpoint is larger. It is page-locked where
+    a piece lies on a GPU, so that the device copies by itself.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._is_pinned = False
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, parts: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
+        """Return the pieces with copies of their tensors; tied ones stay tied. What the call before returned is overwritten.
+
+        Raises:
+            CheckpointError: a tensor's kind or dtype has no place in a checkpoint.
+        """
+        groups = [group for pieces in parts for group in tied_groups(pieces)]
+        for group in groups:
+            check_storable(group[0])
+        copied: dict[int, Piece] = {}
+        with torch.inference_mode(False), torch.no_grad():  # a save may be asked for within a validation
+            self._reserve(sum(_room(group[0].tensor) for group in groups), [group[0].tensor for group in groups])
+            offset = 0
+            for group in groups:
+                tensor = group[0].tensor
+                room = self._memory[offset : offset + tensor.numel() * tensor.element_size()]
+                copy = room.view(tensor.dtype).view(tensor.shape) if tensor.numel() else tensor.new_empty(tensor.shape)
+                copy.copy_(tensor, non_blocking=True)
+                offset += _room(tensor)
+                copied.update((id(piece), replace(piece, tensor=copy)) for piece in group)
+        if self._is_pinned:
+            torch.accelerator.synchronize()
+        return [[copied[id(piece)] for piece in pieces] for pieces in parts]
+
+    def _reserve(self, size: int, tensors: Iterable[Tensor]) -> None:
+        is_pinned = any(tensor.device.type == "cuda" for tensor in tensors)
+        if size > self._memory.numel() or is_pinned != self._is_pinned:
+            self.release()  # before the larger one is there
+            more = size // 16 + (1 << 20)  # metrics and the like grow a little from save to save
+            self._memory = torch.empty(size + more, dtype=torch.uint8, pin_memory=is_pinned)
+            self._is_pinned = is_pinned
+
+
+def _room(tensor: Tensor) -> int:
+    return math.ceil(tensor.numel() * tensor.element_size() / ALIGNMENT) * ALIGNMENT

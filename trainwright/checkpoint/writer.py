@@ -1,0 +1,179 @@
+"""The saves of one engine, one after the other: each made within the call, or in the background.
+
+In the background the call returns once this rank's part lies in host memory. A thread then does what a save within the call
+does, and runs no collective: outcomes go over the key-value store on a channel of these saves alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from trainwright.checkpoint.filesystem import describe
+from trainwright.checkpoint.host_copy import HostMemory
+from trainwright.checkpoint.store import Contents, collect, write_contents
+from trainwright.checkpoint.tensors import Piece
+from trainwright.distributed.agreement import Agreement
+from trainwright.errors import CheckpointError
+
+DROP_SECONDS = 2.0
+"""How long a save that is given up may take to leave the files and the store alone."""
+
+
+class BackgroundSave:
+    """One save in its thread.
+
+    Args:
+        path: what it writes.
+        write: writes and commits it.
+    """
+
+    def __init__(self, path: str, write: Callable[[], None]) -> None:
+        self.path = path
+        self.error: CheckpointError | None = None
+        """Why it failed, alike on every rank; None as long as it has not."""
+        self._write = write
+        # A daemon: the end of the interpreter waits in `_finish_at_exit`, where the others may be known to have gone.
+        self._thread = threading.Thread(target=self._run, name="trainwright-save", daemon=True)
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the checkpoint is there, durably."""
+        return not self._thread.is_alive() and self.error is None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it has ended, committed or failed; return whether it has within so many seconds."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except CheckpointError as error:
+            self.error = error
+        except BaseException as error:
+            self.error = CheckpointError(f"checkpoint {self.path} was not written: {describe(error, self.path)}")
+            self.error.__cause__ = error
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one engine. Collective: make it on every rank, and save on every rank in the same order.
+
+    Args:
+        agreement: carries outcomes between the ranks.
+        timeout_seconds: how long to wait for the slowest rank.
+        has_failed: tells whether this process is known to have failed, and its peers to leave.
+    """
+
+    def __init__(self, agreement: Agreement, timeout_seconds: float, has_failed: Callable[[], bool]) -> None:
+        self._agreement, self._channel = agreement, agreement.channel("saves")
+        self._timeout_seconds = timeout_seconds
+        self._has_failed = has_failed
+        self._memory = HostMemory()
+        self.in_flight: BackgroundSave | None = None
+        """The save that was begun last, until it is waited for."""
+
+    def save(
+        self,
+        path: str,
+        *,
+        sections: Mapping[str, Sequence[Piece]],
+        state: Any,
+        rank_state: Any,
+        header: Mapping[str, Any],
+        blocking: bool,
+    ) -> None:
+        """Write a checkpoint (see `write_checkpoint`), or begin to. Collective.
+
+        Raises:
+            CheckpointError: this save failed, or the one in flight before it; on every rank alike.
+        """
+        self.finish()
+        rank, world_size = self._agreement.rank, self._agreement.world_size
+        write = partial(
+            write_contents, path, header=header, rank=rank, world_size=world_size, timeout_seconds=self._timeout_seconds
+        )
+        gather = partial(collect, sections, state, rank_state, rank, world_size)
+        if blocking:
+            write(gather=gather, exchange=self._agreement)
+            return
+        copied = self._copied(gather)
+        self.in_flight = BackgroundSave(path, partial(write, gather=copied, exchange=self._channel))
+        atexit.register(self._finish_at_exit)
+        self.in_flight.start()
+
+    def finish(self) -> None:
+        """Wait for the save in flight, if there is one. Collective.
+
+        Raises:
+            CheckpointError: it failed, on every rank alike; earlier checkpoints are unchanged.
+        """
+        save = self.in_flight
+        if save is None:
+            return
+        try:
+            save.wait()
+        except BaseException:  # Ctrl-C
+            self.drop()
+            raise
+        self._forget()
+        if save.error is not None:
+            raise save.error
+
+    def drop(self) -> None:
+        """Wait for the save in flight no longer, since a rank that it needs is gone; earlier checkpoints are unchanged."""
+        save = self.in_flight
+        if save is not None:
+            self._forget()
+            self._channel.give_up()
+            save.wait(DROP_SECONDS)
+
+    def release(self) -> None:
+        """Give back the host memory that is kept for the next save."""
+        if self.in_flight is None:
+            self._memory.release()
+
+    def _copied(self, gather: Callable[[], Contents]) -> Callable[[], Contents]:
+        """Return what gives a copy of the contents, or raises why there is none: among the ranks, so that all learn of it."""
+        try:
+            contents = gather()
+            names = [*contents.sections, *contents.plain]
+            parts = [*contents.sections.values(), *(tensors for _, tensors in contents.plain.values())]
+            copies = dict(zip(names, self._memory.copy(parts), strict=True))
+        except Exception as error:
+            return partial(_raise, error)
+        sections = {name: copies[name] for name in contents.sections}
+        plain = {name: (value, copies[name]) for name, (value, _) in contents.plain.items()}
+        return lambda: Contents(sections, plain)
+
+    def _forget(self) -> None:
+        self.in_flight = None
+        atexit.unregister(self._finish_at_exit)
+
+    def _finish_at_exit(self) -> None:
+        """Let no process end before its last save has committed, and say so where it does not."""
+        save = self.in_flight
+        if save is None:
+            return
+        if self._has_failed():
+            self.drop()
+        elif not save.wait(self._timeout_seconds):
+            print(
+                f"trainwright: checkpoint {save.path} was not written: it was not done {self._timeout_seconds:g} s after the "
+                "end of the program.",
+                file=sys.stderr,
+            )
+        elif save.error is not None:
+            print(f"trainwright: {save.error}", file=sys.stderr)
+
+
+def _raise(error: Exception) -> Contents:
+    raise error

@@ -1,0 +1,146 @@
+"""Signals that ask a run to stop, noted whatever the main thread is doing.
+
+A handler of python's runs between two bytecodes of the main thread, so not while that waits in a collective for a rank which
+may have left it already. The interpreter also writes each signal's number into a pipe at once; a thread reads it there.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from trainwright.distributed.agreement import leave
+
+STOP_SIGNALS = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+STOPPED_EXIT_CODE = 75
+"""How a run leaves that a signal has stopped and that was saved: the field's "try again later" (EX_TEMPFAIL)."""
+
+
+def is_interactive() -> bool:
+    """Return whether somebody sits at this process: a REPL, or a notebook."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "__IPYTHON__")
+
+
+def exit_code(number: int, is_saved: bool) -> int:
+    """Return how a process leaves that a signal has stopped: 130 on Ctrl-C, 75 where the run was saved, 128 + the signal."""
+    if number == signal.SIGINT or not is_saved:
+        return 128 + number
+    return STOPPED_EXIT_CODE
+
+
+class SignalWatch:
+    """Notes SIGTERM, SIGUSR1 and Ctrl-C between `open` and `close`, in place of what they do by themselves.
+
+    A handler of the user's own is called all the same. A second Ctrl-C ends the process at once (at a prompt it raises
+    KeyboardInterrupt); any other signal after the first changes nothing. Ignored signals stay ignored. Python lets the main
+    thread alone do this: opened in another one, it notes nothing.
+
+    Args:
+        ask: called at the first signal, in the main thread or in another: it may neither block nor raise.
+    """
+
+    def __init__(self, ask: Callable[[], object]) -> None:
+        self.first = 0
+        """The number of the first signal; 0 while none has come."""
+        self._ask = ask
+        self._previous: dict[int, Any] = {}
+        self._wakeup = self._outer_wakeup = self._reader = -1
+        self._thread: threading.Thread | None = None
+        self._interrupts = {"handler": 0, "thread": 0}
+        """Each Ctrl-C as the handler and the thread see it: of the two, either may be held up."""
+
+    def open(self) -> None:
+        """Install the handlers."""
+        global _open
+        if threading.current_thread() is not threading.main_thread() or os.name != "posix":
+            return
+        self._reader, self._wakeup = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        self._thread = threading.Thread(target=self._read, name="trainwright-signals", daemon=True)
+        self._thread.start()
+        self._outer_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                self._previous[number] = signal.getsignal(number)
+                signal.signal(number, self._handle)
+        _notice_forks()
+        _open = self
+
+    def close(self) -> None:
+        """Put back what was there before."""
+        global _open
+        if self._thread is None:
+            return
+        _open = None
+        self._put_back()
+        os.write(self._wakeup, b"\0")
+        self._thread.join()
+        os.close(self._reader)
+        os.close(self._wakeup)
+        self._thread = None
+
+    def deliver(self) -> None:
+        """Let a signal that was noted, and not acted on, do what it does by itself; after `close`."""
+        previous = self._previous.get(self.first)
+        if self.first and previous in (signal.SIG_DFL, signal.default_int_handler):  # one of the user's own was called
+            os.kill(os.getpid(), self.first)
+
+    def _put_back(self) -> None:
+        present = signal.set_wakeup_fd(-1)
+        with contextlib.suppress(OSError, ValueError):  # it may have been closed since
+            signal.set_wakeup_fd(self._outer_wakeup if present == self._wakeup else present)
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, previous)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._note(number, "handler")
+        previous = self._previous.get(number)
+        if callable(previous) and previous is not signal.default_int_handler:
+            previous(number, frame)
+        if self._interrupts["handler"] > 1:  # at a prompt; elsewhere the process has gone
+            raise KeyboardInterrupt
+
+    def _read(self) -> None:
+        while True:
+            for number in os.read(self._reader, 64):
+                if number == 0:
+                    return
+                if self._outer_wakeup != -1:
+                    with contextlib.suppress(OSError):
+                        os.write(self._outer_wakeup, bytes([number]))
+                if number in self._previous:
+                    self._note(number, "thread")
+
+    def _note(self, number: int, where: str) -> None:
+        if number == signal.SIGINT:
+            self._interrupts[where] += 1
+            if self._interrupts[where] > 1 and not is_interactive():
+                leave(128 + number)
+        if not self.first:
+            self.first = number
+            self._ask()
+
+
+_open: SignalWatch | None = None
+_notices_forks = False
+
+
+def _notice_forks() -> None:
+    """Have forked children go without the handlers: they would take a child's signals for this process's own."""
+    global _notices_forks
+    if not _notices_forks:
+        _notices_forks = True
+        os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    if _open is not None:
+        _open._put_back()
