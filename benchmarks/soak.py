@@ -96,12 +96,18 @@ class Result:
     """Checkpoints that a kill has damaged or removed."""
     left: list[str] = field(default_factory=list)
     """What a killed job has left."""
+    gone: float = 0.0
+    """Seconds until the last trace of a job was gone, at most."""
     kept: int = 0
     """How many more checkpoints there are in the end than without kills."""
 
     @property
+    def told(self) -> list[str]:
+        return [line[:1500] for line in (*self.wrong, *self.lost, *self.left)]
+
+    @property
     def is_sound(self) -> bool:
-        return not (self.wrong or self.lost or self.left)
+        return not self.told
 
 
 class Job:
@@ -210,9 +216,8 @@ class Soak:
             for done in [pool.submit(self._work) for _ in range(self.options.jobs)]:
                 done.result()
         is_sound = self.summarize()
-        for name in ("soak.json", *(f"oracle-{strategy}" for strategy in STRATEGIES)):
-            path = self.out / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        for name in ("soak.json", *(f"oracle-{strategy}.json" for strategy in STRATEGIES)):
+            (self.out / name).unlink(missing_ok=True)  # the next soak may be of other code
         return is_sound
 
     def run_one(self, number: int) -> bool:
@@ -230,8 +235,9 @@ class Soak:
         print(
             f"{kills} kills in {len(results)} runs of {len({each.strategy for each in results})} strategies: "
             f"{sum(bool(each.wrong) for each in results)} runs that differ, {sum(len(each.lost) for each in results)} lost "
-            f"checkpoints, {sum(len(each.left) for each in results)} things left; "
-            f"{seconds / max(kills, 1):.1f} s a kill, {sum(each.kept for each in results)} checkpoints more than without kills"
+            f"checkpoints, {sum(len(each.left) for each in results)} things left; {seconds / max(kills, 1):.1f} s a kill, all "
+            f"gone {max((each.gone for each in results), default=0.0):.1f} s after one, "
+            f"{sum(each.kept for each in results)} checkpoints more than without kills"
         )
         return all(each.is_sound for each in results)
 
@@ -275,7 +281,7 @@ class Soak:
         oracle = self.oracle(strategy)
         folder = _emptied(self.out / f"run-{number}")
         result, began = Result(number, strategy), time.monotonic()
-        checks: list[Future[list[str]]] = []
+        checks: list[Future[tuple[float, list[str]]]] = []
         try:
             self._kill_and_go_on(folder, result, kills, checks)
             num_ranks = RANKS.get(strategy, 2)
@@ -288,18 +294,22 @@ class Soak:
             result.wrong.append(f"{type(error).__name__}: {error}")
         result.seconds = time.monotonic() - began
         for check in checks:
-            result.left += check.result()
+            seconds, left = check.result()
+            result.gone, result.left = max(result.gone, seconds), [*result.left, *left]
         said = "ends as the run that nobody killed" if result.is_sound else "is NOT as it has to be"
-        print(
-            f"run {number:3d} {strategy:18s} {said}, after {result.kills} kills in {result.seconds:.0f} s", flush=True
-        )
+        ending = f"{said}, after {result.kills} kills in {result.seconds:.0f} s"
+        print("\n    ".join([f"run {number:3d} {strategy:18s} {ending}", *result.told]), flush=True)
         if result.is_sound:
             shutil.rmtree(folder)
         return result
 
-    def _kill_and_go_on(self, folder: Path, result: Result, kills: int, checks: list[Future[list[str]]]) -> None:
+    def _kill_and_go_on(
+        self, folder: Path, result: Result, kills: int, checks: list[Future[tuple[float, list[str]]]]
+    ) -> None:
         """Start the run and kill it, again and again, and let it end at last."""
-        planned = plan(self.options.seed, result.number, kills, RANKS.get(result.strategy, 2), self.options.epochs)
+        planned = plan(
+            self.options.seed, result.number, self.options.per_run, RANKS.get(result.strategy, 2), self.options.epochs
+        )
         newest = -1
         while True:
             job = Job(self, result.strategy, folder, result.kills)
@@ -372,7 +382,7 @@ class Soak:
                 sys.exit(
                     f"the uninterrupted run of {strategy} ended with {code}; see {job.log_path}\n{_tail(job.log_path)}"
                 )
-            if left := job.traces.left():
+            if left := job.traces.left()[1]:
                 sys.exit(f"the uninterrupted run of {strategy} has left {left}")
             outcome = read_outcome(folder, FINAL, job.num_ranks)
             path.write_text(json.dumps(outcome))

@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import trainwright as tw
 import trainwright.trainer.fit as fit_loop
-from trainwright.checkpoint.store import latest_checkpoint
 from trainwright.precision.mixed import MixedPrecision
 
 BATCH_SIZE, BATCHES, ACCUMULATE, VALIDATE_EVERY, SAVE_EVERY = 4, 16, 3, 4, 2
@@ -169,8 +168,8 @@ def forget(part: str) -> None:
 
 def allow_warnings_of_others() -> None:
     """Let the packages of the strategies warn of themselves; a warning of any other kind ends the run."""
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    for module in ("deepspeed", "fairscale", "torch"):
+    warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)  # inductor, which DeepSpeed imports
+    for module in ("deepspeed", "fairscale", "pydantic"):
         warnings.filterwarnings("ignore", module=rf"{module}(\..*)?")
 
 
@@ -184,7 +183,7 @@ def train(options: argparse.Namespace) -> None:
     place = str(folder / "checkpoints")
     callbacks = [
         Events(Telling(options.events)),
-        tw.EarlyStopping("val_loss", patience=1000),
+        tw.EarlyStopping("val_loss", min_delta=0.2, patience=1000),
         tw.ModelCheckpoint(place, every_n_train_steps=SAVE_EVERY),
         tw.ModelCheckpoint(place, "best-{epoch}-{step}-{val_loss:.4f}", monitor="val_loss", save_top_k=2),
     ]
@@ -193,7 +192,7 @@ def train(options: argparse.Namespace) -> None:
         strategy=options.strategy,
         devices=options.devices,
         precision=precision,
-        logger=tw.CSVLogger(str(folder), "logs", version=0),
+        logger=tw.CSVLogger(str(folder), "logs"),
         callbacks=callbacks,  # type: ignore[arg-type]
         max_epochs=options.epochs,
         accumulate_grad_batches=ACCUMULATE,
@@ -209,9 +208,7 @@ def train(options: argparse.Namespace) -> None:
     final = folder / FINAL
     if trainer.is_global_zero and final.exists():
         os.rename(final, folder / f"earlier-{os.getpid()}")  # a run that was killed once it was there
-    newest = latest_checkpoint(place)
-    ckpt_path = newest.path if newest is not None else None
-    trainer.fit(module, loader, DataLoader(Augmented(27, 2, False), BATCH_SIZE), ckpt_path=ckpt_path)
+    trainer.fit(module, loader, DataLoader(Augmented(27, 2, False), BATCH_SIZE), ckpt_path="auto")
     trainer.save_checkpoint(final)
 
 

@@ -15,6 +15,8 @@ import torch
 from trainwright.checkpoint.store import Checkpoint, find_checkpoints, open_checkpoint
 
 Outcome = dict[str, str]
+SHOWN = 5
+"""How many differences of a kind are told."""
 
 
 def read_outcome(folder: Path, final: str, num_ranks: int) -> Outcome:
@@ -26,6 +28,7 @@ def read_outcome(folder: Path, final: str, num_ranks: int) -> Outcome:
     checkpoint = open_checkpoint(str(folder / final))
     outcome = dict(_stored(checkpoint, num_ranks))
     outcome = {key.replace(str(folder), ""): value.replace(str(folder), "") for key, value in outcome.items()}
+    outcome = {key: value for key, value in outcome.items() if "/replaced" not in key}  # what waits to be removed
     outcome |= _batches(folder, num_ranks)
     with open(folder / "logs" / "version_0" / "metrics.csv", newline="") as file:
         for number, row in enumerate(csv.DictReader(file)):
@@ -35,21 +38,17 @@ def read_outcome(folder: Path, final: str, num_ranks: int) -> Outcome:
 
 
 def differences(found: Outcome, oracle: Outcome) -> list[str]:
-    """Return what differs, a line each; nothing where the two are the same."""
-    lines = []
+    """Return what differs, a line each for the first few of each kind; nothing where the two are the same."""
+    lines: dict[str, list[str]] = {}
     for key in sorted((found.keys() | oracle.keys()) - {"checkpoints"}):
-        if key.startswith("row/") and (key not in found or _is_part_of_a_row(found[key], oracle)):
-            continue  # rows of a killed run may be missing, or come twice
         if found.get(key) != oracle.get(key):
-            lines.append(
-                f"{key}: {found.get(key, 'nothing')} where the uninterrupted run has {oracle.get(key, 'nothing')}"
-            )
-    return lines
-
-
-def _is_part_of_a_row(text: str, oracle: Outcome) -> bool:
-    row = json.loads(text).items()
-    return any(row <= json.loads(other).items() for key, other in oracle.items() if key.startswith("row/"))
+            text = f"{key}: {found.get(key, 'nothing')} where the uninterrupted run has {oracle.get(key, 'nothing')}"
+            lines.setdefault(key.partition("/")[0], []).append(text)
+    return [
+        line
+        for kind, told in lines.items()
+        for line in (*told[:SHOWN], *([f"{kind}: {len(told)} such differences"] if len(told) > SHOWN else []))
+    ]
 
 
 def unseen_or_seen_twice(found: Outcome, num_samples: int, epochs: int) -> list[str]:

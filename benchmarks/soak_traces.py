@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
@@ -11,8 +12,7 @@ import time
 from pathlib import Path
 
 TAG = "SOAK_TAG"
-GONE_SECONDS = 10.0
-"""A loader worker looks every five seconds whether its parent lives."""
+GONE_SECONDS = 20.0  # four times the goal of 5 s
 SHARED = ("torch_", "psm_", "sem.", "mp-", "gloo", "nccl", "deepspeed", "ds_")
 """How shared memory begins that torch, python, gloo, NCCL and DeepSpeed make; other programs have theirs there too."""
 LISTENS = "0A"
@@ -25,6 +25,7 @@ class Traces:
     def __init__(self, tag: str) -> None:
         self.tag = tag
         self.temporary = Path(tempfile.mkdtemp(prefix="soak-"))  # a short path: sockets are bound in it
+        atexit.register(shutil.rmtree, self.temporary, ignore_errors=True)
         self.variables = {TAG: tag, "TMPDIR": str(self.temporary)}
         self._shared_before = set(os.listdir("/dev/shm"))
         self._ports: set[str] = set()
@@ -34,13 +35,14 @@ class Traces:
         own = {inode for pid in processes_of(self.tag) for inode in _sockets(pid)}
         self._ports |= own & _listening()
 
-    def left(self) -> list[str]:
-        """Wait until nothing is left of the job, at most ten seconds, and return what is."""
-        deadline = time.monotonic() + GONE_SECONDS
-        while (left := self._left()) and time.monotonic() < deadline:
-            time.sleep(0.25)
+    def left(self) -> tuple[float, list[str]]:
+        """Wait until nothing is left of the job; return how many seconds that took, and what is left all the same."""
+        began = time.monotonic()
+        while (left := self._left()) and time.monotonic() - began < GONE_SECONDS:
+            time.sleep(0.1)
         shutil.rmtree(self.temporary, ignore_errors=True)
-        return [f"{each}, {GONE_SECONDS:.0f} s after the end of {self.tag}" for each in left]
+        seconds = time.monotonic() - began
+        return seconds, [f"{each}, {seconds:.0f} s after the end of {self.tag}" for each in left]
 
     def _left(self) -> list[str]:
         left = [f"process {pid} ({_command(pid)})" for pid in processes_of(self.tag)]

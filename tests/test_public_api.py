@@ -11,7 +11,7 @@ import trainwright as tw
 NAMES = """Accelerator AdvancedProfiler BasePredictionWriter CSVLogger Callback CheckpointError CombinedLoader DDPStrategy
     DataModule DeepSpeedStrategy EarlyStopping Engine FSDPStrategy GradientAccumulationScheduler LambdaCallback
     LaunchError LearningRateMonitor LightningDataModule LightningModule Logger ModelCheckpoint ModelSummary Module
-    Precision Profiler PyTorchProfiler ShardedDDPStrategy SimpleProfiler Strategy TQDMProgressBar TensorBoardLogger
+    Precision Profiler PyTorchProfiler RunStopped ShardedDDPStrategy SimpleProfiler Strategy TQDMProgressBar TensorBoardLogger
     TensorPredictionWriter Timer Trainer TrainwrightError WorkerFailed __version__ estimate_memory isolate_rng
     load_predictions notebook_launcher rank_zero_info rank_zero_only rank_zero_warn seed_everything"""
 TRAINER = """accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs min_epochs max_steps

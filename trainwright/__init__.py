@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trainwright.engine.engine import Engine
     from trainwright.engine.handover import notebook_launcher
     from trainwright.engine.memory import estimate_memory
-    from trainwright.errors import CheckpointError, LaunchError, TrainwrightError, WorkerFailed
+    from trainwright.errors import CheckpointError, LaunchError, RunStopped, TrainwrightError, WorkerFailed
     from trainwright.loggers import CSVLogger, Logger, TensorBoardLogger
     from trainwright.module import Module
     from trainwright.module import Module as LightningModule
@@ -77,6 +77,7 @@ _HOMES = {
     "Precision": "trainwright.precision",
     "Profiler": "trainwright.profilers",
     "PyTorchProfiler": "trainwright.profilers",
+    "RunStopped": "trainwright.errors",
     "ShardedDDPStrategy": "trainwright.strategies.ddp_sharded",
     "SimpleProfiler": "trainwright.profilers",
     "Strategy": "trainwright.strategies",
@@ -125,6 +126,7 @@ __all__ = [
     "Precision",
     "Profiler",
     "PyTorchProfiler",
+    "RunStopped",
     "ShardedDDPStrategy",
     "SimpleProfiler",
     "Strategy",

@@ -14,6 +14,7 @@ import torch
 from held import HeldFiles, held
 from jobs import run_job
 from small import QUIET, Classifier, assert_equal, make_loader, weights
+from started import Started, python
 
 import trainwright as tw
 from trainwright.checkpoint.store import find_checkpoints, open_checkpoint
@@ -272,3 +273,53 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert os.listdir(folder) == ["step=2.ckpt"]
     assert results[0]["own"] == {"0": 0, "1": 1, "2": 2}
     assert found(tmp_path / "own") == {"0": 0, "1": 1, "2": 2, "last": 2}
+
+
+FAILING = """
+import os, signal, sys, time
+from pathlib import Path
+import trainwright as tw
+from small import QUIET, Classifier, make_loader
+
+folder, ending = sys.argv[1:]
+sync = os.fsync
+
+class Ends(tw.Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        step = trainer.global_step
+        if step == 4:
+            trainer.engine.writer.in_flight.wait(30)
+            os.fsync = lambda descriptor: (time.sleep(60 if ending == "killed" else 0.2), sync(descriptor))
+        if step == 7 and trainer.global_rank == 1:
+            assert not trainer.engine.writer.in_flight.is_committed
+            if ending == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("of a callback")
+
+callback = tw.ModelCheckpoint(folder, every_n_train_steps=3, async_save=True, filename="{step}", save_top_k=-1)
+settings = {**QUIET, "enable_checkpointing": True}
+tw.Trainer(devices=2, max_epochs=2, callbacks=[Ends(), callback], **settings).fit(Classifier(), make_loader())
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_while_a_save_is_in_flight(tmp_path: Path) -> None:
+    """Where both ranks live the save commits; where one is killed the other leaves, and the checkpoint before is there."""
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    started = {
+        ending: Started(python("-W", "error", str(script), str(tmp_path / ending), ending), tmp_path)
+        for ending in ("raised", "killed")
+    }
+    try:
+        for ending, job in started.items():
+            assert job.wait(120) != 0
+            assert ("of a callback" if ending == "raised" else "SIGKILL") in job.stderr
+            job.check_nothing_left()
+            kept = found(tmp_path / ending)
+            assert kept == {"step=3.ckpt": 3} | ({"step=6.ckpt": 6} if ending == "raised" else {})
+            for name in kept:
+                assert open_checkpoint(f"{tmp_path}/{ending}/{name}").world_size == 2
+    finally:
+        for job in started.values():
+            job.close()

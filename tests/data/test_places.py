@@ -303,12 +303,10 @@ def test_what_is_read_again_is_told(caplog: pytest.LogCaptureFixture) -> None:
     loader = DataLoader(Stream(20), batch_size=2)
     _, batch, places, states, _ = segment(loader, 1, 0, (), (), 4)
     segment(loader, 1, batch, places, states, None)
-    assert [record.getMessage() for record in caplog.records] == [
-        (
-            "the first 4 batches of this epoch were consumed before; a Stream tells no state to go on from, so they are "
-            "read again and skipped."
-        )
-    ]
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "the first 4 batches of this epoch were consumed before; a Stream tells no state"
+    )
     with pytest.raises(ValueError, match=r"4 batches of 2 samples were consumed, .* batches of 3, .* batch_size=2"):
         segment(DataLoader(Stream(20), batch_size=3), 1, batch, places, states, None)
     with pytest.raises(ValueError, match="one of 1 loaders, but there are 2 now; go on with the loaders"):

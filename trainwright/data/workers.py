@@ -124,7 +124,7 @@ def hear_signals() -> None:
     """
     if os.name != "posix":
         return
-    parent = os.getppid()
+    parent = _parent_pid()
 
     def leave_if_done(number: int, frame: FrameType | None) -> None:
         if os.getppid() != parent or _is_done(frame):
@@ -137,6 +137,16 @@ def hear_signals() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # it ended before the kernel was asked
         leave_tidily(signal.SIGTERM)
+
+
+def _parent_pid() -> int:
+    """Return the process id of this worker's parent, which may have ended since: getppid would name who took its place.
+
+    So torch's own watch over the parent, which begins with getppid, never ends a worker whose parent was killed that early.
+    """
+    parent = multiprocessing.parent_process()
+    by_server = getattr(multiprocessing.current_process(), "_start_method", None) == "forkserver"
+    return os.getppid() if parent is None or parent.pid is None or by_server else parent.pid
 
 
 def _is_done(frame: FrameType | None) -> bool:
@@ -152,6 +162,8 @@ def _is_done(frame: FrameType | None) -> bool:
 
 def leave_tidily(number: int) -> None:
     """End a worker on a signal, its temporary folder removed; by itself it would be left behind."""
+    for other in STOP_SIGNALS:  # where the parent is killed the launcher's comes too, and would end this halfway
+        signal.signal(other, signal.SIG_IGN)
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     os._exit(128 + number)
 

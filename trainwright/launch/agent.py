@@ -33,7 +33,7 @@ END_SECONDS = 2.0
 """How long a rank that has posted its failure has to end."""
 CLOSE_SECONDS = 3.0
 """How long a rank has between SIGTERM and SIGKILL."""
-TIDY_SECONDS = 0.5
+TIDY_SECONDS = 2.0
 """How long the loader workers of a rank that has ended have between the two."""
 
 
@@ -192,7 +192,8 @@ class JobAgent(LocalElasticAgent):
             return None
         if len(codes) == len(self._handlers()):
             self.stopped_code = max(codes.values())
-            return RunResult(state=WorkerState.SUCCEEDED)
+            workers = self._worker_group.workers
+            return RunResult(WorkerState.SUCCEEDED, return_values={each.global_rank: None for each in workers})
         if self.grace.is_over:
             ending = signal.Signals(number or signal.SIGTERM)
             self.tell_others(f"its launcher was asked to end by {ending.name}, and its ranks did not leave in time")

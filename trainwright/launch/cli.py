@@ -17,7 +17,7 @@ from trainwright.distributed.clusters import main_port, read_number
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.launch.nodes import Nodes
-from trainwright.launch.processes import num_cores, supervise
+from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE, grace_seconds, num_cores, supervise
 
 NameCheck = Callable[[str | None, str | None, int, str], None]
 """Refuses a strategy or a precision that does not exist; given both, the number of processes and the device type."""
@@ -84,6 +84,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         nodes,
         max_restarts=settings["max_restarts"].value,
         logs=options.logs,
+        grace=settings["grace_seconds"].value,
         told={
             "strategy": options.strategy,
             "precision": options.precision,
@@ -118,6 +119,8 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
         add("--main-port", metavar="PORT", help="port of machine 0 to meet at (or MASTER_PORT; default: 29500, on one machine "
             "a free one)"),
         add("--max-restarts", metavar="N", help="after a failed rank, start all anew at most so often (default: 0)"),
+        add("--grace-seconds", metavar="N", help="on SIGTERM, SIGUSR1 or Ctrl-C, how long the ranks have to save and leave (or "
+            f"the variable {GRACE_VARIABLE}; default: {GRACE_SECONDS})"),
         add("--logs", metavar="DIR", help="also keep what each rank prints, in DIR/rank0.log and so on (added to them)"),
         add("-m", "--module", metavar="MODULE", help="run a module, as python -m does, in place of a script"),
     ]  # fmt: skip
@@ -183,6 +186,9 @@ def resolve(options: argparse.Namespace, variables: Mapping[str, str]) -> dict[s
             f"--max-restarts {options.max_restarts} was given with {num_nodes} nodes, which would have to agree on each start; "
             "it is accepted on one node. Leave it out, or start the script on each node with torchrun --max-restarts."
         )
+    settings["grace_seconds"] = _number(options.grace_seconds, "--grace-seconds", default=grace_seconds(variables))
+    if options.grace_seconds is None and variables.get(GRACE_VARIABLE):
+        settings["grace_seconds"] = Setting(settings["grace_seconds"].value, GRACE_VARIABLE)
     settings["logs"] = _given(options.logs, "--logs", None)
     return settings
 

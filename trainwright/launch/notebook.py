@@ -16,7 +16,8 @@ from typing import Any, cast
 
 from trainwright.distributed.agreement import summarize
 from trainwright.distributed.environment import Environment
-from trainwright.errors import LaunchError, WorkerFailed
+from trainwright.distributed.signals import STOP_SIGNALS, STOPPED_EXIT_CODE
+from trainwright.errors import LaunchError, RunStopped, WorkerFailed
 from trainwright.launch.packing import pack, read_result, unpack, write_result
 from trainwright.launch.processes import launcher_command
 from trainwright.launch.relay import run_beside
@@ -40,6 +41,7 @@ def run_in_workers(
         TypeError: an argument that cannot be copied.
         WorkerFailed: a rank has failed.
         LaunchError: the job could not be started.
+        RunStopped: a signal has stopped it.
     """
     pack(folder / WORK, {**named, "the function": function}, asked)
     place = {"path": [str(entry) for entry in sys.path], "argv": [str(each) for each in sys.argv]}
@@ -49,6 +51,9 @@ def run_in_workers(
     command = [sys.executable, *flags, worker, str(folder)]
     code = run_beside(launcher_command(num_processes, command, report=str(folder / REPORT)))
     result = folder / RESULT
+    stopped = (STOPPED_EXIT_CODE, *(128 + number for number in STOP_SIGNALS))
+    if code in stopped and not (folder / REPORT).exists():
+        raise RunStopped(code)
     if code != 0 or not result.exists():
         raise _failed(folder, code, asked)
     return read_result(result)

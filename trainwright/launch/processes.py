@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -22,7 +23,10 @@ from trainwright.distributed.network import LOOPBACK, loopback_interface
 from trainwright.launch.command import own_command
 from trainwright.launch.nodes import Nodes, nodes_of
 
-HANDLED_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+HANDLED_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGQUIT")
+
+GRACE_VARIABLE, GRACE_SECONDS = "TRAINWRIGHT_GRACE_SECONDS", 120
+"""How long the ranks have to save and leave, once a signal asks them to: where it is said, and what it is else."""
 
 
 def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script") -> NoReturn:
@@ -35,6 +39,7 @@ def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script
     if num_processes < 2 and num_nodes == 1:
         raise ValueError(f"num_processes={num_processes}; 2 or more are accepted. One process needs no launcher.")
     nodes = nodes_of(num_nodes, os.environ)
+    grace_seconds(os.environ)
     command = own_command(reason)
     for child in multiprocessing.active_children():
         child.terminate()
@@ -98,19 +103,33 @@ def supervise(
     logs: str | None = None,
     told: dict[str, str | None] | None = None,
     report: str | None = None,
+    grace: int | None = None,
 ) -> int:
     """Run a command in that many workers on this node and return the job's exit code.
 
     `told` is what the workers are told for settings that their script leaves open: see `Environment`. `report` is a
-    file to write to who failed first.
+    file to write to who failed first. `grace` is how many seconds the ranks have to leave, once a signal asks them to; None
+    is what the environment says.
     """
+    grace = grace_seconds(os.environ) if grace is None else grace
     warnings.simplefilter("ignore")  # the job's output is the workers'
     nodes = nodes or Nodes()
     _prepare_signals()
     _prepare_environment(num_processes, nodes, told or {})
     from trainwright.launch.agent import run
 
-    return run(command, num_processes, nodes, max_restarts=max_restarts, logs=logs, report=report)
+    return run(command, num_processes, nodes, max_restarts=max_restarts, logs=logs, report=report, grace_seconds=grace)
+
+
+def grace_seconds(variables: Mapping[str, str]) -> int:
+    """Return how long the ranks have to leave, once a signal asks them to (ValueError)."""
+    given = variables.get(GRACE_VARIABLE) or str(GRACE_SECONDS)
+    if not (given.isascii() and given.isdigit()):
+        raise ValueError(
+            f"the environment has {GRACE_VARIABLE}={given!r}; a whole number of seconds from 0 is accepted. Set it to as long "
+            f"as a step and a save take at most, or unset it for {GRACE_SECONDS}."
+        )
+    return int(given)
 
 
 def _prepare_signals() -> None:

@@ -9,8 +9,13 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, TextIO
+
+from trainwright.distributed.signals import STOP_SIGNALS
 
 END_SECONDS = 4.5
 """How long the launcher has to end its workers, to which it gives 3 s between the first signal and SIGKILL."""
@@ -19,7 +24,8 @@ END_SECONDS = 4.5
 def run_beside(command: list[str]) -> int:
     """Run the launcher and return its exit code.
 
-    It ends with this process, however that ends. An exception here, such as Ctrl-C's, ends it too.
+    It ends with this process, however that ends. A signal here is passed on to it, and after a Ctrl-C its end is a
+    KeyboardInterrupt; an exception here ends it too.
     """
     # NOTE: the kernel ends the child when the *thread* that started it has ended: it is this one, which waits for it.
     bootstrap = str(Path(__file__).with_name("bootstrap.py"))
@@ -34,11 +40,42 @@ def run_beside(command: list[str]) -> int:
         start_new_session=True,  # a Ctrl-C in the terminal comes here alone, and is passed on
     ) as process:
         try:
-            _relay(process)
-            return process.wait()
+            with _passing_on(process) as passed:
+                _relay(process)
+                code = process.wait()
         except BaseException as error:
             _end(process, signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
             raise
+        if signal.SIGINT in passed:
+            raise KeyboardInterrupt
+        return code
+
+
+@contextlib.contextmanager
+def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Pass the first signal of a kind on to the launcher, which gives its workers time to save and ends; give those passed.
+
+    A second Ctrl-C raises KeyboardInterrupt, and only the main thread can do any of this.
+    """
+    passed: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield passed
+        return
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        if number not in passed:
+            passed.append(number)
+            process.send_signal(number)
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    heard = [number for number in STOP_SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    previous = {number: signal.signal(number, pass_on) for number in heard}
+    try:
+        yield passed
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 def _target(stream: TextIO | None, original: TextIO | None, fd: int) -> int | None:

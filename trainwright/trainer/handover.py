@@ -55,6 +55,7 @@ def hand_over(
     Raises:
         TypeError: something that cannot be copied to other processes.
         WorkerFailed: a rank has failed; nothing is changed here then.
+        RunStopped: a signal has stopped the run there; nor then.
         LaunchError: the job could not be started.
     """
     asked, engine = f"trainer.{call}", trainer.engine

@@ -116,6 +116,9 @@ def restore(trainer: Trainer, opened: Opened) -> dict[str, Any] | None:
     schedulers = state.get("lr_schedulers", [])  # as many as in this run, unless a hook has taken them out
     for config, saved in zip(trainer.lr_scheduler_configs, schedulers, strict=False):
         config.scheduler.load_state_dict(saved)
+        optimizer = getattr(config.scheduler, "optimizer", None)
+        if trainer.state.step and optimizer is not None:  # it has stepped before this process, which torch may ask for
+            optimizer._opt_called = True
     trainer.logbook.load_state_dict(state.get("metrics", {}))
     if trainer.state.batch:
         trainer.logbook.unfinished = _unfinished_metrics(trainer, opened.checkpoint, restored.rank_state)

@@ -1,0 +1,79 @@
+"""A loader worker whose parent is killed ends too, however early that is, and leaves no temporary folder."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from started import Started, python
+
+KILLED_AT_ONCE = """
+import os, signal, time
+from torch.utils.data import DataLoader
+from trainwright.data.loaders import ShardedLoader
+
+parent = os.getpid()
+
+
+def wait_for_its_end():
+    while os.getppid() == parent:
+        time.sleep(0.01)
+
+
+os.register_at_fork(after_in_child=wait_for_its_end, after_in_parent=lambda: os.kill(parent, signal.SIGKILL))
+shard = ShardedLoader(DataLoader(range(8), num_workers=2), rank=0, world_size=1, mode="train")
+shard.set_epoch(1, 0)
+next(iter(shard))
+"""
+
+SIGNALLED_TWICE = """
+import multiprocessing, os, signal, time
+from multiprocessing.util import Finalize
+from trainwright.data.workers import hear_signals
+
+
+def tidy():
+    time.sleep(0.5)
+    print("tidied", flush=True)
+
+
+def work(begun):
+    hear_signals()
+    Finalize(None, tidy, exitpriority=10)
+    begun.send(True)
+    time.sleep(600)
+
+
+context = multiprocessing.get_context("fork")
+begun, theirs = context.Pipe()
+worker = context.Process(target=work, args=(theirs,))
+worker.start()
+begun.recv()
+for _ in range(2):
+    os.kill(worker.pid, signal.SIGTERM)
+    time.sleep(0.1)
+worker.join()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_worker_whose_parent_was_killed_at_once_ends(tmp_path: Path) -> None:
+    job = Started(python("-c", KILLED_AT_ONCE), tmp_path)
+    try:
+        assert job.process.wait(timeout=60) == -signal.SIGKILL
+        job.check_nothing_left()
+    finally:
+        job.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
+def test_a_second_signal_does_not_keep_a_worker_from_tidying(tmp_path: Path) -> None:
+    """The kernel signals it when its parent dies, and then the launcher does."""
+    job = Started(python("-c", SIGNALLED_TWICE), tmp_path)
+    try:
+        assert job.wait() == 0, job.stderr
+        assert job.stdout == "tidied\n"
+    finally:
+        job.close()

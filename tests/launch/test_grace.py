@@ -1,0 +1,209 @@
+"""A job whose launcher, or one of whose ranks, is signalled: it is saved, ends in time, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from started import GONE_SECONDS, Started, python
+
+from trainwright.checkpoint.store import find_checkpoints, open_checkpoint
+
+JOB = str(Path(__file__).with_name("stopped_job.py"))
+LAUNCH = python(
+    "-m", "trainwright", "launch", "--cpu", "--devices", "2", "--grace-seconds", "60", "--max-restarts", "1"
+)
+
+
+class Job(Started):
+    """The run in a folder, with a temporary folder of its own that has to be empty in the end."""
+
+    def __init__(
+        self, folder: Path, pause: float, devices: int = 2, command: list[str] | None = None, **more: str
+    ) -> None:
+        folder.mkdir(exist_ok=True)
+        # Not in the test's own folder: the loader workers' sockets lie there, and a socket's path is at most 107 letters long.
+        self.folder, self.temporary = folder, Path(tempfile.mkdtemp(prefix="tw"))
+        self.shared = set(os.listdir("/dev/shm"))
+        arguments = [*(command or python("-W", "error")), JOB, str(folder), str(devices), str(pause)]
+        super().__init__(arguments, folder, TMPDIR=str(self.temporary), **more)
+
+    def reach(self, count: int) -> bool:
+        """Wait for the n-th place of this run; return whether it came so far."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.stdout += line
+            if line.startswith(f"place {count} "):
+                return True
+        return False
+
+    def ranks(self) -> list[psutil.Process]:
+        found = [each for each in self.processes() if each.ppid() == self.process.pid]
+        assert len(found) == 2
+        return sorted(found, key=lambda each: each.environ()["RANK"])
+
+    def check_saved(self) -> str:
+        """Return the checkpoint that it says it has saved, which is whole."""
+        (path,) = re.findall(r"it is saved as (\S+)\. The same command with ckpt_path=\"auto\"", self.stderr)
+        open_checkpoint(path)
+        assert self.stderr.count("trainwright: ") == 1, self.stderr
+        return str(path)
+
+    def check_nothing_left(self, deadline: float | None = None) -> None:
+        super().check_nothing_left(deadline)
+        assert [each for each in self.temporary.iterdir() if not each.name.startswith("torchinductor")] == []  # a cache
+        names = set(os.listdir("/dev/shm")) - self.shared
+        mine = {name for name in names if name.startswith("torch_") and name.split("_")[1] in self.pids}
+        assert mine == set()
+        assert [each for each in (self.folder / "checkpoints").iterdir() if each.suffix != ".ckpt"] == []
+
+    pids: frozenset[str] = frozenset()
+
+    def note_processes(self) -> None:
+        self.pids |= {str(process.pid) for process in self.processes()}
+
+
+StartJob = Callable[..., Job]
+
+
+@pytest.fixture
+def start() -> Iterator[StartJob]:
+    jobs: list[Job] = []
+
+    def begin(*arguments: Any, **options: Any) -> Job:
+        jobs.append(Job(*arguments, **options))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.close()
+        shutil.rmtree(job.temporary)
+
+
+def results(folder: Path, ranks: int = 2) -> list[Any]:
+    return [[torch.load(folder / f"result-{rank}"), (folder / f"seen-{rank}").read_text()] for rank in range(ranks)]
+
+
+def check_equal(left: Any, right: Any) -> None:
+    """Bitwise, through lists and dicts."""
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            check_equal(left[key], right[key])
+    elif isinstance(left, list):
+        assert len(left) == len(right)
+        for mine, other in zip(left, right, strict=True):
+            check_equal(mine, other)
+    else:
+        assert left == right
+
+
+@pytest.mark.parametrize("to", ["the launcher", "a rank"])
+def test_a_signalled_job_goes_on_bitwise(to: str, tmp_path: Path, start: StartJob) -> None:
+    whole = start(tmp_path / "whole", 0.0)
+    job = start(tmp_path / "stopped", 0.05, command=LAUNCH if to == "a rank" else None)
+    assert job.reach(9)
+    job.note_processes()
+    began = time.monotonic()
+    if to == "the launcher":
+        job.process.send_signal(signal.SIGTERM)
+        job.process.send_signal(signal.SIGTERM)  # as those do who are in a hurry
+    else:
+        job.ranks()[1].send_signal(signal.SIGUSR1)
+    assert job.wait() == 75, job.stderr
+    assert time.monotonic() - began < 60
+    if to == "a rank":
+        job.stderr = job.stderr.partition("grace_seconds")[2]  # below what the command line resolves
+    path = job.check_saved()
+    assert "/stop-step=" in path
+    job.check_nothing_left()
+    assert whole.wait() == 0, whole.stderr
+    again = start(tmp_path / "stopped", 0.0)
+    assert again.wait() == 0, again.stderr
+    check_equal(results(tmp_path / "stopped"), results(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_in_a_terminal(times: int, tmp_path: Path, start: StartJob) -> None:
+    """It goes to the whole group: this process and its loader workers."""
+    leader = ["setsid", "--wait", sys.executable, "-W", "error", "-c"]
+    code = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    job = start(tmp_path, 0.05 if times == 1 else 3.0, 1, command=[*leader, code, sys.executable, "-W", "error"])
+    assert job.reach(5 if times == 1 else 3)
+    job.note_processes()
+    assert len(job.processes()) >= 3
+    (group,) = {os.getpgid(each.pid) for each in job.processes() if each.pid != job.process.pid}
+    began = time.monotonic()
+    for number in range(times):
+        time.sleep(0.3 * number)
+        os.killpg(group, signal.SIGINT)
+    assert job.wait() == 130, job.stderr
+    assert time.monotonic() - began < (GONE_SECONDS if times == 1 else 3.0 + GONE_SECONDS)
+    assert "Traceback" not in job.stderr
+    if times == 1:
+        assert "/stop-step=" in job.check_saved()
+        job.check_nothing_left()
+    else:
+        assert job.stderr == ""
+        Started.check_nothing_left(job)
+        assert find_checkpoints(str(tmp_path / "checkpoints")) == []
+
+
+def test_a_rank_that_cannot_answer_is_ended_after_the_grace(tmp_path: Path, start: StartJob) -> None:
+    job = start(tmp_path, 0.05, TRAINWRIGHT_GRACE_SECONDS="2")
+    assert job.reach(5)
+    job.ranks()[1].send_signal(signal.SIGSTOP)
+    job.process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert job.wait() == 143
+    assert 2 <= time.monotonic() - began < 2 + GONE_SECONDS
+    assert "trainwright: the ranks had not left 2 s after SIGTERM, and were ended" in job.stderr
+    assert "failed first" not in job.stderr
+    Started.check_nothing_left(job)
+    assert not [each.path for each in find_checkpoints(str(tmp_path / "checkpoints")) if "stop-" in each.path]
+
+
+@pytest.mark.parametrize("given", ["-1", "soon"])
+def test_a_grace_that_is_none_is_refused(given: str, tmp_path: Path, start: StartJob) -> None:
+    job = start(tmp_path, 0.0, TRAINWRIGHT_GRACE_SECONDS=given)
+    assert job.wait() == 1
+    assert f"TRAINWRIGHT_GRACE_SECONDS='{given}'; a whole number of seconds from 0 is accepted." in job.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_five_signals_at_random_places(seed: int, tmp_path: Path, start: StartJob) -> None:
+    """Each run of a chain is stopped somewhere: the first step, a window, a validation, a save; the last one ends."""
+    draw = random.Random(seed)
+    whole = start(tmp_path / "whole", 0.0)
+    folder, sent = tmp_path / "stopped", 0
+    while sent < 5:
+        job = start(folder, 0.03)
+        assert job.reach(draw.randint(1, 12)), job.stderr
+        job.note_processes()
+        time.sleep(draw.random() * 0.1)
+        began = time.monotonic()
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 75, job.stderr
+        assert time.monotonic() - began < 60
+        job.check_saved()
+        job.check_nothing_left()
+        sent += 1
+    assert whole.wait() == 0, whole.stderr
+    job = start(folder, 0.0)
+    assert job.wait() == 0, job.stderr
+    check_equal(results(folder), results(tmp_path / "whole"))

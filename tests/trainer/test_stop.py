@@ -1,0 +1,276 @@
+"""A fit that a signal stops: where it stops, what is saved, how it ends, and that it goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import QUIET, Classifier, assert_equal, make_loader, weights
+
+import trainwright as tw
+from trainwright.checkpoint.store import find_checkpoints, latest_checkpoint
+from trainwright.errors import RunStopped
+
+
+class Net(Classifier):
+    """Draws numbers in training and in validation, and has schedulers of an epoch and of a metric."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        torch.rand(3)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7),
+            {
+                "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5),
+                "monitor": "val_loss",
+            },
+        ]
+
+
+class Sender(tw.Callback):
+    """Sends this process signals at the n-th call of one of its hooks."""
+
+    def __init__(self, hook: str, call: int, *numbers: int) -> None:
+        self.calls, self.call, self.numbers = 0, call, numbers
+        setattr(self, hook, self.send)
+
+    def send(self, *_: Any) -> None:
+        self.calls += 1
+        if self.calls == self.call:
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
+
+    def on_train_start(self, *_: Any) -> None: ...
+    def on_train_batch_start(self, *_: Any) -> None: ...
+    def on_train_batch_end(self, *_: Any) -> None: ...
+    def on_validation_start(self, *_: Any) -> None: ...
+    def on_validation_batch_start(self, *_: Any) -> None: ...
+    def on_validation_end(self, *_: Any) -> None: ...
+    def on_train_epoch_start(self, *_: Any) -> None: ...
+    def on_train_epoch_end(self, *_: Any) -> None: ...
+    def on_save_checkpoint(self, *_: Any) -> None: ...
+    def on_train_end(self, *_: Any) -> None: ...
+
+
+class Seen(tw.Callback):
+    """Notes what was trained on, and what was logged at each epoch's end."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        self.seen = seen
+
+    def on_train_batch_end(self, trainer: tw.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append((trainer.current_epoch, batch_idx, batch[1].tolist()))
+
+    def on_train_epoch_end(self, trainer: tw.Trainer, module: Any) -> None:
+        self.seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def fit(
+    folder: Path, *extra: tw.Callback, keep: dict[str, Any] | None = None, path: str | None = None, **options: Any
+) -> tuple[Net, tw.Trainer, list[Any], int | str | None]:
+    """Fit in a folder; return the module, the trainer, what was seen, and the exit code if it was stopped."""
+    torch.manual_seed(5)
+    module, seen, code = Net(dropout=0.3), [], None
+    saver = tw.ModelCheckpoint(dirpath=folder, monitor="val_loss", **(keep or {}))
+    settings = {**QUIET, "enable_checkpointing": True, "max_epochs": 3, "accumulate_grad_batches": 3, **options}
+    trainer = tw.Trainer(callbacks=[saver, *extra, Seen(seen)], **settings)
+    loaders = make_loader(shuffle=True), make_loader(20)
+    try:
+        trainer.fit(module, *loaders, ckpt_path=path)
+    except RunStopped as stopped:
+        code = stopped.code
+    return module, trainer, seen, code
+
+
+def state_of(trainer: tw.Trainer) -> list[Any]:
+    schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    return [trainer.state.state_dict(), schedulers, trainer.optimizers[0].param_groups[0]["lr"]]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Net, tw.Trainer, list[Any]]:
+    module, trainer, seen, code = fit(tmp_path_factory.mktemp("whole"))
+    assert code is None
+    return module, trainer, seen
+
+
+PLACES = {
+    "in the first batch": ("on_train_batch_start", 1, "stop-step=1"),
+    "in a window": ("on_train_batch_end", 2, "stop-step=1"),
+    "at a window's end": ("on_train_batch_end", 6, "stop-step=2"),
+    "in an epoch's last batch": ("on_train_batch_start", 11, "stop-step=4"),
+    "at the second epoch's start": ("on_train_epoch_start", 2, "epoch=0-step=4"),
+    "in the sanity check": ("on_validation_batch_start", 1, "stop-step=0"),
+    "in a validation": ("on_validation_batch_start", 5, "stop-step=4"),
+    "at a validation's start": ("on_validation_start", 3, "stop-step=8"),
+    "before training": ("on_train_start", 1, "stop-step=0"),
+    "at an epoch's end": ("on_train_epoch_end", 1, "epoch=0-step=4"),
+    "in a save": ("on_save_checkpoint", 1, "epoch=0-step=4"),
+    "at the last epoch's end": ("on_train_epoch_end", 3, "stop-step=12"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_it_is_saved_once_and_goes_on_bitwise(place: str, tmp_path: Path, whole: Any, capfd: Any) -> None:
+    hook, call, name = PLACES[place]
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    _, trainer, first, code = fit(tmp_path, Sender(hook, call, signal.SIGTERM, signal.SIGTERM))
+    assert code == 75
+    assert trainer.received_sigterm
+    assert not trainer.interrupted
+    assert before == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    stops = [each.path for each in find_checkpoints(str(tmp_path)) if "/stop-" in each.path]
+    found = latest_checkpoint(str(tmp_path))
+    assert found is not None
+    assert len(stops) == name.startswith("stop")
+    assert found.path == f"{tmp_path}/{name}.ckpt"
+    said = capfd.readouterr().err
+    assert said.count("trainwright: SIGTERM has stopped the run") == 1
+    assert f'it is saved as {found.path}. The same command with ckpt_path="auto" goes on from there.' in said
+    module, resumed, rest, code = fit(tmp_path, path=found.path)
+    assert code is None
+    assert not resumed.received_sigterm
+    assert_equal(weights(module), weights(whole[0]))
+    assert state_of(resumed) == state_of(whole[1])
+    assert first + rest == whole[2]
+
+
+@pytest.mark.parametrize("every", [3, 4])
+def test_a_validation_within_an_epoch_is_run_again(every: int, tmp_path: Path) -> None:
+    """After each third batch a window has ended, so that it is left; after a fourth it has not, so that both are ended."""
+    options: dict[str, Any] = {"val_check_interval": every, "num_sanity_val_steps": 0}
+    module, trainer, seen, code = fit(tmp_path / "whole", **options)
+    assert code is None
+    stopped = tmp_path / "stopped"
+    _, first_trainer, first, code = fit(stopped, Sender("on_validation_batch_start", 7, signal.SIGTERM), **options)
+    assert code == 75
+    assert (first_trainer.global_step, first_trainer.state.validations) == ((2, 1) if every == 3 else (3, 2))
+    (path,) = [each.path for each in find_checkpoints(str(stopped)) if "/stop-" in each.path]
+    again, resumed, rest, code = fit(stopped, path=path, **options)
+    assert code is None
+    assert_equal(weights(again), weights(module))
+    assert state_of(resumed) == state_of(trainer)
+    assert first + rest == seen
+
+
+def test_it_is_saved_whole_whatever_the_settings(tmp_path: Path) -> None:
+    keep = {"save_weights_only": True, "every_n_epochs": 0, "save_top_k": 2}
+    sender = Sender("on_train_batch_end", 2, signal.SIGTERM)
+    _, trainer, _, code = fit(tmp_path, sender, keep=keep, min_steps=10, min_epochs=2)
+    assert (code, trainer.global_step) == (75, 1)
+    (entry,) = find_checkpoints(str(tmp_path))
+    assert entry.path.endswith("/stop-step=1.ckpt")
+    _, resumed, _, code = fit(tmp_path, path=entry.path, keep=keep)
+    assert (code, resumed.global_step) == (None, 12)
+
+
+@pytest.mark.parametrize("options", [{"fast_dev_run": 8}, {"keep": {"save_top_k": 0}}])
+def test_without_a_checkpoint_it_says_so(options: dict[str, Any], tmp_path: Path, capfd: Any) -> None:
+    assert fit(tmp_path, Sender("on_train_batch_end", 2, signal.SIGUSR1), **options)[3] == 128 + signal.SIGUSR1
+    assert "SIGUSR1 has stopped the run in epoch 0, at step 1; nothing was saved" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, trainer, _, code = fit(tmp_path / "script", Sender("on_train_batch_end", 2, signal.SIGINT))
+    assert (code, trainer.interrupted, trainer.received_sigterm) == (130, True, False)
+    assert "trainwright: Ctrl-C has stopped the run" in capfd.readouterr().err
+    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)  # as where somebody sits at a prompt
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "prompt", Sender("on_train_batch_end", 2, signal.SIGINT))
+    assert [Path(each.path).name for each in find_checkpoints(str(tmp_path / "prompt"))] == ["stop-step=1.ckpt"]
+    with pytest.raises(KeyboardInterrupt):  # a second one does not wait for the window's end
+        fit(tmp_path / "twice", Sender("on_train_batch_end", 1, signal.SIGINT, signal.SIGINT))
+    assert find_checkpoints(str(tmp_path / "twice")) == []
+
+
+def test_a_handler_of_the_users_own_is_called_too(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        assert fit(tmp_path, Sender("on_train_batch_end", 2, signal.SIGUSR1))[3] == 75
+        os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert heard == [signal.SIGUSR1, signal.SIGUSR1]
+
+
+def test_after_the_last_boundary_a_signal_does_what_it_does_by_itself(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, Sender("on_train_end", 1, signal.SIGINT))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_puts_the_handlers_back(tmp_path: Path) -> None:
+    class Failing(tw.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise ArithmeticError("no such luck")
+
+    before, wakeup = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
+    with pytest.raises(ArithmeticError):
+        fit(tmp_path, Failing())
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.set_wakeup_fd(-1) == wakeup == -1
+    assert not [thread for thread in threading.enumerate() if thread.name == "trainwright-signals"]
+
+
+def test_in_another_thread_nothing_is_installed(tmp_path: Path) -> None:
+    before, during = signal.getsignal(signal.SIGTERM), []
+
+    class Look(tw.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            during.append(signal.getsignal(signal.SIGTERM))
+
+    done: list[Any] = []
+    thread = threading.Thread(target=lambda: done.append(fit(tmp_path, Look(), max_epochs=1)))
+    thread.start()
+    thread.join()
+    assert done
+    assert set(during) == {before}
+
+
+@pytest.mark.parametrize("array", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_slurm_requeues_on_sigusr1(
+    array: bool, fails: bool, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "scontrol"
+    tool.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\necho no such job >&2\nexit {int(fails)}\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "123")
+    if array:
+        monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "120")
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert fit(tmp_path / "run", Sender("on_train_batch_end", 2, signal.SIGUSR1))[3] == 75
+    job = "120_3" if array else "123"
+    assert (tmp_path / "asked").read_text() == f"requeue {job}\n"
+    said = capfd.readouterr().err
+    if fails:
+        assert f"SLURM's job {job} could not be requeued (exit code 1: no such job); start it again by hand." in said
+    else:
+        assert f"SLURM's job {job} was requeued." in said
+    assert fit(tmp_path / "other", Sender("on_train_batch_end", 2, signal.SIGTERM))[3] == 75
+    assert (tmp_path / "asked").read_text() == f"requeue {job}\n"  # scancel means it
+
+
+def test_a_wakeup_of_somebody_elses_goes_on_to_be_heard(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+    try:
+        assert fit(tmp_path, Sender("on_train_batch_end", 2, signal.SIGTERM))[3] == 75
+        assert signal.set_wakeup_fd(writer) == writer
+        assert os.read(reader, 8) == bytes([signal.SIGTERM])
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)
