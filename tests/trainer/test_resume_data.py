@@ -189,7 +189,8 @@ def test_taken_up_at_every_batch_of_two_epochs(tmp_path: Path) -> None:
     for path in checkpoints:
         trainer, module = run(False, path)
         assert_equal(weights(module), weights(expected))
-        assert trainer.state.state_dict() == whole.state.state_dict(), path
+        counts = [each.state.state_dict() for each in (trainer, whole)]
+        assert counts[0] | {"saves": 0} == counts[1], path
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         assert metrics == {name: float(value) for name, value in whole.callback_metrics.items()}, path
         assert trainer.callbacks[0].state_dict() == whole.callbacks[0].state_dict(), path
