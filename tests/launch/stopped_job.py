@@ -79,7 +79,7 @@ def main(folder: Path, devices: int, pause: float) -> None:
     settings = {**QUIET, "enable_checkpointing": True, "num_sanity_val_steps": 1, "val_check_interval": 6}
     trainer = tw.Trainer(
         devices=devices,
-        max_epochs=3,
+        max_epochs=6,
         accumulate_grad_batches=3,
         callbacks=[saver, Places(folder, pause)],
         **settings,

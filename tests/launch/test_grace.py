@@ -193,7 +193,7 @@ def test_five_signals_at_random_places(seed: int, tmp_path: Path, start: StartJo
     folder, sent = tmp_path / "stopped", 0
     while sent < 5:
         job = start(folder, 0.03)
-        assert job.reach(draw.randint(1, 12)), job.stderr
+        assert job.reach(draw.randint(1, 8)), job.stderr
         job.note_processes()
         time.sleep(draw.random() * 0.1)
         began = time.monotonic()
