@@ -20,11 +20,13 @@ RRRRR is the number of the rank that wrote the file.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.tensors import TensorEntry
 from trainwright.errors import CheckpointError
 
 EXTRA_STATE = "_extra_state"
@@ -122,3 +124,22 @@ def restore_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], describ
                 group[key] = value
         for parameter in group["params"]:
             optimizer.state[parameter].update(described["plain"].get(names[parameter], {}))
+
+
+def with_dtypes_of(
+    names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry], model: Mapping[str, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Return an optimizer's entries with the state that had its parameter's dtype in the dtype that this has now.
+
+    So a run may go on in another precision, as torch's own load_state_dict lets it.
+    """
+    present = {name: parameter.dtype for parameter, name in names.items()}
+
+    def converted(name: str, entry: TensorEntry) -> TensorEntry:
+        parameter = name.rsplit("/", 1)[0]
+        was, dtype = model.get(parameter), present.get(parameter)
+        if was is None or dtype is None or was.dtype == dtype or entry.dtype != was.dtype or not entry.shape:
+            return entry
+        return replace(entry, dtype=dtype)
+
+    return {name: converted(name, entry) for name, entry in entries.items()}

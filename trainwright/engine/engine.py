@@ -6,9 +6,8 @@ What a method does on several ranks is the strategy's; the Engine itself asks fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -23,6 +22,7 @@ from trainwright.checkpoint.contents import (
     fitting_extra_states,
     restore_optimizer,
     set_extra_states,
+    with_dtypes_of,
 )
 from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
 from trainwright.checkpoint.opening import Verify
@@ -499,25 +499,6 @@ class Engine:
             for position, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
                 names.setdefault(parameter, f"parameter {number}.{position}")  # not the module's own
         return [(optimizer, names) for optimizer in self.optimizers]
-
-
-def with_dtypes_of(
-    names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry], model: Mapping[str, TensorEntry]
-) -> dict[str, TensorEntry]:
-    """Return an optimizer's entries with the state that had its parameter's dtype in the dtype that this has now.
-
-    So a run may go on in another precision, as torch's own load_state_dict lets it.
-    """
-    present = {name: parameter.dtype for parameter, name in names.items()}
-
-    def converted(name: str, entry: TensorEntry) -> TensorEntry:
-        parameter = name.rsplit("/", 1)[0]
-        was, dtype = model.get(parameter), present.get(parameter)
-        if was is None or dtype is None or was.dtype == dtype or entry.dtype != was.dtype or not entry.shape:
-            return entry
-        return replace(entry, dtype=dtype)
-
-    return {name: converted(name, entry) for name, entry in entries.items()}
 
 
 def _prefixed(piece: Piece, prefix: str) -> Piece:

@@ -243,8 +243,7 @@ def fit_epoch(run: TrainingRun) -> None:
         state.batch, state.total_batches = index + 1, state.total_batches + run.num_taken
         stepped = state.step != steps_before
         state.batches_that_stepped += stepped
-        if stepped and log_every:
-            run.row_is_due = state.batches_that_stepped % log_every == 0
+        run.row_is_due = bool(stepped and log_every and state.batches_that_stepped % log_every == 0)
         if batch_end:
             collector.hook, given = "on_train_batch_end", read_outputs(outputs) if hooks.outputs_are_read else {}
             for hook in batch_end:

@@ -21,6 +21,24 @@ if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
 
 
+def check_save(trainer: Trainer, weights_only: bool) -> bool:
+    """Return whether a save can hold the weights only; RuntimeError where there is nothing to save."""
+    if not trainer.engine.modules:
+        raise RuntimeError("there is nothing to save: save_checkpoint works from fit's beginning on.")
+    if not weights_only and trainer.engine.num_workers:
+        rank_zero_warn(
+            "the optimizers have ended with the processes that the run was handed over to: save_checkpoint writes the "
+            "weights alone, from which no fit goes on; ModelCheckpoint saves all, within the run.",
+            stacklevel=3,
+        )
+        weights_only = True
+    if not weights_only and trainer.stage != "fit" and not trainer.engine.optimizers:
+        raise RuntimeError(
+            "the latest run was an evaluation, which has no optimizer to save; pass weights_only=True, or save after fit."
+        )
+    return weights_only
+
+
 def run_state(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
     """Return what a checkpoint holds beside tensors: counters, schedulers, callbacks, data module and hyper-parameters."""
     from trainwright import __version__

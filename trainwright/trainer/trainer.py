@@ -44,7 +44,15 @@ from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.parts import arranged_callbacks, arranged_loggers, making_modules, set_switches
 from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
-from trainwright.trainer.resume import edit_with_hooks, open_with_hooks, rank_state, restore, restore_parts, run_state
+from trainwright.trainer.resume import (
+    check_save,
+    edit_with_hooks,
+    open_with_hooks,
+    rank_state,
+    restore,
+    restore_parts,
+    run_state,
+)
 from trainwright.trainer.running import callbacks_for, evaluating, read_request, refuse_nested, running
 from trainwright.trainer.settings import Settings, refuse_unknown
 from trainwright.trainer.sources import find_source, find_transfer, read_datamodule
@@ -298,7 +306,7 @@ class Trainer(Status):
         verify: Verify = "full",
     ) -> list[dict[str, float]]:
         """Evaluate a module with validation_step; arguments and result are those of `test`. Collective."""
-        return self._evaluate("validate", "validation", model, dataloaders, ckpt_path, verbose, datamodule, verify)
+        return self._evaluate("validate", "validation", verbose, model, dataloaders, ckpt_path, datamodule, verify)
 
     def test(
         self,
@@ -326,7 +334,7 @@ class Trainer(Status):
         Returns:
             A list of dicts, each loader's metrics by name, over all ranks and each sample counted once.
         """
-        return self._evaluate("test", "test", model, dataloaders, ckpt_path, verbose, datamodule, verify)
+        return self._evaluate("test", "test", verbose, model, dataloaders, ckpt_path, datamodule, verify)
 
     def predict(
         self,
@@ -379,19 +387,7 @@ class Trainer(Status):
         """
         if storage_options is not None:
             raise ValueError("storage_options is not accepted; put them into the fsspec URL or its configuration.")
-        if not self.engine.modules:
-            raise RuntimeError("there is nothing to save: save_checkpoint works from fit's beginning on.")
-        if not weights_only and self.engine.num_workers:
-            rank_zero_warn(
-                "the optimizers have ended with the processes that the run was handed over to: save_checkpoint writes the "
-                "weights alone, from which no fit goes on; ModelCheckpoint saves all, within the run.",
-                stacklevel=2,
-            )
-            weights_only = True
-        if not weights_only and self.stage != "fit" and not self.engine.optimizers:
-            raise RuntimeError(
-                "the latest run was an evaluation, which has no optimizer to save; pass weights_only=True, or save after fit."
-            )
+        weights_only = check_save(self, weights_only)
         run = self.run
         if run is not None and (run.is_within_window or (run.is_ending_epoch and not weights_only)):
             run.waiting_saves.append((str(filepath), weights_only, blocking))
@@ -514,21 +510,11 @@ class Trainer(Status):
             return None  # by the setting, which is alike on every rank: one may have no batch of its own
         return Evaluation(self, model, "validation", source, find_transfer(self.engine, model, datamodule))
 
-    def _evaluate(
-        self,
-        call: str,
-        stage: str,
-        model: Any,
-        loaders: Any,
-        ckpt_path: Any,
-        verbose: bool,
-        datamodule: Any,
-        verify: Verify,
-    ) -> list[dict[str, float]]:
-        asked = read_request(self, call, stage, model, loaders, ckpt_path, datamodule, verify)
+    def _evaluate(self, call: str, stage: str, verbose: bool, *given: Any) -> list[dict[str, float]]:
+        asked = read_request(self, call, stage, *given)
         metrics: list[dict[str, float]]
         if self.engine.num_workers:
-            options = {"dataloaders": asked.loaders, "verbose": verbose, "verify": verify}
+            options = {"dataloaders": asked.loaders, "verbose": verbose, "verify": asked.verify}
             metrics = hand_over(self, call, asked.module, asked.datamodule, asked.choice.path, **options)
             return metrics
         with evaluating(self, asked) as evaluation:
