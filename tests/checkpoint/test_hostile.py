@@ -317,6 +317,7 @@ PLAIN: dict[str, Callable[[Path], None]] = {
     ),
     "path": with_state(mine={"$path": "/etc/passwd"}),
     "strategy": lambda path: forge(path, change=lambda body: body["header"].update(strategy="os:system")),
+    "number": lambda path: forge(path, change=lambda body: body["header"].update(number="os.system", weights_only=[])),
     "more-keys": lambda path: forge(path, change=lambda body: body.update(later={"$class": "os.system"})),
 }
 """What they say is data like any other, and is taken as that."""

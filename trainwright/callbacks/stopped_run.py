@@ -48,7 +48,7 @@ def _plan(callback: ModelCheckpoint, trainer: Trainer) -> tuple[str, bool]:
 def _holds_position(path: str, trainer: Trainer) -> bool:
     """Return whether a checkpoint is one that this run would go on from as from where it stands now."""
     try:
-        saved: dict[str, Any] | None = open_checkpoint(path, "off").state().get("position")
+        saved: dict[str, Any] | None = open_checkpoint(path, "off").run_state().get("position")
     except CheckpointError:
         return False
     if saved is None:

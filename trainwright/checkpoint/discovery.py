@@ -126,6 +126,7 @@ def find_candidates(directory: str) -> list[CheckpointEntry]:
             header = manifest.header
             weights_only = bool(header.get("weights_only", without))
             number = header.get("number", 0)
+            number = number if type(number) is int else 0
             entry = CheckpointEntry(path, header["step"], header["epoch"], weights_only, number)
         found += [entry] if entry is not None else []
     # Of those that nothing else puts in order, a name with a version ("-v1"), the longer one, is the newer.
@@ -145,12 +146,12 @@ def _damaged(files: Files, inside: str, path: str, error: CheckpointError) -> Ch
     named = _STEP_IN_NAME.search(os.path.basename(path))
     if named:
         step = int(named[1])
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        if MANIFEST_NAME in listed:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        if listed.get(MANIFEST_NAME) is not None:  # a plain file: nobody waits for a pipe
             with files.open(f"{inside}/{MANIFEST_NAME}") as stream:
                 written = _STEP_IN_MANIFEST.search(stream.read(4096))
             step = int(written[1]) if written else step
-        elif "state.json" in listed and not named:
+        elif listed.get("state.json") is not None and not named:
             with files.open(f"{inside}/state.json") as stream:
                 step = int(json.loads(stream.read(MAX_JSON_BYTES))["position"]["step"])
     text = str(error).removeprefix(f"{inside}: ")

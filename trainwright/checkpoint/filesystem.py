@@ -104,7 +104,7 @@ class LocalFiles:
                 view = view[stream.write(view) :]
 
     def open(self, path: str) -> BinaryIO:
-        return cast(BinaryIO, open(path, "rb", buffering=0))
+        return cast(BinaryIO, open(path, "rb", buffering=0, opener=_open_plain))
 
     def sync_directory(self, path: str) -> None:
         descriptor = os.open(path, os.O_RDONLY)
@@ -128,6 +128,15 @@ class LocalFiles:
     def remove_empty(self, path: str) -> None:
         with contextlib.suppress(OSError):
             os.rmdir(path)
+
+
+def _open_plain(path: str, flags: int) -> int:
+    """Open a plain file: neither what a link leads to nor a pipe, on which an open would wait for a writer."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is not a plain file", path)
+    return descriptor
 
 
 class RemoteFiles:

@@ -91,7 +91,7 @@ FALL_BACK = "(ckpt_path='auto' falls back to the one before it.)"
 
 
 def _chosen(checkpoint: Checkpoint, continues: bool) -> Choice:
-    loggers = checkpoint.state().get("loggers", []) if continues else []
+    loggers = checkpoint.run_state().get("loggers", []) if continues else []
     return Choice(checkpoint.path, checkpoint, loggers, continues)
 
 
