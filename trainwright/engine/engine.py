@@ -32,8 +32,7 @@ from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.checkpoint.writer import CheckpointWriter
 from trainwright.data.index_stream import Mode
 from trainwright.data.loaders import ShardedLoader
-from trainwright.data.seeding import derived_rng_state, rng_state
-from trainwright.data.source_state import SourceState
+from trainwright.data.seeding import rng_state
 from trainwright.distributed import collectives
 from trainwright.distributed.environment import Environment, open_process_group, pick_backend
 from trainwright.engine.between_ranks import broadcast, first_here
@@ -41,28 +40,15 @@ from trainwright.engine.command_line import fill_open
 from trainwright.engine.devices import check_nodes, device_index, resolve_device_type, resolve_num_processes
 from trainwright.engine.handover import start_job
 from trainwright.engine.model_layout import refuse_unlike_models
+from trainwright.engine.restored import Restored, restored
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult, resolve_precision
 from trainwright.precision.base import Clipper, Closure, Sender
-from trainwright.rank_zero import rank_zero_info
 from trainwright.strategies import Strategy, resolve_strategy
 from trainwright.strategies.base import Optimization, clean_name
 
 _holders: WeakKeyDictionary[nn.Module, ref[Strategy]] = WeakKeyDictionary()
 """The strategy that a module was set up by last, in this process."""
-
-
-class Restored(NamedTuple):
-    """What a load gives back: the caller's own state, and this rank's generators where the checkpoint has them.
-
-    `rank_state` is all that this rank stored for itself; None where it stored nothing, or the world size was another.
-    `sources` is where each loader's source stood (see data/source_state.py), at another world size as rank 0 saw it.
-    """
-
-    state: dict[str, Any]
-    rng: dict[str, Any] | None
-    rank_state: dict[str, Any] | None
-    sources: list[list[SourceState | None]]
 
 
 class Opened(NamedTuple):
@@ -416,23 +402,7 @@ class Engine:
             return Restored(state, None, None, [])
         self.precision.load_state_dict(state.get("precision", {}))
         self.seed = int(state.get("seed", self.seed))
-        return self._restored(checkpoint, state)
-
-    def _restored(self, checkpoint: Checkpoint, state: dict[str, Any]) -> Restored:
-        """Return what is this rank's; one that the saved run had not gets generators that are derived from the seed."""
-        own, saved = checkpoint.rank_state(self.rank), checkpoint.world_size
-        rng = own.get("rng") if own is not None else None
-        if saved < self.world_size:
-            rank_zero_info(
-                "%s was saved on %d processes, and this run has %d: the generators of the further ones start from seeds that "
-                "are derived from the run's.",
-                checkpoint.path,
-                saved,
-                self.world_size,
-            )
-            rng = rng if self.rank < saved else derived_rng_state(self.seed, int(checkpoint.header["step"]), self.rank)
-        first = own if saved == self.world_size else checkpoint.rank_state(0)
-        return Restored(state, rng, own if saved == self.world_size else None, (first or {}).get("sources", []))
+        return restored(checkpoint, state, self.seed, self.rank, self.world_size)
 
     def close(self) -> None:
         """Give back the modules and optimizers; the process group stays open for the next run of this process.

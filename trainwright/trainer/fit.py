@@ -51,7 +51,7 @@ from trainwright.trainer.optimization import (
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.stop import EvaluationAbandoned, abandonable
-from trainwright.trainer.training_data import load_training_data, place_in_data, reload_data, seek
+from trainwright.trainer.training_data import begin_data, load_training_data, place_in_data, seek
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
@@ -205,9 +205,7 @@ def fit_epoch(run: TrainingRun) -> None:
     """Train one epoch, or what is left of it. Collective."""
     trainer, state, hooks, logbook = run.trainer, run.state, run.hooks, run.trainer.logbook
     collector = logbook.collector or logbook.start(run.module, training=True, stage="train")
-    reload_data(run)
-    seek(run)
-    state.places = state.sources = ()  # the loader tells them from here on
+    begin_data(run)
     hooks.call("on_train_epoch_start")
     logbook.take_up_epoch()
     run.accumulate = trainer.accumulate_grad_batches

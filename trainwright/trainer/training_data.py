@@ -30,6 +30,13 @@ def reload_data(run: TrainingRun) -> None:
             run.validation.reload()
 
 
+def begin_data(run: TrainingRun) -> None:
+    """Begin an epoch's data, or what is left of it; from here on the loader tells its places. Collective."""
+    reload_data(run)
+    seek(run)
+    run.state.places = run.state.sources = ()
+
+
 def take_training_data(run: TrainingRun, loaders: Any) -> None:
     """Share out training loaders, and read the epoch's length and the validations' interval off them. Collective.
 

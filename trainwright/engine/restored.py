@@ -1,0 +1,40 @@
+"""Restored: what a load gives one rank back, beside what it has put into the modules and optimizers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from trainwright.checkpoint.store import Checkpoint
+from trainwright.data.seeding import derived_rng_state
+from trainwright.data.source_state import SourceState
+from trainwright.rank_zero import rank_zero_info
+
+
+class Restored(NamedTuple):
+    """What a load gives back: the caller's own state, and this rank's generators where the checkpoint has them.
+
+    `rank_state` is all that this rank stored for itself; None where it stored nothing, or the world size was another.
+    `sources` is where each loader's source stood (see data/source_state.py), at another world size as rank 0 saw it.
+    """
+
+    state: dict[str, Any]
+    rng: dict[str, Any] | None
+    rank_state: dict[str, Any] | None
+    sources: list[list[SourceState | None]]
+
+
+def restored(checkpoint: Checkpoint, state: dict[str, Any], seed: int, rank: int, world_size: int) -> Restored:
+    """Return what is a rank's own; one that the saved run had not gets generators that are derived from the seed."""
+    own, saved = checkpoint.rank_state(rank), checkpoint.world_size
+    rng = own.get("rng") if own is not None else None
+    if saved < world_size:
+        rank_zero_info(
+            "%s was saved on %d processes, and this run has %d: the generators of the further ones start from seeds that are "
+            "derived from the run's.",
+            checkpoint.path,
+            saved,
+            world_size,
+        )
+        rng = rng if rank < saved else derived_rng_state(seed, int(checkpoint.header["step"]), rank)
+    first = own if saved == world_size else checkpoint.rank_state(0)
+    return Restored(state, rng, own if saved == world_size else None, (first or {}).get("sources", []))
