@@ -90,7 +90,8 @@ def main(folder: Path, devices: int, pause: float) -> None:
     loaders = shuffled, DataLoader(Augmented(24), batch_size=4)
     trainer.fit(module, *loaders, ckpt_path=None if found is None else found.path)
     optimizer = trainer.optimizers[0].state_dict()["state"]
-    torch.save([module.state_dict(), optimizer, trainer.state.state_dict()], folder / f"result-{trainer.global_rank}")
+    counters = {**trainer.state.state_dict(), "saves": 0}  # the stop's own save is one more
+    torch.save([module.state_dict(), optimizer, counters], folder / f"result-{trainer.global_rank}")
     print("done", flush=True)
 
 

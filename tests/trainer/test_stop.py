@@ -92,7 +92,8 @@ def fit(
 
 def state_of(trainer: tw.Trainer) -> list[Any]:
     schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-    return [trainer.state.state_dict(), schedulers, trainer.optimizers[0].param_groups[0]["lr"]]
+    counters = {**trainer.state.state_dict(), "saves": 0}  # the stop's own is one more
+    return [counters, schedulers, trainer.optimizers[0].param_groups[0]["lr"]]
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,7 @@ PLACES = {
     "before training": ("on_train_start", 1, "stop-step=0"),
     "at an epoch's end": ("on_train_epoch_end", 1, "epoch=0-step=4"),
     "in a save": ("on_save_checkpoint", 1, "epoch=0-step=4"),
+    "in an asynchronous save": ("on_save_checkpoint", 1, "epoch=0-step=4"),
     "at the last epoch's end": ("on_train_epoch_end", 3, "stop-step=12"),
 }
 
@@ -122,7 +124,8 @@ PLACES = {
 def test_it_is_saved_once_and_goes_on_bitwise(place: str, tmp_path: Path, whole: Any, capfd: Any) -> None:
     hook, call, name = PLACES[place]
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
-    _, trainer, first, code = fit(tmp_path, Sender(hook, call, signal.SIGTERM, signal.SIGTERM))
+    keep = {"async_save": "asynchronous" in place}
+    _, trainer, first, code = fit(tmp_path, Sender(hook, call, signal.SIGTERM, signal.SIGTERM), keep=keep)
     assert code == 75
     assert trainer.received_sigterm
     assert not trainer.interrupted

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 def save_stopped_run(callback: ModelCheckpoint, trainer: Trainer) -> str:
     """Save the run whole, unless a whole checkpoint of this very position is there; return the path. Collective."""
+    callback._conclude(trainer)  # of a save that is still on its way
     path, is_there = decided(trainer.engine, lambda: _plan(callback, trainer))
     if is_there:
         return str(path)
@@ -57,6 +58,7 @@ def _holds_position(path: str, trainer: Trainer) -> bool:
     stands.load_state_dict(saved)
     now = type(trainer.state)()
     now.load_state_dict(trainer.state.state_dict())
+    now.saves = stands.saves
     return asdict(stands) == asdict(now)
 
 
