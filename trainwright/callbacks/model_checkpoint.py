@@ -285,7 +285,6 @@ class ModelCheckpoint(Callback):
         """
         if not self._is_fitting or not (self.save_top_k or self.save_last):
             return ""
-        self._conclude(trainer)
         return save_stopped_run(self, trainer)
 
     # -- what to save and to keep ------------------------------------------------------------------------------------

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 def save_stopped_run(callback: ModelCheckpoint, trainer: Trainer) -> str:
     """Save the run whole, unless a whole checkpoint of this very position is there; return the path. Collective."""
-    callback._conclude(trainer)  # of a save that is still on its way
+    try:
+        callback._conclude(trainer)  # of a save that is still on its way
+    except CheckpointError as error:  # alike on every rank; this save may do better, and says it where it does not
+        if trainer.is_global_zero:
+            print(f"trainwright: {error}", file=sys.stderr, flush=True)
     path, is_there = decided(trainer.engine, lambda: _plan(callback, trainer))
     if is_there:
         return str(path)
