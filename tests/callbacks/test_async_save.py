@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -154,6 +155,26 @@ def test_a_failed_save_leaves_what_was_kept(tmp_path: Path, first_bad: int) -> N
     assert callback.best_model_path == callback.last_model_path == f"held://{tmp_path}/step={kept}.ckpt"
     assert trainer.engine.writer.in_flight is None
     trainer.test(Scored([1.0]), make_loader(4), ckpt_path="best", verbose=False)
+
+
+class StopsAfterAFailure(Fills):
+    """Lets a save fail; then there is room again, and a signal stops the run."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, module, batch, batch_idx)
+        if trainer.global_step > self.step:
+            HeldFiles.is_full = False
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_stop_saves_though_the_save_before_it_has_failed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Saves after steps 3 and 6: the second fails, and the run is stopped at step 7."""
+    callback = tw.ModelCheckpoint(f"held://{tmp_path}", every_n_train_steps=3, async_save=True, filename="{step}")
+    with held(is_shut=False), pytest.raises(tw.RunStopped) as stopped:
+        trainer_of(StopsAfterAFailure(5), callback).fit(Scored([1.0]), make_loader())
+    assert stopped.value.code == 75
+    assert "the disk is full" in capfd.readouterr().err
+    assert found(tmp_path) == {"step=3.ckpt": 3, "stop-step=7.ckpt": 7}
 
 
 def test_an_error_elsewhere_lets_it_commit(tmp_path: Path) -> None:
