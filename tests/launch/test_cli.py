@@ -217,7 +217,9 @@ def test_help_and_unknown_commands() -> None:
         command = python("-m", "trainwright", *arguments)
         return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ}, check=False)
 
-    assert "launch    run a script in several processes" in run("--help").stdout
+    shown = run("--help").stdout
+    assert "launch      run a script in several processes" in shown
+    assert "checkpoint  show, verify, export or import" in shown
     assert "--main-address HOST" in run("launch", "--help").stdout
     wrong = run("lanch")
     assert wrong.returncode == 2
