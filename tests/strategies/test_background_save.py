@@ -30,7 +30,12 @@ class SavesTwice(tw.Callback):
 
 
 def digests(path: str) -> dict[str, str]:
-    return {name: record.sha256 for name, record in open_checkpoint(path)._manifest.files.items()}
+    """Return the digest of each file, and what the state says beside the number of the save."""
+    checkpoint = open_checkpoint(path)
+    found = {name: record.sha256 for name, record in checkpoint._manifest.files.items()}
+    state = checkpoint.run_state()
+    del state["position"]["saves"]
+    return {**found, "state.json": repr(state)}
 
 
 def both_ways(folder: Path, strategies: tuple[str, ...] = FAST) -> dict[str, Any]:
