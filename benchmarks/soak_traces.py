@@ -13,8 +13,12 @@ from pathlib import Path
 
 TAG = "SOAK_TAG"
 GONE_SECONDS = 20.0  # four times the goal of 5 s
-SHARED = ("torch_", "psm_", "sem.", "mp-", "gloo", "nccl", "deepspeed", "ds_")
-"""How shared memory begins that torch, python, gloo, NCCL and DeepSpeed make; other programs have theirs there too."""
+SHARED = ("torch_", "psm_", "mp-", "gloo", "nccl", "deepspeed", "ds_")
+"""How shared memory begins that torch, python, gloo, NCCL and DeepSpeed make; other programs have theirs there too.
+
+Not python's semaphores (sem.mp-...): it makes and unlinks one in two system calls, one after the other, and a SIGKILL between
+them leaves 32 bytes that tell nobody whose they were.
+"""
 LISTENS = "0A"
 """A listening socket's state in /proc/net/tcp."""
 
