@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,17 @@ def read_outcome(folder: Path, final: str, num_ranks: int) -> Outcome:
     """
     checkpoint = open_checkpoint(str(folder / final))
     outcome = dict(_stored(checkpoint, num_ranks))
-    outcome = {key.replace(str(folder), ""): value.replace(str(folder), "") for key, value in outcome.items()}
+    # A start that was killed before its first checkpoint leaves a run folder behind, and the next one has another.
+    rows = max((folder / "logs").glob("version_*/metrics.csv"))
+    places = {str(folder): "", rows.parent.name: "version_0"}
+    for place, name in places.items():
+        outcome = {key.replace(place, name): value.replace(place, name) for key, value in outcome.items()}
     outcome = {key: value for key, value in outcome.items() if "/replaced" not in key}  # what waits to be removed
+    outcome = {
+        key: value for key, value in outcome.items() if not re.fullmatch(r"state/loggers/\d+/state/version", key)
+    }
     outcome |= _batches(folder, num_ranks)
-    with open(folder / "logs" / "version_0" / "metrics.csv", newline="") as file:
+    with open(rows, newline="") as file:
         for number, row in enumerate(csv.DictReader(file)):
             outcome[f"row/{number:04d}"] = json.dumps({name: row[name] for name in sorted(row) if row[name]})
     outcome["checkpoints"] = str(count_checkpoints(folder))
