@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
+from trainwright.checkpoint.editing import load_state
 from trainwright.checkpoint.exchange import read_weights
 from trainwright.checkpoint.opening import Verify
 from trainwright.compiled_names import register_clean_names
@@ -323,7 +324,8 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             kwargs: arguments of the constructor, which win over what was saved.
 
         Raises:
-            CheckpointError: no checkpoint, a damaged one, or one that holds more than plain data and tensors.
+            CheckpointError: no checkpoint, a damaged one, one of another model, or one that holds more than plain data and
+                tensors.
             TypeError: the constructor needs an argument that was not saved.
         """
         weights = read_weights(str(checkpoint_path), verify)
@@ -332,7 +334,8 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         module.configure_model()
         contents = {**weights.contents, "state_dict": weights.state_dict}
         module.on_load_checkpoint(contents)
-        module.load_state_dict(contents["state_dict"], strict=module.strict_loading if strict is None else strict)
+        is_strict = module.strict_loading if strict is None else strict
+        load_state(module, contents["state_dict"], is_strict, str(checkpoint_path))
         return module if map_location is None else module.to(torch.device(map_location))
 
     def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:

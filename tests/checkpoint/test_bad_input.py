@@ -169,14 +169,16 @@ def test_extra_state_of_a_part_that_is_not_there(tmp_path: Path) -> None:
 
 
 class Holding(tw.Callback):
-    """Keeps an object in its state from the second save on."""
+    """Keeps an object in its state, from an epoch on."""
 
-    def __init__(self) -> None:
-        self.saves = 0
+    def __init__(self, epoch: int = 0) -> None:
+        self.is_held, self.epoch = epoch == 0, epoch
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.is_held = trainer.current_epoch >= self.epoch
 
     def state_dict(self) -> dict[str, Any]:
-        self.saves += 1
-        return {"best": {"model": object() if self.saves > 1 else None}}
+        return {"best": {"model": object() if self.is_held else None}}
 
 
 class HoldingModule(Watched):
@@ -200,10 +202,17 @@ def test_state_that_is_no_plain_data_is_named_and_earlier_checkpoints_stay(tmp_p
     with pytest.raises(
         tw.CheckpointError, match=rf"state\.callbacks\.Holding\.best\.model is a builtins\.object; {ACCEPTED}"
     ):
-        fit(Watched(), Holding())
+        fit(Watched(), Holding(1))
     assert [each.name for each in tmp_path.glob("*.ckpt")] == ["epoch=0-step=11.ckpt"]
     assert not list(tmp_path.glob(".*.tmp*"))
     Watched.load_from_checkpoint(str(tmp_path / "epoch=0-step=11.ckpt"))
+    untrained = Watched()
+    with pytest.raises(
+        tw.CheckpointError,
+        match=rf"checkpoints of this run could not be written: state\.callbacks\.Holding\.best\.model is a .*; {ACCEPTED}",
+    ):
+        fit(untrained, Holding())
+    assert not untrained.is_trained
     module = HoldingModule()
     with pytest.raises(tw.CheckpointError, match=rf"state\.tokenizer\.rule is a builtins\.function; {ACCEPTED}"):
         fit(module)

@@ -298,14 +298,13 @@ def test_a_loader_with_a_state_of_its_own() -> None:
     assert loader.read == [5, 6, 7, 8, 9, 10]
 
 
-def test_what_is_read_again_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="trainwright")
+def test_what_is_read_again_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     loader = DataLoader(Stream(20), batch_size=2)
     _, batch, places, states, _ = segment(loader, 1, 0, (), (), 4)
     segment(loader, 1, batch, places, states, None)
-    (record,) = caplog.records
-    assert record.getMessage().startswith(
-        "the first 4 batches of this epoch were consumed before; a Stream tells no state"
+    assert capsys.readouterr().err == (
+        "trainwright: the first 4 batches of this epoch were consumed before; a Stream tells no state to go on from, so they "
+        "are read again and skipped.\n"
     )
     with pytest.raises(ValueError, match=r"4 batches of 2 samples were consumed, .* batches of 3, .* batch_size=2"):
         segment(DataLoader(Stream(20), batch_size=3), 1, batch, places, states, None)
@@ -319,7 +318,10 @@ def test_a_place_beyond_the_data_is_seen() -> None:
     share.set_epoch(SEED, EPOCH, batch, places, states)
     assert share.starts_beyond
     share = shard(DataLoader(numbers(16), batch_size=2), rank=0, world_size=1, mode="train")
-    share.set_epoch(SEED, EPOCH, batch, places, states)
+    with pytest.warns(
+        UserWarning, match="of a SequentialSampler of 20 samples, .* of 16 samples: .* come twice or not at all"
+    ):
+        share.set_epoch(SEED, EPOCH, batch, places, states)
     assert not share.starts_beyond
     assert list(share) == []
     sampler = BatchSampler(RandomSampler(numbers(20)), 2, drop_last=False)

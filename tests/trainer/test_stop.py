@@ -48,6 +48,7 @@ class Sender(tw.Callback):
             for number in self.numbers:
                 os.kill(os.getpid(), number)
 
+    def on_fit_start(self, *_: Any) -> None: ...
     def on_train_start(self, *_: Any) -> None: ...
     def on_train_batch_start(self, *_: Any) -> None: ...
     def on_train_batch_end(self, *_: Any) -> None: ...
@@ -112,6 +113,7 @@ PLACES = {
     "in the sanity check": ("on_validation_batch_start", 1, "stop-step=0"),
     "in a validation": ("on_validation_batch_start", 5, "stop-step=4"),
     "at a validation's start": ("on_validation_start", 3, "stop-step=8"),
+    "in the setup": ("on_fit_start", 1, "stop-step=0"),
     "before training": ("on_train_start", 1, "stop-step=0"),
     "at an epoch's end": ("on_train_epoch_end", 1, "epoch=0-step=4"),
     "in a save": ("on_save_checkpoint", 1, "epoch=0-step=4"),

@@ -115,6 +115,25 @@ class EarlyStopping(Callback):
         if stage == "fit":
             self._reset()
 
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        """Let a run that had been ended stay so, unless what ended it would not end it now."""
+        if trainer.resume_source is None or not self._still_stops(trainer):
+            return
+        trainer.should_stop = True
+        if trainer.is_global_zero:
+            print(self.stopping_reason_message, file=sys.stderr)
+
+    def _still_stops(self, trainer: Trainer) -> bool:
+        latest = trainer.callback_metrics.get(self.monitor)
+        score = math.nan if latest is None else float(latest)
+        if self.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED:
+            return self.wait_count >= self.patience
+        if self.stopping_reason is EarlyStoppingReason.STOPPING_THRESHOLD:
+            return self.stopping_threshold is not None and self._is_better(score, self.stopping_threshold)
+        if self.stopping_reason is EarlyStoppingReason.DIVERGENCE_THRESHOLD:
+            return self.divergence_threshold is not None and self._is_better(self.divergence_threshold, score)
+        return self.stopping_reason is EarlyStoppingReason.NON_FINITE_METRIC and self.check_finite
+
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         if not self._is_fitting or trainer.sanity_checking or self.check_on_train_epoch_end:
             return

@@ -277,7 +277,7 @@ class ModelCheckpoint(Callback):
         if self.save_on_exception and self._is_fitting and self._has_begun:
             save_failed_run(self, trainer)
 
-    def save_stop(self, trainer: Trainer) -> str:
+    def save_stop(self, trainer: Trainer, name: str = "stop") -> str:
         """Save a run that a signal has stopped, whole and whatever its metric and the intervals, as `stop-step=..`.
 
         Return the path, also of a checkpoint of this very position that is there already; "" where nothing is to be saved.
@@ -285,7 +285,7 @@ class ModelCheckpoint(Callback):
         """
         if not self._is_fitting or not (self.save_top_k or self.save_last):
             return ""
-        return save_stopped_run(self, trainer)
+        return save_stopped_run(self, trainer, name)
 
     # -- what to save and to keep ------------------------------------------------------------------------------------
 

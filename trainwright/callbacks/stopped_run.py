@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
 
 
-def save_stopped_run(callback: ModelCheckpoint, trainer: Trainer) -> str:
+def save_stopped_run(callback: ModelCheckpoint, trainer: Trainer, name: str) -> str:
     """Save the run whole, unless a whole checkpoint of this very position is there; return the path. Collective."""
     try:
         callback._conclude(trainer)  # of a save that is still on its way
     except CheckpointError as error:  # alike on every rank; this save may do better, and says it where it does not
         if trainer.is_global_zero:
             print(f"trainwright: {error}", file=sys.stderr, flush=True)
-    path, is_there = decided(trainer.engine, lambda: _plan(callback, trainer))
+    path, is_there = decided(trainer.engine, lambda: _plan(callback, trainer, name))
     if is_there:
         return str(path)
     before = callback.last_model_path, callback._place, callback._replaced
@@ -41,13 +41,13 @@ def save_stopped_run(callback: ModelCheckpoint, trainer: Trainer) -> str:
     return str(path)
 
 
-def _plan(callback: ModelCheckpoint, trainer: Trainer) -> tuple[str, bool]:
+def _plan(callback: ModelCheckpoint, trainer: Trainer, name: str) -> tuple[str, bool]:
     """Return where the run is saved, and whether it is already. Rank 0's."""
     for path in (callback.last_model_path, trainer.resume_source or ""):
         if path and _holds_position(path, trainer):
             return path, True
     # Shorter than the names of epochs' ends, so that of the same step these count as newer.
-    return _free(f"{callback.dirpath}/stop-step={trainer.global_step}"), False
+    return _free(f"{callback.dirpath}/{name}-step={trainer.global_step}"), False
 
 
 def _holds_position(path: str, trainer: Trainer) -> bool:

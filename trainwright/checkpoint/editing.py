@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainwright.checkpoint.opening import Checkpoint
 from trainwright.checkpoint.tensors import Piece
@@ -99,6 +99,21 @@ def check_model(path: str, stored: Mapping[str, Sequence[int]], pieces: Sequence
             f"another checkpoint{partly}."
         )
     return [piece for piece in pieces if piece.name in stored]
+
+
+def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool, path: str) -> None:
+    """Let a module take a state_dict, as its own `load_state_dict` does.
+
+    Raises:
+        CheckpointError: it is of another model; the text says what differs.
+    """
+    try:
+        module.load_state_dict(state, strict=strict)
+    except RuntimeError as error:
+        own = {name: each for name, each in module.state_dict().items() if isinstance(each, Tensor)}
+        stored = {name: tuple(each.shape) for name, each in state.items() if isinstance(each, Tensor)}
+        check_model(path, stored, [Piece(name, tuple(each.shape), 0, each) for name, each in own.items()], strict)
+        raise CheckpointError(f"{path}: the module does not take it: {error}") from error
 
 
 def fill(pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> None:

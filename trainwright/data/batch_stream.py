@@ -11,6 +11,7 @@ round's first batch with no weight.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -24,7 +25,6 @@ from trainwright.data.seeding import SideGenerators, derive_seed
 from trainwright.data.share import Mode, Place, Share
 from trainwright.data.source_state import SourceState, StateLog
 from trainwright.data.workers import SeededIterable
-from trainwright.rank_zero import rank_zero_info
 
 END = object()
 
@@ -130,11 +130,10 @@ class BatchStream(Share):
             return islice(iter(self.source), start, None)
         state = self._from if pass_number == self.start_pass else None
         if start and state is None and pass_number == self.start_pass and self.rank == self.seed_rank == 0:
-            rank_zero_info(
-                "the first %d batches of this epoch were consumed before; a %s tells no state to go on from, so they are read "
-                "again and skipped.",
-                start,
-                self._kind,
+            print(
+                f"trainwright: the first {start} batches of this epoch were consumed before; a {self._kind} tells no state to "
+                "go on from, so they are read again and skipped.",
+                file=sys.stderr,
             )
         items = self._drawn_whole(pass_number, state)
         return items if state is not None else islice(items, start, None)

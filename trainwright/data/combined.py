@@ -121,8 +121,8 @@ class ShardedCombination:
         if self.combination != "sequential":
             return share.place(batch)
         if index + 1 < len(begun) and begun[index + 1] <= batch:
-            size = share.item_size
-            return {"batch": begun[index + 1] - begun[index], "passes": 1, "items": 0, "size": size}
+            had = begun[index + 1] - begun[index]
+            return {"batch": had, "passes": 1, "items": 0, "size": share.item_size, "order": share.order}
         if index < len(begun):
             return share.place(batch - begun[index])
         return share.place(share.start_batch)

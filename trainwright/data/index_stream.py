@@ -69,6 +69,14 @@ class IndexStream(Share):
         return length
 
     @property
+    def order(self) -> str:
+        sampler = getattr(self.source, "sampler", self.source)
+        try:
+            return f"{type(sampler).__name__} of {len(sampler)} samples"
+        except (TypeError, NotImplementedError):
+            return type(sampler).__name__
+
+    @property
     def source_length(self) -> int | None:
         """Return how many items a pass has, over all ranks; None where the sampler has no length."""
         try:

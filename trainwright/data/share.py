@@ -25,6 +25,7 @@ from itertools import chain, count, islice
 from typing import Any, Literal, TypedDict
 
 from trainwright.data.seeding import derive_seed
+from trainwright.rank_zero import rank_zero_warn
 
 Mode = Literal["train", "evaluate", "ghost", "even"]
 
@@ -40,6 +41,8 @@ class Place(TypedDict):
     """Items consumed of the pass at hand, over all ranks."""
     size: int
     """Samples in an item; 0 where that is no fixed number."""
+    order: str
+    """What drew the order, as people are told of it; empty where that does not show."""
 
 
 class Share:
@@ -88,6 +91,8 @@ class Share:
         exact = self.exact_source_length
         most = None if exact is None or self.cycles else exact + (self.world_size - 1 if place is None else 0)
         self.starts_beyond = most is not None and self.start_item > most
+        if place is not None and not self.starts_beyond:
+            self._warn_of_another_order(place)
 
     def _cut(self, start_batch: int) -> tuple[int, int]:
         """Return the pass and the item of it that a batch begins with, at this world size all along."""
@@ -103,6 +108,16 @@ class Share:
         self._unread = start_batch
         return 0, 0
 
+    def _warn_of_another_order(self, place: Place) -> None:
+        was = place.get("order", "")  # an older checkpoint does not say it
+        if was and self.order and was != self.order and place["items"]:
+            rank_zero_warn(
+                f"the run was saved within an epoch of a {was}, and goes on with a {self.order}: of the rest of this epoch "
+                "samples may come twice or not at all. Go on with the data and the order that it was saved with, or from a "
+                "checkpoint of an epoch's end.",
+                stacklevel=2,
+            )
+
     def fitted(self, place: Place) -> tuple[int, int]:
         """Return the pass and the item that a place stands for."""
         return place["passes"], place["items"]
@@ -116,6 +131,7 @@ class Share:
             "passes": passes,
             "items": items if exact is None else min(items, exact),
             "size": self.item_size,
+            "order": self.order,
         }
 
     @property
@@ -127,6 +143,11 @@ class Share:
     def item_size(self) -> int:
         """Return how many samples an item has; 0 where that is no fixed number."""
         return 0
+
+    @property
+    def order(self) -> str:
+        """Return what draws the order, and of how many samples; empty where that does not show."""
+        return ""
 
     @property
     def source_length(self) -> int | None:

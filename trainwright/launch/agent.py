@@ -33,7 +33,7 @@ END_SECONDS = 2.0
 """How long a rank that has posted its failure has to end."""
 CLOSE_SECONDS = 3.0
 """How long a rank has between SIGTERM and SIGKILL."""
-TIDY_SECONDS = 2.0
+TIDY_SECONDS = 5.0
 """How long the loader workers of a rank that has ended have between the two."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.decision import decided
@@ -31,12 +31,14 @@ class Choice:
         checkpoint: the same, verified; None in a call that is handed over.
         loggers: where the loggers of its run stood, if this run goes on in that one's folder.
         continues: whether it is the newest of its folder, so that this run goes on with that one rather than branching off.
+        is_rerunnable: whether the same call may come again, and is to find the end of the run.
     """
 
     path: str | None = None
     checkpoint: Checkpoint | None = None
     loggers: list[dict[str, Any]] = field(default_factory=list)
     continues: bool = False
+    is_rerunnable: bool = False
 
 
 def choose_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, verify: Verify, call: str) -> Choice:
@@ -70,10 +72,13 @@ def choose_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None
     trainer.engine.finish_save()  # it may be the one
     is_handed_over = bool(trainer.engine.num_workers)
     if name == "auto":
-        return Choice("auto") if is_handed_over else _newest_whole(trainer, verify, call)
+        if is_handed_over:
+            return Choice("auto")
+        return replace(_newest_whole(trainer, verify, call), is_rerunnable=call == "fit")
     if name in NAMES:
         path = decided(trainer.engine, lambda: _best(trainer) if name == "best" else _newest(trainer, call).path)
     else:
+        _refuse_misspelt(name)
         path = name
     if is_handed_over:
         return Choice(path)
@@ -105,6 +110,11 @@ def _check_path(ckpt_path: Any) -> None:
             "ckpt_path='' is an empty path; pass a checkpoint's path, 'best', 'last' or 'auto', or None. (A best_model_path is "
             "empty as long as nothing was saved.)"
         )
+
+
+def _refuse_misspelt(path: str) -> None:
+    if path.lower() in NAMES and not os.path.lexists(path):
+        raise ValueError(f"ckpt_path={path!r} is no path that exists. Did you mean {path.lower()!r}?")
 
 
 def _best(trainer: Trainer) -> str:
@@ -140,7 +150,12 @@ def _newest_whole(trainer: Trainer, verify: Verify, call: str) -> Choice:
 
     def look() -> dict[str, Any]:
         folders, found = _candidates(trainer, call)
-        return {"places": _places(folders), "found": [_told(each) for each in reversed(found)]}
+        weights = [] if found else _candidates(trainer, "test")[1]
+        return {
+            "places": _places(folders),
+            "found": [_told(each) for each in reversed(found)],
+            "weights": weights[-1].path if weights else "",
+        }
 
     seen = decided(trainer.engine, look)
     for each in seen["found"]:
@@ -160,7 +175,10 @@ def _newest_whole(trainer: Trainer, verify: Verify, call: str) -> Choice:
         raise CheckpointError(
             f"ckpt_path='auto': there is no whole checkpoint{seen['places']}. Run fit first, or pass a path."
         )
-    trainer.print(f"ckpt_path='auto': there is no checkpoint to go on from{seen['places']}; the run begins anew.")
+    weights = f" ({seen['weights']} holds the weights alone, and no run goes on from those)" if seen["weights"] else ""
+    trainer.print(
+        f"ckpt_path='auto': there is no checkpoint to go on from{seen['places']}{weights}; the run begins anew."
+    )
     return Choice()
 
 

@@ -48,6 +48,7 @@ from trainwright.trainer.optimization import (
     step_schedulers,
     weigh,
 )
+from trainwright.trainer.resume import check_state
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.stop import EvaluationAbandoned, abandonable
@@ -188,6 +189,7 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
         return
     trainer.logbook.start(run.module, training=True, stage="train")
     hooks.call("on_train_start")
+    check_state(trainer)
     trainer.agree_on_stop()
     with suppress(EvaluationAbandoned):
         while not trainer.is_done:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.base import Callback
+from trainwright.checkpoint.codec import encode_stored
+from trainwright.checkpoint.contents import extra_states
 from trainwright.checkpoint.editing import Edit
 from trainwright.checkpoint.exchange import is_plain
 from trainwright.checkpoint.opening import Checkpoint
+from trainwright.checkpoint.outcomes import Outcomes
 from trainwright.data.datamodule import DataModule
 from trainwright.engine.engine import Opened
 from trainwright.errors import CheckpointError
@@ -61,6 +64,27 @@ def run_state(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
         "callbacks": {key: state for key, state in callbacks.items() if state},
         "loggers": trainer.logbook.logger_states(),
     }
+
+
+def check_state(trainer: Trainer) -> None:
+    """Refuse, before anything is trained, state that no checkpoint can hold, where checkpoints are to be written. Collective.
+
+    Raises:
+        CheckpointError: on every rank alike; the text says where it stands and of what kind it is.
+    """
+    engine = trainer.engine
+    if trainer.fast_dev_run or not any(each.save_top_k or each.save_last for each in trainer.checkpoint_callbacks):
+        return
+
+    def look() -> None:
+        try:
+            state = {**run_state(trainer), "extra": [extra_states(module) for module in engine.modules]}
+        except Exception:  # what tells it may not be ready before the first batch; the save says what is wrong
+            return
+        encode_stored(state, "state")
+
+    subject = "checkpoints of this run could not be written"
+    Outcomes(engine.agreement, subject, "", engine.timeout_seconds).settle(look)
 
 
 def rank_state(trainer: Trainer) -> dict[str, Any]:
@@ -146,6 +170,11 @@ def restore(trainer: Trainer, opened: Opened) -> dict[str, Any] | None:
         trainer.print(
             f"{opened.checkpoint.path} stands at the end of epoch {trainer.state.epoch - 1}, and max_epochs is {last}: nothing "
             "is left to train."
+        )
+    else:
+        trainer.print(
+            f"going on from {opened.checkpoint.path}: epoch {trainer.state.epoch}, batch {trainer.state.batch}, step "
+            f"{trainer.state.step}"
         )
     return restored.rng
 

@@ -156,6 +156,13 @@ class SignalStop:
         print(said, file=sys.stderr, flush=True)
 
 
+def save_end(trainer: Trainer) -> None:
+    """Save a run that has come to its end, unless it is, so that the same command finds nothing left to do. Collective."""
+    callback = trainer.checkpoint_callback
+    if callback is not None and not trainer.signal_stop.number and trainer.settings.limit_train_batches != 0:
+        callback.save_stop(trainer, "end")
+
+
 def ends_by_itself(trainer: Trainer) -> bool:
     """Return, alike on every rank, whether the run ends here without a signal, so that a resumed one would do no more."""
     is_at_limit = -1 < trainer.max_steps <= trainer.global_step

@@ -58,7 +58,7 @@ from trainwright.trainer.settings import Settings, refuse_unknown
 from trainwright.trainer.sources import find_source, find_transfer, read_datamodule
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Batches, Status
-from trainwright.trainer.stop import SignalStop
+from trainwright.trainer.stop import SignalStop, save_end
 from trainwright.trainer.table import format_table
 
 
@@ -283,6 +283,7 @@ class Trainer(Status):
             torch.autograd.set_detect_anomaly(self.settings.detect_anomaly),
         ):
             self.stop_appointment = self.appointment("stop")
+            self.signal_stop.watch()
             seconds = self.settings.validation_seconds
             self.validation_clock = None if seconds is None else IntervalClock(seconds, self.appointment("validation"))
             opened = open_with_hooks(self, choice.checkpoint) if choice.checkpoint is not None else None
@@ -291,8 +292,9 @@ class Trainer(Status):
             self.run = prepare_fit(self, model, source, self._validation(model, val_dataloaders, datamodule))
             self.hooks.call("on_fit_start")
             generators = restore(self, opened) if opened is not None else None
-            self.signal_stop.watch()
             fit(self.run, generators)
+            if choice.is_rerunnable:
+                save_end(self)
             self.hooks.call("on_fit_end")
 
     def validate(

@@ -1,0 +1,114 @@
+"""The same command, with ckpt_path="auto", after a run that has come to its end: nothing is left to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import QUIET, Classifier, assert_equal, make_loader, weights
+
+import trainwright as tw
+from trainwright.checkpoint.store import find_checkpoints
+
+
+class Scored(Classifier):
+    """Logs a score that gets worse each epoch, and counts its batches."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.2)
+        self.batches = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batches += 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", float(self.current_epoch))
+
+
+class Wider(Scored):
+    """Has a first layer of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = torch.nn.Linear(3, 5)
+
+
+def run(saving: tw.ModelCheckpoint, *callbacks: tw.Callback, **settings: Any) -> Scored:
+    torch.manual_seed(5)
+    settings = {**QUIET, "enable_checkpointing": True, "max_epochs": 3, **settings}
+    module = Scored()
+    tw.Trainer(callbacks=[*callbacks, saving], **settings).fit(
+        module, make_loader(shuffle=True), make_loader(4), ckpt_path="auto"
+    )
+    return module
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"every_n_train_steps": 1000},
+        {"every_n_train_steps": 7, "async_save": True},
+        {"every_n_epochs": 2},
+        {"monitor": "score"},
+        {"save_weights_only": True},
+        {"train_time_interval": "01:00:00:00"},
+    ],
+)
+def test_a_finished_run_has_its_end_saved(tmp_path: Path, kwargs: dict[str, Any]) -> None:
+    first = run(tw.ModelCheckpoint(tmp_path, **kwargs))
+    assert first.batches == 33
+    names = {each.path for each in find_checkpoints(str(tmp_path))}
+    for _ in range(2):
+        again = run(tw.ModelCheckpoint(tmp_path, **kwargs))
+        assert again.batches == 0
+        assert_equal(weights(again), weights(first))
+        assert {each.path for each in find_checkpoints(str(tmp_path))} == names
+    longer = run(tw.ModelCheckpoint(tmp_path, **kwargs), max_epochs=4)
+    assert longer.batches == 11
+
+
+@pytest.mark.parametrize(
+    ("settings", "more"),
+    [
+        ({"patience": 1}, {"patience": 3}),
+        ({"divergence_threshold": 0.5}, {"divergence_threshold": 9.0}),
+        ({"stopping_threshold": -0.5, "mode": "max"}, {"mode": "max"}),
+    ],
+)
+def test_a_run_that_was_ended_early_stays_ended(
+    tmp_path: Path, settings: dict[str, Any], more: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def of(options: dict[str, Any]) -> Scored:
+        return run(tw.ModelCheckpoint(tmp_path), tw.EarlyStopping("score", **options), max_epochs=9)
+
+    first = of(settings)
+    assert 0 < first.batches < 99
+    capsys.readouterr()
+    assert of(settings).batches == 0
+    assert "The run ends." in capsys.readouterr().err
+    assert of(more).batches > 0
+
+
+def test_without_auto_no_end_is_saved(tmp_path: Path) -> None:
+    saving = tw.ModelCheckpoint(tmp_path, every_n_train_steps=1000)
+    trainer = tw.Trainer(callbacks=[saving], max_epochs=1, **{**QUIET, "enable_checkpointing": True})
+    trainer.fit(Scored(), make_loader())
+    assert find_checkpoints(str(tmp_path)) == []
+
+
+def test_what_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights_alone = tw.ModelCheckpoint(tmp_path, save_weights_only=True)
+    trainer = tw.Trainer(callbacks=[weights_alone], max_epochs=1, **{**QUIET, "enable_checkpointing": True})
+    trainer.fit(Scored(), make_loader())
+    run(tw.ModelCheckpoint(tmp_path, filename="{epoch}"), max_epochs=1)
+    assert "epoch=0-step=11.ckpt holds the weights alone, and no run goes on from those" in capsys.readouterr().out
+    run(tw.ModelCheckpoint(tmp_path, filename="{epoch}"))
+    assert f"going on from {tmp_path}/epoch=0.ckpt: epoch 1, batch 0, step 11" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"ckpt_path='Auto' is no path that exists\. Did you mean 'auto'\?"):
+        trainer.fit(Scored(), make_loader(), ckpt_path="Auto")
+    with pytest.raises(tw.CheckpointError, match=r"of another model .*other shape: net\.0\.weight .* there, .* here"):
+        Wider.load_from_checkpoint(str(tmp_path / "epoch=0.ckpt"))
