@@ -334,6 +334,7 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
     """In processes of their own, since the exit code is what scripts go by."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_text("text")
+    torch.save({}, tmp_path / "empty.pt")
     calls = [
         (2, [], "the following arguments are required: COMMAND. See `trainwright checkpoint --help`."),
         (2, ["frob"], "invalid choice: 'frob' (choose from 'show', 'verify', 'export', 'import')"),
@@ -343,6 +344,8 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
         (77, ["verify", "."], ". is not whole; a checkpoint has every file as it was written."),
         (77, ["import", "pipe", "out.ckpt"], "pipe is a pipe or a device, no file; accepted is a directory"),
         (77, ["import", "file", "out.ckpt"], "file is no checkpoint: it begins with b'text'. Accepted is"),
+        (77, ["import", "empty.pt", "out.ckpt"], "empty.pt holds no tensor; give a file with the weights of a model."),
+        (77, ["export", str(saved), "x.pt"], "give a name in .safetensors"),
         (77, ["export", str(saved), "file/x.safetensors"], "the directory cannot be made (NotADirectoryError"),
     ]
     script = (

@@ -68,6 +68,10 @@ def export_safetensors(
     files, target = resolve(out)
     if not isinstance(files, LocalFiles):
         raise CheckpointError(f"{out} is not on a local disk; give a local path, and copy the file from there.")
+    if not out.endswith(".safetensors"):
+        raise CheckpointError(
+            f"{out} would be a safetensors file under another kind's name; give a name in .safetensors."
+        )
     _refuse_existing(files, target)
     checkpoint = open_checkpoint(path)
     entries = checkpoint.tensors(section)
@@ -184,6 +188,8 @@ def import_checkpoint(source: str, path: str) -> Weights:
     odd = next((name for name, value in tensors.items() if value.dtype not in DTYPES.values()), None)
     if odd is not None:
         raise CheckpointError(f"{source}: {odd!r} is {tensors[odd].dtype}, which a checkpoint does not store.")
+    if not tensors:
+        raise CheckpointError(f"{source} holds no tensor; give a file with the weights of a model.")
     extra = {name: value for name, value in weights.state_dict.items() if name not in tensors and is_extra_state(name)}
     state: dict[str, Any] = {"trainwright_version": __version__, "extra": {"0": extra}}
     for each in ("", "datamodule_"):
