@@ -201,7 +201,7 @@ def test_a_failed_rank_ends_both_nodes_and_is_named_on_both(network: Network) ->
     [
         (0, signal.SIGKILL, "the launcher of node 0, the main one, has gone"),
         (1, signal.SIGKILL, "(the launcher of its node has gone)"),
-        (1, signal.SIGTERM, "(its launcher was ended by SIGTERM)"),
+        (1, signal.SIGTERM, "failed first (killed by SIGTERM)"),
     ],
 )
 def test_a_launcher_that_ends_takes_both_nodes_with_it(network: Network, node: int, number: int, text: str) -> None:
