@@ -223,4 +223,4 @@ def test_help_and_unknown_commands() -> None:
     assert "--main-address HOST" in run("launch", "--help").stdout
     wrong = run("lanch")
     assert wrong.returncode == 2
-    assert "'lanch' is no command; choose from launch. Did you mean 'launch'?" in wrong.stderr
+    assert "'lanch' is no command; choose from launch, checkpoint. Did you mean 'launch'?" in wrong.stderr
