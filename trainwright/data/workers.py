@@ -132,6 +132,7 @@ def hear_signals() -> None:
 
     for number in STOP_SIGNALS:
         signal.signal(number, leave_if_done)
+    multiprocessing.util.get_temp_dir()  # a signal between its making and python's note of it would leave it behind
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
