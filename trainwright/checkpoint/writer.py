@@ -7,6 +7,8 @@ does, and runs no collective: outcomes go over the key-value store on a channel 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +22,7 @@ from trainwright.checkpoint.tensors import Piece
 from trainwright.distributed.agreement import Agreement
 from trainwright.errors import CheckpointError
 
+NICENESS = 10
 DROP_SECONDS = 2.0
 """How long a save that is given up may take to leave the files and the store alone."""
 
@@ -55,6 +58,7 @@ class BackgroundSave:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        _give_way()
         try:
             self._write()
         except CheckpointError as error:
@@ -173,6 +177,16 @@ class CheckpointWriter:
             )
         elif save.error is not None:
             print(f"trainwright: {save.error}", file=sys.stderr)
+
+
+def _give_way() -> None:
+    """Let this thread, and those that it starts, have what training leaves of the processor, where threads have a priority.
+
+    A step's threads wait for each other, so one that has to share its core holds up all of them.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _raise(error: Exception) -> Contents:
