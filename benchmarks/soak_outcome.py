@@ -51,7 +51,8 @@ def differences(found: Outcome, oracle: Outcome) -> list[str]:
     for key in sorted((found.keys() | oracle.keys()) - {"checkpoints"}):
         if found.get(key) != oracle.get(key):
             text = f"{key}: {found.get(key, 'nothing')} where the uninterrupted run has {oracle.get(key, 'nothing')}"
-            lines.setdefault(key.partition("/")[0], []).append(text)
+            kind = "/".join(key.split("/")[: 2 if key.startswith(("state/", "rank/")) else 1])
+            lines.setdefault(kind, []).append(text)
     return [
         line
         for kind, told in lines.items()

@@ -49,17 +49,21 @@ def test_three_kills_of_each_strategy(tmp_path: Path, strategy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["generators", "scale", "early_stopping"])
-def test_what_a_resumed_run_forgets_is_found(tmp_path: Path, part: str) -> None:
+@pytest.mark.parametrize(
+    ("part", "keys"),
+    [
+        ("generators", ["rank/0/rng"]),
+        ("scale", ["state/precision/", "state/position/skipped_steps"]),  # it may end at the same scale again
+        ("early_stopping", ["state/callbacks/EarlyStopping"]),
+    ],
+)
+def test_what_a_resumed_run_forgets_is_found(tmp_path: Path, part: str, keys: list[str]) -> None:
     done = soak(
         tmp_path, "--only", "0", "--strategies", "single_device", "--per-run", "1", "--epochs", "3", "--forget", part
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 runs that differ" in done.stdout
-    key = {"generators": "rank/0/rng", "scale": "state/precision/", "early_stopping": "state/callbacks/EarlyStopping"}[
-        part
-    ]
-    assert f"    {key}" in done.stdout
+    assert any(f"    {key}" in done.stdout for key in keys), done.stdout
 
 
 @pytest.mark.slow

@@ -41,7 +41,9 @@ class Store(Protocol):
     def clone(self) -> Store: ...
 
 
-LONGEST_PAUSE = 0.02
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02
+PAUSED_PART = 1 / 32
+"""A rank that waits looks again after this part of the time that it has waited for, within the two limits."""
 LOOK_SECONDS = 0.5
 """How often a rank that waits looks whether the others are still there."""
 
@@ -133,23 +135,22 @@ class Agreement:
     def _wait(self, keys: list[str], timeout_seconds: float) -> None:
         # Polling, because a blocking wait would hold the connection against other threads and run no signal handler.
         assert self._store is not None
-        looked = time.monotonic()
-        deadline = looked + timeout_seconds
-        pause = 0.0005
+        began = looked = time.monotonic()
+        deadline = began + timeout_seconds
         while not self._store.check(keys):
             if self._has_given_up:
                 raise RuntimeError("this rank waits for the others no longer: its run has ended, or they have.")
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise TimeoutError(
                     f"rank {self.rank} waited {timeout_seconds:g} s for rank(s) {missing} of {self.world_size}; "
                     "every rank must make this call. See what those ranks are doing, or allow more time."
                 )
-            time.sleep(pause)
-            if pause == LONGEST_PAUSE and time.monotonic() > looked + LOOK_SECONDS:
-                looked = time.monotonic()
+            if now > looked + LOOK_SECONDS:
+                looked = now
                 self._refuse_left(keys)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            time.sleep(min(max((now - began) * PAUSED_PART, SHORTEST_PAUSE), LONGEST_PAUSE))
 
 
 @dataclass(frozen=True)
