@@ -14,6 +14,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import nn
+from torch.utils.tensorboard import SummaryWriter
 
 import trainwright as tw
 from trainwright.loggers import CSVLogger, Logger, SilentLogger, TensorBoardLogger, start_loggers
@@ -217,24 +218,58 @@ def test_a_logger_written_for_lightning(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_where_a_checkpoint_stood(tmp_path: Path) -> None:
-    """What came after it is hidden, once each number is there, and no event file is changed."""
+    """Each number is there once, also one of the very step of the checkpoint; other writers' files are left alone."""
+
+    def resume(logger: TensorBoardLogger, last: int) -> TensorBoardLogger:
+        logger.load_state_dict(state)
+        logger.start(lambda text: text, is_writer=True)
+        logger.log_hyperparams({"lr": 0.1, "epochs": last})  # others: they are written before the run is restored
+        logger.take_up()
+        logger.log_metrics({"val_loss": 1.0}, 4)
+        for step in range(5, last):
+            logger.log_metrics({"loss": step / 4 if step != 6 else 9.0}, step)
+        logger.flush()
+        # Sorted: the names of files that are made within one second do not follow their order.
+        assert sorted(values(logger, "loss")) == [(step, step / 4 if step != 6 else 9.0) for step in range(1, last)]
+        assert values(logger, "val_loss") == [(4, 1.0)]
+        return logger
+
     killed = started(tmp_path)
     killed.log_hyperparams({"lr": 0.1})
     for step in range(1, 8):
         killed.log_metrics({"loss": step / 4}, step)
         if step == 4:
             state = json.loads(json.dumps(killed.state_dict()))
+            killed.log_metrics({"val_loss": 1.0}, 4)
     killed.flush()
-    files = {path: path.read_bytes() for path in Path(str(killed.log_dir)).glob("events*")}
+    folder = Path(str(killed.log_dir))
+    other = SummaryWriter(folder)
+    other.add_scalar("mine", 3.0, 20)
+    other.close()
+    (foreign,) = {each.name for each in folder.glob("events*")} - state["files"].keys()
+    again = resume(TensorBoardLogger(tmp_path), 9)  # and it is killed in its turn
+    last = resume(TensorBoardLogger(tmp_path), 11)
+    assert last.log_dir == again.log_dir == killed.log_dir
+    assert values(last, "hp_metric") == [(0, -1.0)]
+    assert values(last, "mine") == [(20, 3.0)]
+    assert len(list(folder.glob("events*"))) == 3
+    assert last.state_dict()["purge_step"] == 11
+    resume(last, 12)  # the same trainer's next run
+    assert last.state_dict()["files"].keys() & {foreign} == set()
+    last.close()
+
+
+def test_a_checkpoint_that_knows_no_files_hides_what_follows(tmp_path: Path) -> None:
+    """As those of 0.1.0, and where files cannot be cut."""
+    killed = started(tmp_path)
+    for step in range(1, 8):
+        killed.log_metrics({"loss": step / 4}, step)
+    killed.flush()
     resumed = TensorBoardLogger(tmp_path)
-    resumed.load_state_dict(state)
+    resumed.load_state_dict({"folder": killed.log_dir, "version": 0, "purge_step": 5})
     resumed.start(lambda text: text, is_writer=True)
-    assert resumed.log_dir == killed.log_dir
-    resumed.log_hyperparams({"lr": 0.1})
-    for step in range(5, 11):
-        resumed.log_metrics({"loss": step / 4 if step != 6 else 9.0}, step)
+    resumed.take_up()
+    resumed.log_metrics({"loss": 9.0}, 5)
     resumed.close()
-    assert values(resumed, "loss") == [(step, step / 4 if step != 6 else 9.0) for step in range(1, 11)]
-    assert values(resumed, "hp_metric") == [(0, -1.0)]
-    assert all(path.read_bytes() == data for path, data in files.items())
-    assert resumed.state_dict()["purge_step"] == 11
+    assert sorted(values(resumed, "loss")) == [(step, step / 4) for step in range(1, 5)] + [(5, 9.0)]
+    assert resumed.state_dict()["purge_step"] == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 import torch
 from jobs import run_job
 from small import QUIET, Classifier, assert_equal, make_loader, weights
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trainwright as tw
 from trainwright.checkpoint.store import find_candidates, find_checkpoints
@@ -265,6 +267,40 @@ def test_a_given_version_and_loggers_of_several_kinds(tmp_path: Path) -> None:
     assert bare.checkpoint_callback.dirpath == f"{tmp_path}/bare/checkpoints"
     again = logged(tmp_path / "bare", 2, "last", logger=False)
     assert again.resume_source == f"{tmp_path}/bare/checkpoints/epoch=0-step=10.ckpt"
+
+
+def test_event_files_have_each_number_once(tmp_path: Path) -> None:
+    """Also what was logged of a checkpoint's own step after it was written, by runs that broke off there."""
+
+    class Breaks(tw.Callback):
+        def on_validation_end(self, trainer: tw.Trainer, module: Any) -> None:
+            if trainer.global_step == 22:
+                trainer.logger.flush()
+                raise RuntimeError("here")
+
+    def run(folder: Path, *callbacks: tw.Callback) -> dict[str, list[tuple[int, float]]]:
+        trainer = tw.Trainer(
+            max_epochs=3,
+            default_root_dir=folder,
+            logger=tw.TensorBoardLogger(folder),
+            log_every_n_steps=2,
+            callbacks=[tw.ModelCheckpoint(every_n_train_steps=11), *callbacks],
+            **QUIET_BAR,
+        )
+        with pytest.raises(RuntimeError, match="here") if callbacks else contextlib.nullcontext():
+            trainer.fit(Classifier(), make_loader(), make_loader(), ckpt_path="auto")
+        assert trainer.logger.version == 0
+        accumulator = EventAccumulator(trainer.log_dir, size_guidance={"scalars": 0})
+        accumulator.Reload()
+        scalars = {tag: accumulator.Scalars(tag) for tag in accumulator.Tags()["scalars"]}
+        return {tag: sorted((each.step, each.value) for each in found) for tag, found in scalars.items()}
+
+    whole = run(tmp_path / "whole")
+    assert [step for step, _ in whole["val_loss"]] == [11, 22, 33]
+    for _ in range(2):
+        broken = run(tmp_path / "part", Breaks())
+        assert [step for step, _ in broken["val_loss"]] == [11, 22]
+    assert run(tmp_path / "part") == whole
 
 
 def test_a_refused_run_leaves_the_rows(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
+import re
 import threading
 import time
 import warnings
@@ -12,16 +14,19 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fsspec.core import url_to_fs
 from torch import nn
 
 from trainwright.loggers.base import to_dict, to_numbers
-from trainwright.loggers.folder import FolderLogger, Row
+from trainwright.loggers.folder import FolderLogger, Row, is_local
 from trainwright.loggers.silent import SilentExperiment
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 ROWS_AT_ONCE = 100
+FILE_SUFFIX = ".trainwright"
+"""Ends the names of our event files: other writers may have theirs in the folder too, and those are never touched."""
 _WALL_TIME = "\0time"
 
 
@@ -58,12 +63,17 @@ class TensorBoardLogger(FolderLogger):
         if importlib.util.find_spec("tensorboard") is None:
             raise ImportError("TensorBoardLogger needs tensorboard: pip install tensorboard, or use CSVLogger.")
         super().__init__(save_dir, name, version, prefix, ROWS_AT_ONCE)
+        kwargs.setdefault("filename_suffix", FILE_SUFFIX)
         self.sub_dir = os.fspath(sub_dir) if sub_dir is not None else None
         self._log_graph, self._default_hp_metric, self._kwargs = log_graph, default_hp_metric, kwargs
         self._experiment: SummaryWriter | None = None
         self._opening = threading.Lock()  # the writer's thread and the user's may both be the first
         self._hp_metrics: dict[str, Any] = {}
+        self._has_hp_metric = False
         self._latest_step = -1
+        self._synced: dict[str, int] = {}
+        self._earlier: dict[str, int] = {}
+        """The event files that were there when the present one was opened, and their sizes."""
 
     @property
     def log_dir(self) -> str | None:  # type: ignore[override]
@@ -74,13 +84,49 @@ class TensorBoardLogger(FolderLogger):
         return f"{folder}/{self.sub_dir}" if self.sub_dir else folder
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on in the folder; what lies there from the next step on is hidden by TensorBoard, and event files stay whole."""
+        """Go on in the folder: what its event files hold from the checkpoint on goes, once the run has been restored.
+
+        A board that is open meanwhile hides what it has of the steps behind the checkpoint. Where files cannot be cut (object
+        stores) that is all, and numbers of the checkpoint's very step may come twice.
+        """
+        if self._experiment is not None:
+            self.close()
         super().load_state_dict(state)
         self._latest_step = int(state.get("purge_step", 0)) - 1
+        self._has_hp_metric = bool(state.get("hparams"))
+
+    def take_up(self) -> None:
+        files = self._position.pop("files", None)
+        if files is None or self._folder is None or not self._is_writer:
+            return
+        folder = url_to_fs(str(self.log_dir))[1]
+        for name, size in (self._event_files() if self._experiment is None else self._earlier).items():
+            path = f"{folder}/{name}"
+            if name not in files:
+                os.unlink(path)  # of a run that went on from there before, and was killed
+            elif files[name] < size:
+                os.truncate(path, files[name])
 
     def _written(self) -> dict[str, Any]:
+        """Write what waits, and return how long the event files are then."""
         self.flush()
-        return {"purge_step": self._latest_step + 1}
+        place = {"purge_step": self._latest_step + 1}
+        if not is_local(str(self.log_dir)):
+            return place
+        files = self._event_files()
+        for name, size in files.items():
+            if self._synced.get(name) != size:
+                with open(f"{url_to_fs(str(self.log_dir))[1]}/{name}", "rb") as file:
+                    os.fsync(file.fileno())
+        self._synced = files
+        return {**place, "files": files}
+
+    def _event_files(self) -> dict[str, int]:
+        """Return the sizes of this logger's event files by name; of a local folder."""
+        pattern = re.compile(rf"events\.out\.tfevents\..*{re.escape(self._kwargs['filename_suffix'])}")
+        with contextlib.suppress(FileNotFoundError), os.scandir(url_to_fs(str(self.log_dir))[1]) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if pattern.fullmatch(entry.name)}
+        return {}
 
     @property
     def experiment(self) -> Any:
@@ -103,8 +149,8 @@ class TensorBoardLogger(FolderLogger):
             if self._experiment is None:
                 from torch.utils.tensorboard import SummaryWriter
 
-                position, self._position = self._position, {}
-                purge = {"purge_step": position["purge_step"]} if "purge_step" in position else {}
+                purge = {"purge_step": self._position.pop("purge_step")} if "purge_step" in self._position else {}
+                self._earlier = self._event_files() if is_local(str(self.log_dir)) else {}
                 self._experiment = SummaryWriter(self.log_dir, **{**purge, **self._kwargs})
             return self._experiment
 
@@ -128,7 +174,8 @@ class TensorBoardLogger(FolderLogger):
         metrics = dict(self._hp_metrics)
         if not metrics and self._default_hp_metric:
             metrics = self._hp_metrics = {"hp_metric": -1}
-            self._add_row({"step": 0, **metrics})
+            if not self._has_hp_metric:  # else the run that goes on has written it
+                self._add_row({"step": 0, **metrics})
         shown = dict(_flattened(params))
 
         def write() -> None:
