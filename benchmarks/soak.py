@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -32,7 +31,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from soak_job import ACCUMULATE, BATCHES, FINAL, FORGETTABLE, num_samples
+from soak_job import FINAL, FORGETTABLE, num_samples
+from soak_kills import Kill, plan
 from soak_outcome import Outcome, count_checkpoints, differences, read_outcome, temporary_names, unseen_or_seen_twice
 from soak_traces import GONE_SECONDS, Traces, lives, processes_of
 
@@ -50,36 +50,9 @@ STRATEGIES = (
     "deepspeed_stage_3",
     "single_device",
 )
-VICTIMS = ("rank", "launcher", "all")
-MOMENTS = {"step": 4, "save": 3, "validation": 2, "start": 1, "load": 1}
-"""When to kill, and how often each. "start" is before the first step after a start, "load" before that."""
-LONGEST_DELAY = {"step": 0.05, "save": 0.025, "validation": 0.012, "start": 0.03, "load": 0.15}
-"""Seconds at most from the moment to the kill."""
-STEPS = -(-BATCHES // ACCUMULATE)
-"""Optimizer steps of an epoch."""
 PATIENCE_SECONDS = 180.0
 """A job that tells nothing for so long is taken to hang."""
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@dataclass(frozen=True)
-class Kill:
-    """What is to be killed, and when: at a moment so many steps after the run's start, and a little later."""
-
-    moment: str
-    steps: int
-    delay: float
-    victim: str
-    """"launcher", "all", or the number of a rank."""
-
-    def __str__(self) -> str:
-        victim = (
-            f"rank {self.victim}" if self.victim.isdigit() else f"the {self.victim}" if self.victim != "all" else "all"
-        )
-        later = (
-            f", {self.steps} steps or more after it had begun" if self.moment in ("step", "save", "validation") else ""
-        )
-        return f"{victim}, {1e3 * self.delay:.0f} ms into a {self.moment}{later}"
 
 
 @dataclass
@@ -203,7 +176,6 @@ class Soak:
         self.options = options
         self.out = Path(options.out).resolve()
         self.results: dict[int, Result] = {}
-        self._oracles: dict[str, Outcome] = {}
         self._locks = {strategy: threading.Lock() for strategy in STRATEGIES}
         self._lock = threading.Lock()
         self._checks = ThreadPoolExecutor(16)
@@ -216,11 +188,14 @@ class Soak:
             for done in [pool.submit(self._work) for _ in range(self.options.jobs)]:
                 done.result()
         is_sound = self.summarize()
-        for name in ("soak.json", *(f"oracle-{strategy}.json" for strategy in STRATEGIES)):
-            (self.out / name).unlink(missing_ok=True)  # the next soak may be of other code
+        for path in (self.out / "soak.json", *self.out.glob("oracle-*.json")):
+            path.unlink(missing_ok=True)  # the next soak may be of other code
         return is_sound
 
     def run_one(self, number: int) -> bool:
+        if not (self.out / "soak.json").exists():
+            for path in self.out.glob("oracle-*.json"):
+                path.unlink()
         self.results[number] = self.run(number, self.options.per_run)
         return self.summarize()
 
@@ -388,21 +363,6 @@ class Soak:
             path.write_text(json.dumps(outcome))
             shutil.rmtree(folder)
             return outcome
-
-
-def plan(seed: int, number: int, kills: int, num_ranks: int, epochs: int) -> list[Kill]:
-    """Choose the kills of a run: of any three that follow each other, one is of a rank, one of the launcher, one of all."""
-    generator = random.Random(f"{seed}/{number}")
-    # So far apart that a run is killed as often as asked for before it ends, and sometimes twice in one epoch.
-    furthest = max(2, 2 * epochs * STEPS // (kills + 2))
-    victims = generator.sample(VICTIMS, len(VICTIMS)) if num_ranks > 1 else ["rank"]
-    chosen = []
-    for count in range(kills):
-        victim, moment = victims[count % len(victims)], generator.choices(list(MOMENTS), list(MOMENTS.values()))[0]
-        rank, steps = generator.randrange(num_ranks), generator.randint(1, furthest)
-        delay = generator.uniform(0, LONGEST_DELAY[moment])
-        chosen.append(Kill(moment, steps, delay, str(rank) if victim == "rank" else victim))
-    return chosen
 
 
 def _emptied(folder: Path) -> Path:

@@ -192,7 +192,7 @@ def train(options: argparse.Namespace) -> None:
         strategy=options.strategy,
         devices=options.devices,
         precision=precision,
-        logger=tw.CSVLogger(str(folder), "logs"),
+        logger=[tw.CSVLogger(str(folder), "logs"), tw.TensorBoardLogger(str(folder), "logs")],
         callbacks=callbacks,  # type: ignore[arg-type]
         max_epochs=options.epochs,
         accumulate_grad_batches=ACCUMULATE,

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainwright.checkpoint.store import Checkpoint, find_checkpoints, open_checkpoint
 
@@ -35,12 +36,15 @@ def read_outcome(folder: Path, final: str, num_ranks: int) -> Outcome:
         outcome = {key.replace(place, name): value.replace(place, name) for key, value in outcome.items()}
     outcome = {key: value for key, value in outcome.items() if "/replaced" not in key}  # what waits to be removed
     outcome = {
-        key: value for key, value in outcome.items() if not re.fullmatch(r"state/loggers/\d+/state/version", key)
+        key: value
+        for key, value in outcome.items()
+        if not re.match(r"state/loggers/\d+/state/(version|files)", key)  # event files are named after processes
     }
     outcome |= _batches(folder, num_ranks)
     with open(rows, newline="") as file:
         for number, row in enumerate(csv.DictReader(file)):
             outcome[f"row/{number:04d}"] = json.dumps({name: row[name] for name in sorted(row) if row[name]})
+    outcome |= _scalars(rows.parent)
     outcome["checkpoints"] = str(count_checkpoints(folder))
     return outcome
 
@@ -82,6 +86,14 @@ def temporary_names(folder: Path) -> list[str]:
 def count_checkpoints(folder: Path) -> int:
     """Return how many checkpoints a run has kept."""
     return len(find_checkpoints(str(folder / "checkpoints")))
+
+
+def _scalars(folder: Path) -> Outcome:
+    """Return what TensorBoard shows, by tag: steps and values in order, one that is there twice as such."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    found = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    return {f"scalar/{tag}": str(sorted((each.step, each.value) for each in found[tag])) for tag in found}
 
 
 def _stored(checkpoint: Checkpoint, num_ranks: int) -> Iterator[tuple[str, str]]:
