@@ -1,7 +1,7 @@
-"""A small run with all that is drawn and counted, to be stopped anywhere: `stopped_job.py <folder> <devices> <pause>`.
+"""A small run with all that is drawn and counted, to be stopped anywhere: `stopped_job.py <folder> <devices> <pause> <name>`.
 
 It goes on from the newest checkpoint of its folder. Rank 0 prints a numbered line at each place where something begins; each
-rank writes down what it trains on, and in the end its state.
+rank writes down what it trains on, and in the end they save a checkpoint.
 """
 
 from __future__ import annotations
@@ -73,12 +73,13 @@ class Places(tw.Callback):
         self.say(trainer, "save")
 
 
-def main(folder: Path, devices: int, pause: float) -> None:
+def main(folder: Path, devices: int, pause: float, strategy: str) -> None:
     torch.manual_seed(11)
     saver = tw.ModelCheckpoint(dirpath=folder / "checkpoints", save_top_k=-1, every_n_train_steps=3)
     settings = {**QUIET, "enable_checkpointing": True, "num_sanity_val_steps": 1, "val_check_interval": 6}
     trainer = tw.Trainer(
         devices=devices,
+        strategy=strategy,
         max_epochs=6,
         accumulate_grad_batches=3,
         callbacks=[saver, Places(folder, pause)],
@@ -89,11 +90,9 @@ def main(folder: Path, devices: int, pause: float) -> None:
     found = latest_checkpoint(str(folder / "checkpoints"))
     loaders = shuffled, DataLoader(Augmented(24), batch_size=4)
     trainer.fit(module, *loaders, ckpt_path=None if found is None else found.path)
-    optimizer = trainer.optimizers[0].state_dict()["state"]
-    counters = {**trainer.state.state_dict(), "saves": 0}  # the stop's own save is one more
-    torch.save([module.state_dict(), optimizer, counters], folder / f"result-{trainer.global_rank}")
+    trainer.save_checkpoint(folder / "final.ckpt")
     print("done", flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4])

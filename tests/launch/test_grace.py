@@ -31,13 +31,19 @@ class Job(Started):
     """The run in a folder, with a temporary folder of its own that has to be empty in the end."""
 
     def __init__(
-        self, folder: Path, pause: float, devices: int = 2, command: list[str] | None = None, **more: str
+        self,
+        folder: Path,
+        pause: float,
+        devices: int = 2,
+        command: list[str] | None = None,
+        strategy: str = "auto",
+        **more: str,
     ) -> None:
         folder.mkdir(exist_ok=True)
         # Not in the test's own folder: the loader workers' sockets lie there, and a socket's path is at most 107 letters long.
         self.folder, self.temporary = folder, Path(tempfile.mkdtemp(prefix="tw"))
         self.shared = set(os.listdir("/dev/shm"))
-        arguments = [*(command or python("-W", "error")), JOB, str(folder), str(devices), str(pause)]
+        arguments = [*(command or python("-W", "error")), JOB, str(folder), str(devices), str(pause), strategy]
         super().__init__(arguments, folder, TMPDIR=str(self.temporary), **more)
 
     def reach(self, count: int) -> bool:
@@ -93,7 +99,14 @@ def start() -> Iterator[StartJob]:
 
 
 def results(folder: Path, ranks: int = 2) -> list[Any]:
-    return [[torch.load(folder / f"result-{rank}"), (folder / f"seen-{rank}").read_text()] for rank in range(ranks)]
+    checkpoint = open_checkpoint(str(folder / "final.ckpt"))
+    tensors = {
+        f"{section}/{name}": checkpoint.read_tensor(section, name)
+        for section in checkpoint.sections
+        for name in checkpoint.tensors(section)
+    }
+    counters = {**checkpoint.state()["position"], "saves": 0}  # the stop's own save is one more
+    return [tensors, counters, [(folder / f"seen-{rank}").read_text() for rank in range(ranks)]]
 
 
 def check_equal(left: Any, right: Any) -> None:
@@ -185,14 +198,16 @@ def test_a_grace_that_is_none_is_refused(given: str, tmp_path: Path, start: Star
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_five_signals_at_random_places(seed: int, tmp_path: Path, start: StartJob) -> None:
+@pytest.mark.parametrize(("seed", "strategy"), list(enumerate(["ddp", "ddp_sharded", "fsdp", "deepspeed_stage_2"])))
+def test_five_signals_at_random_places(seed: int, strategy: str, tmp_path: Path, start: StartJob) -> None:
     """Each run of a chain is stopped somewhere: the first step, a window, a validation, a save; the last one ends."""
     draw = random.Random(seed)
-    whole = start(tmp_path / "whole", 0.0)
+    # What DeepSpeed imports warns of itself.
+    options: dict[str, Any] = {"strategy": strategy, "command": python() if strategy.startswith("deepspeed") else None}
+    whole = start(tmp_path / "whole", 0.0, **options)
     folder, sent = tmp_path / "stopped", 0
     while sent < 5:
-        job = start(folder, 0.03)
+        job = start(folder, 0.03, **options)
         assert job.reach(draw.randint(1, 8)), job.stderr
         job.note_processes()
         time.sleep(draw.random() * 0.1)
@@ -204,6 +219,6 @@ def test_five_signals_at_random_places(seed: int, tmp_path: Path, start: StartJo
         job.check_nothing_left()
         sent += 1
     assert whole.wait() == 0, whole.stderr
-    job = start(folder, 0.0)
+    job = start(folder, 0.0, **options)
     assert job.wait() == 0, job.stderr
     check_equal(results(folder), results(tmp_path / "whole"))
