@@ -50,9 +50,8 @@ class PendingSave:
         try:
             trainer.engine.finish_save()
             if self.is_committed and self.place != self.path:
-                decided(
-                    trainer.engine, lambda: replace_checkpoint(self.place, self.path)
-                )  # no rank looks for it before
+                # Decided: no rank looks for it before rank 0 has done it.
+                decided(trainer.engine, lambda: replace_checkpoint(self.place, self.path))
                 self.place = self.path
         except BaseException:
             self.put_back()

@@ -170,12 +170,8 @@ class ModelCheckpoint(Callback):
         self._judge()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),
-            "_appointment": None,
-            "_pending": None,
-            "_generators": {},
-        }  # they belong to this process's run
+        own = {"_appointment": None, "_pending": None, "_generators": {}}  # these belong to this process's run
+        return {**super().__getstate__(), **own}
 
     # -- when to save ------------------------------------------------------------------------------------------------
 
