@@ -170,7 +170,11 @@ class ModelCheckpoint(Callback):
         self._judge()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_appointment": None, "_pending": None, "_generators": {}}  # these belong to this process's run
+        own: dict[str, Any] = {
+            "_appointment": None,
+            "_pending": None,
+            "_generators": {},
+        }  # these belong to this process's run
         return {**super().__getstate__(), **own}
 
     # -- when to save ------------------------------------------------------------------------------------------------
