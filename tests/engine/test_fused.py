@@ -215,3 +215,14 @@ def test_a_loss_scale_and_clipping_with_a_fused_optimizer() -> None:
         assert 0.1 < norms[0] < 10.0  # of the unscaled gradients
         ends.append(weights(net))
     assert_close(*ends, 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_a_group_that_began_lazy_stays_as_it_is() -> None:
+    """Else it would depend on when a run was resumed which steps are fused."""
+    net = nn.LazyLinear(2)
+    optimizer = SGD(net.parameters(), 0.05)
+    assert not use_fused(optimizer, [net])
+    net(torch.ones(1, 3))
+    assert not use_fused(optimizer, [net])
+    assert use_fused(SGD(net.parameters(), 0.05), [net])

@@ -6,11 +6,12 @@ strategy does not shard them), whole tensors in host memory at a load.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from trainwright.checkpoint.opening import Checkpoint
 from trainwright.checkpoint.tensors import Piece
@@ -67,17 +68,20 @@ def edit_for_load(
     return {key: value for key, value in contents.items() if key not in header}, dict(left)
 
 
-def check_model(path: str, stored: Mapping[str, Sequence[int]], pieces: Sequence[Piece], strict: bool) -> list[Piece]:
+def check_model(
+    path: str, stored: Mapping[str, Sequence[int]], pieces: Sequence[Piece], strict: bool, lazy: Iterable[str] = ()
+) -> list[Piece]:
     """Return the pieces that a checkpoint of these names and shapes fills; refuse one of another model, naming what differs.
 
-    With strict False, tensors that only one side has are left out.
+    With strict False, tensors that only one side has are left out. `lazy` names those of the model that take any shape.
 
     Raises:
         CheckpointError: names (if strict) or shapes differ.
     """
     present = {piece.name: piece.shape for piece in pieces}
-    missing = sorted(set(present) - set(stored)) if strict else []
-    unexpected = sorted(set(stored) - set(present)) if strict else []
+    without_shape = set(lazy)
+    missing = sorted((set(present) | without_shape) - set(stored)) if strict else []
+    unexpected = sorted(set(stored) - set(present) - without_shape) if strict else []
     unlike = [
         f"{name} {tuple(stored[name])} there, {tuple(shape)} here"
         for name, shape in present.items()
@@ -86,7 +90,7 @@ def check_model(path: str, stored: Mapping[str, Sequence[int]], pieces: Sequence
     problems = [
         f"{title}: {', '.join(names[:5])}{f' ... ({len(names)} in all)' if len(names) > 5 else ''}"
         for title, names in (
-            ("not in it", [f"{name} {tuple(present[name])}" for name in missing]),
+            ("not in it", [f"{name} {tuple(present[name]) if name in present else '(lazy)'}" for name in missing]),
             ("only in it", [f"{name} {tuple(stored[name])}" for name in unexpected]),
             ("other shape", unlike),
         )
@@ -112,7 +116,9 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool, path: 
     except RuntimeError as error:
         own = {name: each for name, each in module.state_dict().items() if isinstance(each, Tensor)}
         stored = {name: tuple(each.shape) for name, each in state.items() if isinstance(each, Tensor)}
-        check_model(path, stored, [Piece(name, tuple(each.shape), 0, each) for name, each in own.items()], strict)
+        lazy = [name for name, each in own.items() if is_lazy(each)]
+        pieces = [Piece(name, tuple(each.shape), 0, each) for name, each in own.items() if name not in lazy]
+        check_model(path, stored, pieces, strict, lazy)
         raise CheckpointError(f"{path}: the module does not take it: {error}") from error
 
 

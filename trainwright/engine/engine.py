@@ -39,6 +39,7 @@ from trainwright.engine.between_ranks import broadcast, first_here
 from trainwright.engine.command_line import fill_open
 from trainwright.engine.devices import check_nodes, device_index, resolve_device_type, resolve_num_processes
 from trainwright.engine.handover import start_job
+from trainwright.engine.lazy_tensors import check_lazy_shapes, give_shapes, lazy_tensors, refuse_lazy_tensors
 from trainwright.engine.model_layout import refuse_unlike_models
 from trainwright.engine.restored import Restored, restored
 from trainwright.errors import CheckpointError
@@ -283,6 +284,7 @@ class Engine:
             CheckpointError: on every rank alike, for the one in flight before too; nothing is left at the path then.
         """
         self.finish_save()
+        refuse_lazy_tensors(path, self.modules)
         pieces = self._model_pieces()
         if edit is not None:
             state, pieces = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
@@ -370,23 +372,27 @@ class Engine:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
         """
         checkpoint, state, tensors = source if isinstance(source, Opened) else self.open(source)
-        present = self._model_pieces()
+        present, lazy = self._model_pieces(), lazy_tensors(self.modules)
+        shapes: dict[str, tuple[int, ...]] = {}
         pieces: list[Piece] = []
         extra: list[dict[str, Any]] = []
 
         def fits() -> None:
             if check is not None:
                 check(state)
-            shapes = {name: tuple(entry.shape) for name, entry in checkpoint.tensors("model").items()}
-            if tensors is not None:
-                shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-            pieces.extend(check_model(checkpoint.path, shapes, present, strict))
+            stored = checkpoint.tensors("model") if tensors is None else tensors
+            shapes.update((name, tuple(each.shape)) for name, each in stored.items())
+            pieces.extend(check_model(checkpoint.path, shapes, present, strict, lazy))
+            check_lazy_shapes(checkpoint.path, lazy, shapes)
             extra.extend(fitting_extra_states(self.modules, state, checkpoint.path, strict))
             if not weights_only:
                 self._check_optimizers(checkpoint, state)
 
         # One rank's refusal is every rank's, in the words of the lowest.
         Outcomes(self.agreement, "", checkpoint.path, self.timeout_seconds).settle(fits)
+        if lazy:
+            give_shapes(lazy, shapes)
+            pieces = [piece for piece in self._model_pieces() if piece.name in shapes]
         if not weights_only:
             self._load_optimizers(checkpoint, state)
         if tensors is not None:

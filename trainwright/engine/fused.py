@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 CLASSES = (Adam, SGD, Adagrad)  # AdamW is an Adam
@@ -32,6 +33,9 @@ def use_fused(optimizer: Optimizer, modules: Iterable[nn.Module] = ()) -> bool:
         for parameter in child.parameters(recurse=False)
     }
     for group in optimizer.param_groups:
+        if any(is_lazy(parameter) for parameter in group["params"]) and group.get("fused", False) is None:
+            # For good: once its layers have run a later call would fuse it, in a resumed run at another step.
+            group["fused"] = False
         if _can_be_fused(group, sparse):
             group["fused"] = True
             for parameter in group["params"]:

@@ -311,15 +311,18 @@ def refuse_lazy(module: nn.Module, name: str) -> None:
         if is_lazy(parameter):
             raise ValueError(
                 f"parameter {parameter_name!r} of {type(module).__name__} is lazy: its shape is not known before a forward, "
-                f"and strategy={name!r} shares it out before. Run a forward on a sample in the module's __init__, or give the "
+                f"and strategy={name!r} needs it before. Run a forward on a sample in the module's __init__, or give the "
                 "layer its size."
             )
 
 
 def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a module's state_dict by their names there: those in use, which a load may write into."""
+    """Yield the tensors of a module's state_dict by their names there: those in use, which a load may write into.
+
+    What is lazy is left out: it has no shape yet (see engine/lazy_tensors.py).
+    """
     for name, value in module.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor) or is_extra_state(name):
+        if not isinstance(value, Tensor) or is_extra_state(name) or is_lazy(value):
             continue
         if not isinstance(value, nn.Parameter):
             place, _, leaf = name.rpartition(".")

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from trainwright.precision.base import Clipper, Closure, Sender, StepResult
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors
+from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, refuse_lazy
 
 UNUSED = (
     "the step left out parameters that require gradients ({names}), and ddp waits for those of all of them. Use each parameter "
@@ -91,6 +91,7 @@ class DDPStrategy(Strategy):
         self.place(module)
         if self.world_size == 1:
             return
+        refuse_lazy(module, self.name)
         if optimization is None:
             broadcast_tensors((*module.parameters(), *module.buffers()))
             return
