@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small import QUIET, Classifier, assert_equal, make_loader, weights
 from torch import nn
 
@@ -141,13 +142,16 @@ def test_a_model_with_other_parameters(module: Callable[[], tw.Module], message:
 class Extra(Watched):
     """Has a part whose extra state is saved too."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: Any = 3) -> None:
         super().__init__()
         self.part = self.Part()
+        self.part.held = held
 
     class Part(nn.Module):
+        held: Any
+
         def get_extra_state(self) -> Any:
-            return {"seen": 3}
+            return {"seen": self.held}
 
         def set_extra_state(self, state: Any) -> None:
             self.state = state
@@ -217,6 +221,57 @@ def test_state_that_is_no_plain_data_is_named_and_earlier_checkpoints_stay(tmp_p
     with pytest.raises(tw.CheckpointError, match=rf"state\.tokenizer\.rule is a builtins\.function; {ACCEPTED}"):
         fit(module)
     assert [each.name for each in tmp_path.glob("*.ckpt")] == ["epoch=0-step=11.ckpt"]
+
+
+OR_ELSE = r"or leave it out of the state_dict that it comes from \(a buffer by persistent=False\)\."
+UNSTORABLE: dict[str, tuple[Callable[[], Any], str]] = {
+    "sparse": (
+        lambda: torch.eye(2).to_sparse(),
+        r"torch\.sparse_coo on cpu; a checkpoint stores dense tensors with data\. Make",
+    ),
+    "meta": (
+        lambda: torch.ones(2, device="meta"),
+        r"torch\.strided on meta; a checkpoint stores dense tensors with data\. Make",
+    ),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(2)]),
+        r"nested on cpu; a checkpoint stores dense .*\. Make it one",
+    ),
+    "dtype": (
+        lambda: torch.ones(2, dtype=torch.complex128),
+        r"torch\.complex128; a checkpoint stores bool, .*\. Convert it,",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNSTORABLE)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensor_that_has_no_place_is_named_before_anything_is_trained(kind: str, tmp_path: Path) -> None:
+    make, text = UNSTORABLE[kind]
+
+    class Kept(tw.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"mask": [1, make()]}
+
+    class Data(tw.DataModule):
+        def train_dataloader(self) -> Any:
+            return make_loader()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"mask": make()}
+
+    for module, datamodule, callbacks, key in (
+        (Watched(), None, [Kept()], r"state\.callbacks\..*Kept\.mask\[1\]"),
+        (Watched(), Data(), [], r"state\.datamodule\.mask"),
+        (Extra({"mask": make()}), None, [], r"state\.extra\[0\]\.part\._extra_state\.seen\.mask"),
+    ):
+        saving = tw.ModelCheckpoint(tmp_path)
+        trainer = tw.Trainer(max_epochs=1, callbacks=[*callbacks, saving], **{**QUIET, "enable_checkpointing": True})
+        match = rf"checkpoints of this run could not be written: tensor '{key}' is {text}.* {OR_ELSE}"
+        with pytest.raises(tw.CheckpointError, match=match):
+            trainer.fit(module, None if datamodule else make_loader(), datamodule=datamodule)
+        assert not module.is_trained
+    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 UNWRITABLE = """

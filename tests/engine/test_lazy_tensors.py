@@ -109,8 +109,8 @@ def test_a_layer_that_has_not_run_is_not_saved(tmp_path: Path) -> None:
     accelerator = tw.Accelerator(cpu=True)
     accelerator.prepare(nn.LazyLinear(3))
     text = (
-        "checkpoint .* was not written: 'weight' and 1 more of the module is lazy, .* stores tensors with a shape. Save after a "
-        "forward that reaches the layer, run one"
+        "checkpoint .* was not written: 'weight' and 1 more of the module is lazy, .* stores tensors with a shape. Save after "
+        "a forward that reaches the layer, run one"
     )
     with pytest.raises(tw.CheckpointError, match=text):
         accelerator.save_state(str(tmp_path / "a.ckpt"))

@@ -38,7 +38,7 @@ class HostMemory:
         """
         groups = [group for pieces in parts for group in tied_groups(pieces)]
         for group in groups:
-            check_storable(group[0])
+            check_storable(group[0].name, group[0].tensor)
         copied: dict[int, Piece] = {}
         with torch.inference_mode(False), torch.no_grad():  # a save may be asked for within a validation
             self._reserve(sum(_room(group[0].tensor) for group in groups), [group[0].tensor for group in groups])

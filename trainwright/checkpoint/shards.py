@@ -24,6 +24,7 @@ THREADED_BYTES = 1 << 20
 """From how many bytes on another thread is worth its start (about 0.1 ms)."""
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library reads no longer header
 METADATA_KEY = "__metadata__"
+_OR_ELSE = "or leave it out of the state_dict that it comes from (a buffer by persistent=False)."
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def write_shard(out: HashingStream, file_name: str, pieces: Sequence[Piece]) -> 
     keys = {METADATA_KEY}
     for group in tied_groups(pieces):
         first = group[0]
-        check_storable(first)
+        check_storable(first.name, first.tensor)
         key = first.name if first.is_whole else f"{first.name}[{first.start}:{first.stop}]"
         while key in keys:
             key += "+"
@@ -104,18 +105,21 @@ def write_shard(out: HashingStream, file_name: str, pieces: Sequence[Piece]) -> 
     return entries
 
 
-def check_storable(piece: Piece) -> None:
+def check_storable(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor whose kind or dtype has no place in a safetensors file (CheckpointError)."""
-    tensor = piece.tensor
     if tensor.dtype not in DTYPE_NAMES:
         accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
-        raise CheckpointError(f"tensor {piece.name!r} is {tensor.dtype}; a checkpoint stores {accepted}.")
-    if tensor.layout is not torch.strided or tensor.is_meta:
         raise CheckpointError(
-            f"tensor {piece.name!r} is {tensor.layout} on {tensor.device}; a checkpoint stores dense tensors with data."
+            f"tensor {name!r} is {tensor.dtype}; a checkpoint stores {accepted}. Convert it, {_OR_ELSE}"
+        )
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise CheckpointError(
+            f"tensor {name!r} is {kind} on {tensor.device}; a checkpoint stores dense tensors with data. Make it one "
+            f"(to_dense(), or on a device with memory), {_OR_ELSE}"
         )
     if tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:
-        raise CheckpointError(f"tensor {piece.name!r} has its memory freed; gather it, or give this rank's own range.")
+        raise CheckpointError(f"tensor {name!r} has its memory freed; gather it, or give this rank's own range.")
 
 
 def _render_header(file_name: str, stored: Sequence[tuple[str, Piece]]) -> bytes:

@@ -40,7 +40,7 @@ from trainwright.checkpoint.manifest import (
 )
 from trainwright.checkpoint.opening import Checkpoint, ReadReport, open_checkpoint, rank_section
 from trainwright.checkpoint.outcomes import Exchange, Outcomes
-from trainwright.checkpoint.shards import FileRecord, HashingStream, write_shard
+from trainwright.checkpoint.shards import FileRecord, HashingStream, check_storable, write_shard
 from trainwright.checkpoint.tensors import Piece, TensorEntry, deal, merge
 from trainwright.errors import CheckpointError
 
@@ -51,6 +51,7 @@ __all__ = [
     "Piece",
     "ReadReport",
     "TensorEntry",
+    "encode_state",
     "find_candidates",
     "find_checkpoints",
     "is_checkpoint",
@@ -125,11 +126,20 @@ def collect(
     states = {"state": state} if rank == 0 else {}
     if rank_state is not None:
         states[rank_section(rank)] = rank_state
-    plain = {}
-    for name, value in states.items():
-        encoded, tensors = encode_stored(value, name)
-        plain[name] = (encoded, [Piece(key, tuple(each.shape), 0, each) for key, each in tensors.items()])
+    plain = {name: encode_state(value, name) for name, value in states.items()}
     return Contents({name: deal(pieces, rank, world_size) for name, pieces in sections.items()}, plain)
+
+
+def encode_state(value: Any, name: str) -> tuple[Any, list[Piece]]:
+    """Return a state as plain data, and the tensors in it.
+
+    Raises:
+        CheckpointError: something in it, a tensor too, has no place in a checkpoint; the text says where it stands.
+    """
+    encoded, tensors = encode_stored(value, name)
+    for key, tensor in tensors.items():
+        check_storable(key, tensor)
+    return encoded, [Piece(key, tuple(each.shape), 0, each) for key, each in tensors.items()]
 
 
 def write_contents(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.base import Callback
-from trainwright.checkpoint.codec import encode_stored
 from trainwright.checkpoint.contents import extra_states
 from trainwright.checkpoint.editing import Edit
 from trainwright.checkpoint.exchange import is_plain
 from trainwright.checkpoint.opening import Checkpoint
 from trainwright.checkpoint.outcomes import Outcomes
+from trainwright.checkpoint.store import encode_state
 from trainwright.data.datamodule import DataModule
 from trainwright.engine.engine import Opened
 from trainwright.errors import CheckpointError
@@ -81,7 +81,7 @@ def check_state(trainer: Trainer) -> None:
             state = {**run_state(trainer), "extra": [extra_states(module) for module in engine.modules]}
         except Exception:  # what tells it may not be ready before the first batch; the save says what is wrong
             return
-        encode_stored(state, "state")
+        encode_state(state, "state")
 
     subject = "checkpoints of this run could not be written"
     Outcomes(engine.agreement, subject, "", engine.timeout_seconds).settle(look)
