@@ -12,7 +12,8 @@ from jobs import run_job
 from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
-from trainwright.callbacks.checkpoint_place import is_replaceable, is_taken, remove_replaced, replace_checkpoint
+from trainwright.callbacks.checkpoint_place import is_taken, remove_replaced
+from trainwright.checkpoint.replacement import is_replaceable, replace_checkpoint
 from trainwright.checkpoint.store import find_checkpoints, is_checkpoint, latest_checkpoint, remove_checkpoint
 
 NAN = math.nan

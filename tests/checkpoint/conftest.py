@@ -42,7 +42,7 @@ class Seat:
         return self.meeting.exchange(self.rank, payload)
 
 
-def write_step(path: Path | str, step: int = 1, world_size: int = 1) -> list[Exception | None]:
+def write_step(path: Path | str, step: int = 1, world_size: int = 1, overwrite: bool = False) -> list[Exception | None]:
     """Write a checkpoint that tells its step in every part; returns what each rank raised."""
     meeting = Meeting(world_size)
 
@@ -56,6 +56,7 @@ def write_step(path: Path | str, step: int = 1, world_size: int = 1) -> list[Exc
             exchange=Seat(meeting, rank),
             rank=rank,
             world_size=world_size,
+            overwrite=overwrite,
         )
 
     if world_size == 1:

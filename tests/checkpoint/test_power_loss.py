@@ -184,6 +184,36 @@ def test_what_was_committed_outlives_a_power_loss_at_any_call(
     assert set(seen) == {(1,), (1, 2), (2,)}
 
 
+def test_what_is_overwritten_outlives_a_power_loss_until_the_new_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any, check: Any
+) -> None:
+    runs = tmp_path / "runs"
+    save(runs / "final.ckpt", 1)
+    disk = Disk(runs)
+    with monkeypatch.context() as patch:
+        journal = Journal(patch)
+        save(runs / "final.ckpt", 2, overwrite=True)
+    assert [name for name, *_ in journal.entries].count("rename") == 3
+    seen = []
+    for played in range(len(journal.entries) + 1):
+        for keeps_names, fills_holes in ((False, False), (True, False), (True, True)):
+            came_up = tmp_path / f"{played}-{keeps_names}-{fills_holes}"
+            disk.after_power_loss(came_up, keeps_names=keeps_names, fills_holes=fills_holes)
+            found = find_checkpoints(str(came_up))
+            for entry in found:
+                check(open_checkpoint(entry.path), entry.step)
+            seen.append(sorted((Path(entry.path).name, entry.step) for entry in found))
+            assert seen[-1] in (
+                [("final.ckpt", 1)],
+                [("final-v1.ckpt", 2), ("final.ckpt", 1)],
+                [("final-v1.ckpt", 2)],
+                [("final.ckpt", 2)],
+            )
+        if played < len(journal.entries):
+            disk.play(*journal.entries[played])
+    assert seen[-3:] == [[("final.ckpt", 2)]] * 3
+
+
 def test_without_any_one_of_its_syncs_a_save_would_be_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any
 ) -> None:

@@ -48,7 +48,9 @@ def test_an_existing_target_is_refused_on_all_ranks(tmp_path: Path, save: Any, c
     errors = save(tmp_path / "a.ckpt", 2, world_size=2)
     assert all(isinstance(error, CheckpointError) for error in errors)
     assert len({str(error) for error in errors}) == 1
-    with pytest.raises(CheckpointError, match=r"a\.ckpt exists already; a checkpoint is never overwritten"):
+    with pytest.raises(
+        CheckpointError, match=r"a\.ckpt exists already; a checkpoint is overwritten with overwrite=True alone"
+    ):
         save(tmp_path / "a.ckpt", 2)
     check(open_checkpoint(str(tmp_path / "a.ckpt")), 1)
     (tmp_path / "file").touch()
@@ -182,6 +184,39 @@ def test_a_death_at_any_call_leaves_a_whole_checkpoint_to_find(
     assert outcomes == sorted(outcomes)
     # Dead before the rename: the old one only. Dead at the sync of the parent or after it: the new one as well.
     assert outcomes.index(True) < len(outcomes) - 1
+
+
+def test_a_death_at_any_call_of_an_overwriting_save_leaves_the_old_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any, check: Any
+) -> None:
+    save(tmp_path / "origin" / "final.ckpt", 1)
+    monkeypatch.setattr(discovery, "process_lives", lambda pid, start: False)
+    outcomes: list[dict[str, float]] = []
+    for dies_at in range(500):
+        directory = tmp_path / str(dies_at)
+        shutil.copytree(tmp_path / "origin", directory)
+        with monkeypatch.context() as patch:
+            calls = Calls(patch)
+            calls.dies_at = dies_at
+            finished = True
+            try:
+                save(directory / "final.ckpt", 2, overwrite=True)
+            except Death:
+                finished = False
+        found = {Path(entry.path).name: entry.step for entry in find_checkpoints(str(directory))}
+        for name, step in found.items():
+            check(open_checkpoint(str(directory / name)), int(step))
+        if not outcomes or found != outcomes[-1]:
+            outcomes.append(found)
+        sweep_temporaries(str(directory))
+        assert sorted(os.listdir(directory)) == sorted(found)
+        save(directory / "final.ckpt", 3, overwrite=True)  # by the script, run again
+        check(open_checkpoint(str(directory / "final.ckpt")), 3)
+        if finished:
+            break
+    assert outcomes == [
+        {"final.ckpt": 1}, {"final.ckpt": 1, "final-v1.ckpt": 2}, {"final-v1.ckpt": 2}, {"final.ckpt": 2},
+    ]  # fmt: skip
 
 
 def test_every_byte_is_synced_before_the_name_is_given(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from trainwright.checkpoint.filesystem import resolve
+from trainwright.checkpoint.replacement import is_link
 from trainwright.checkpoint.store import is_checkpoint, remove_checkpoint, same_place
 
 if TYPE_CHECKING:
@@ -40,11 +40,6 @@ def is_taken(path: str) -> bool:
     return files.exists(inside) if files.has_rename else is_checkpoint(path)
 
 
-def is_replaceable(path: str) -> bool:
-    """Return whether what has a path is a whole checkpoint that can make room for another: no link, nothing damaged."""
-    return resolve(path)[0].has_rename and not _is_link(path) and is_checkpoint(path)
-
-
 def remove_replaced(paths: Sequence[str], committed: str, trainer: Trainer) -> list[str]:
     """Remove, on rank 0, checkpoints that a committed one takes the place of; return those that have to stay for now.
 
@@ -54,21 +49,6 @@ def remove_replaced(paths: Sequence[str], committed: str, trainer: Trainer) -> l
     kept = [each for each in paths if same_place(each, trainer.resume_source or "")]
     if trainer.is_global_zero and is_checkpoint(committed):
         for each in paths:
-            if each not in kept and not same_place(each, committed) and not _is_link(each) and is_checkpoint(each):
+            if each not in kept and not same_place(each, committed) and not is_link(each) and is_checkpoint(each):
                 remove_checkpoint(each)
     return kept
-
-
-def _is_link(path: str) -> bool:
-    files, inside = resolve(path)
-    return files.has_rename and os.path.islink(inside)
-
-
-def replace_checkpoint(place: str, path: str) -> None:
-    """Give a checkpoint the path of another one, which goes. At each moment one of the two is there, whole."""
-    if is_checkpoint(path):
-        remove_checkpoint(path)
-    files, source = resolve(place)
-    target = resolve(path)[1]
-    files.rename(source, target)
-    files.sync_directory(os.path.dirname(target))

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainwright.callbacks.checkpoint_place import remove_replaced, replace_checkpoint
+from trainwright.callbacks.checkpoint_place import remove_replaced
 from trainwright.callbacks.decision import decided
+from trainwright.checkpoint.replacement import replace_checkpoint
 
 if TYPE_CHECKING:
     from trainwright.checkpoint.writer import BackgroundSave

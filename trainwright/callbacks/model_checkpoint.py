@@ -16,12 +16,13 @@ from torch import Tensor
 
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.checkpoint_name import FIELD, SUFFIX, check_template, fill_template
-from trainwright.callbacks.checkpoint_place import choose_place, is_replaceable, is_taken, remove_replaced
+from trainwright.callbacks.checkpoint_place import choose_place, is_taken, remove_replaced
 from trainwright.callbacks.checkpoint_retention import PendingSave
 from trainwright.callbacks.checkpoint_score import MonitoredScore
 from trainwright.callbacks.checkpoint_settings import KEY_SETTINGS, check_choices, check_top_k, checked_intervals
 from trainwright.callbacks.decision import decided
 from trainwright.callbacks.stopped_run import save_failed_run, save_stopped_run
+from trainwright.checkpoint.replacement import is_replaceable
 from trainwright.checkpoint.store import is_checkpoint, same_place, sweep_temporaries
 from trainwright.data.seeding import rng_state
 from trainwright.duration import to_seconds

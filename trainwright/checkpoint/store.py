@@ -40,6 +40,7 @@ from trainwright.checkpoint.manifest import (
 )
 from trainwright.checkpoint.opening import Checkpoint, ReadReport, open_checkpoint, rank_section
 from trainwright.checkpoint.outcomes import Exchange, Outcomes
+from trainwright.checkpoint.replacement import free_beside, refuse_irreplaceable, replace_checkpoint
 from trainwright.checkpoint.shards import FileRecord, HashingStream, check_storable, write_shard
 from trainwright.checkpoint.tensors import Piece, TensorEntry, deal, merge
 from trainwright.errors import CheckpointError
@@ -77,11 +78,12 @@ def write_checkpoint(
     rank: int,
     world_size: int,
     timeout_seconds: float = 1800.0,
+    overwrite: bool = False,
 ) -> None:
     """Write a checkpoint; when this returns, on any rank, it is durable. Collective: call on every rank.
 
     Args:
-        path: the directory or URL to write, which must not exist yet.
+        path: the directory or URL to write, which must not exist yet unless it is to be overwritten.
         sections: this rank's pieces by section (model, optimizer, ...).
         state: plain data of the whole run; rank 0's is stored.
         rank_state: plain data of this rank; None stores nothing.
@@ -90,6 +92,7 @@ def write_checkpoint(
         rank: this process's rank.
         world_size: the number of ranks.
         timeout_seconds: how long to wait for the slowest rank.
+        overwrite: let it take the place of a whole checkpoint that has the path, once it is committed under a name beside.
 
     Raises:
         CheckpointError: on every rank with the same text; nothing was changed, earlier checkpoints least of all.
@@ -102,6 +105,7 @@ def write_checkpoint(
         rank=rank,
         world_size=world_size,
         timeout_seconds=timeout_seconds,
+        overwrite=overwrite,
     )
 
 
@@ -151,12 +155,13 @@ def write_contents(
     rank: int,
     world_size: int,
     timeout_seconds: float,
+    overwrite: bool = False,
 ) -> None:
     """Write a checkpoint of what `gather` returns on each rank; else as `write_checkpoint`. Collective."""
     files, target = resolve(path)
     outcomes = Outcomes(exchange, f"checkpoint {path} was not written", target, timeout_seconds)
     full_header = {"world_size": world_size, **header}
-    place = outcomes.settle((lambda: _begin(files, target, full_header)) if rank == 0 else None)[0]
+    place = outcomes.settle((lambda: _begin(files, target, full_header, overwrite)) if rank == 0 else None)[0]
     writer = _Writer(files, place)
 
     def write_own() -> dict[str, Any]:
@@ -169,7 +174,7 @@ def write_contents(
 
     try:
         tables = outcomes.settle(write_own)
-        outcomes.settle((lambda: _commit(files, place, target, full_header, tables)) if rank == 0 else None)
+        outcomes.settle((lambda: _commit(files, place, target, full_header, tables, overwrite)) if rank == 0 else None)
     except Exception as error:
         if files.has_rename:
             if rank == 0:
@@ -232,16 +237,19 @@ class _Writer:
         return result
 
 
-def _begin(files: Files, target: str, header: Mapping[str, Any]) -> str:
+def _begin(files: Files, target: str, header: Mapping[str, Any], overwrite: bool) -> str:
     """Check the target and return the directory to write into, made."""
     for field in ("step", "epoch", "world_size"):
         if type(header.get(field)) is not int or header[field] < 0:
             raise CheckpointError(f"the header's {field} is {header.get(field)!r}; a number from 0 on is accepted.")
     dump_json(dict(header), "the header")
     if files.exists(target if files.has_rename else f"{target}/{MANIFEST_NAME}"):
-        raise CheckpointError(
-            f"{target} exists already; a checkpoint is never overwritten. Remove it or choose another name."
-        )
+        if not overwrite:
+            raise CheckpointError(
+                f"{target} exists already; a checkpoint is overwritten with overwrite=True alone. Pass that, remove it, or "
+                "choose another name."
+            )
+        refuse_irreplaceable(files, target)
     if not files.has_rename:
         files.make_directories(target)
         return target
@@ -251,7 +259,9 @@ def _begin(files: Files, target: str, header: Mapping[str, Any]) -> str:
     return place
 
 
-def _commit(files: Files, place: str, target: str, header: Mapping[str, Any], tables: Sequence[Any]) -> None:
+def _commit(
+    files: Files, place: str, target: str, header: Mapping[str, Any], tables: Sequence[Any], overwrite: bool
+) -> None:
     """Write the manifest and give the directory its name."""
     records = {name: FileRecord(*record) for table in tables for name, record in table["files"].items()}
     names = sorted({name for table in tables for name in table["sections"]})
@@ -277,13 +287,16 @@ def _commit(files: Files, place: str, target: str, header: Mapping[str, Any], ta
         return
     files.put(f"{place}/{MANIFEST_NAME}", data)
     files.sync_directory(place)
-    files.rename(place, target)
+    free = free_beside(files, target) if overwrite and files.exists(target) else target
+    files.rename(place, free)
     try:
         files.sync_directory(os.path.dirname(target))
     except Exception:
         with contextlib.suppress(OSError):
-            files.rename(target, place)  # not known to be durable, so it is taken back
+            files.rename(free, place)  # not known to be durable, so it is taken back
         raise
+    if free != target:
+        replace_checkpoint(free, target)
 
 
 def _discard(files: Files, place: str) -> None:

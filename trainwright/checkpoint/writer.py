@@ -94,6 +94,7 @@ class CheckpointWriter:
         rank_state: Any,
         header: Mapping[str, Any],
         blocking: bool,
+        overwrite: bool = False,
     ) -> None:
         """Write a checkpoint (see `write_checkpoint`), or begin to. Collective.
 
@@ -103,7 +104,13 @@ class CheckpointWriter:
         self.finish()
         rank, world_size = self._agreement.rank, self._agreement.world_size
         write = partial(
-            write_contents, path, header=header, rank=rank, world_size=world_size, timeout_seconds=self._timeout_seconds
+            write_contents,
+            path,
+            header=header,
+            rank=rank,
+            world_size=world_size,
+            timeout_seconds=self._timeout_seconds,
+            overwrite=overwrite,
         )
         gather = partial(collect, sections, state, rank_state, rank, world_size)
         if blocking:

@@ -254,13 +254,14 @@ class Accelerator:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def save_state(self, output_dir: str, blocking: bool = True) -> str:
+    def save_state(self, output_dir: str, blocking: bool = True, overwrite: bool = False) -> str:
         """Write a checkpoint of everything that was prepared, in the Trainer's format; return its path. Collective.
 
         With blocking=False training goes on once all is copied to host memory, and a thread writes: see `finish_save`.
+        With overwrite=True it takes the place of a whole checkpoint at that path, once it is committed itself.
 
         Raises:
-            CheckpointError: on every rank alike, where the path exists too.
+            CheckpointError: on every rank alike, where the path exists too (with overwrite, where anything else is there).
             RuntimeError: within an accumulation window, whose gradients no checkpoint holds.
         """
         if self._window.has_gradients and self.gradient_accumulation_steps > 1:
@@ -282,6 +283,7 @@ class Accelerator:
             state=state,
             rank_state={"sources": [loader.sources() for loader in self._loaders]},
             blocking=blocking,
+            overwrite=overwrite,
         )
         return str(output_dir)
 

@@ -272,13 +272,15 @@ class Engine:
         edit: Edit | None = None,
         blocking: bool = True,
         number: int = 0,
+        overwrite: bool = False,
     ) -> None:
         """Write a checkpoint of the modules, the optimizers and the caller's state. Collective: call on every rank.
 
         Of `state` rank 0's is stored, of `rank_state` (not with weights_only) each rank's own. `edit` may change the
         checkpoint's contents: see checkpoint/editing.py. With blocking False it returns once all is copied to host memory,
         and a thread writes and commits; one is in flight at a time, so a save first waits for the one before. `number` tells
-        which of several saves of one step is the later.
+        which of several saves of one step is the later. With overwrite a whole checkpoint at the path is replaced, once the
+        new one is there.
 
         Raises:
             CheckpointError: on every rank alike, for the one in flight before too; nothing is left at the path then.
@@ -312,6 +314,7 @@ class Engine:
                 "number": number,
             },
             blocking=blocking,
+            overwrite=overwrite,
         )
 
     def finish_save(self) -> None:

@@ -115,7 +115,7 @@ class TrainingRun:
     """Whether the loggers' row of the latest step is still to be written."""
     step_results: list[StepResult] = field(default_factory=list)
     """What the steps of the module's own optimizer_step did that runs now."""
-    waiting_saves: list[tuple[str, bool, bool]] = field(default_factory=list)
+    waiting_saves: list[tuple[str, bool, bool, bool]] = field(default_factory=list)
     """Checkpoints that were asked for within a window or an epoch's ending, and are written when that is over: the path, and
     whether it is to hold the weights only, and to block."""
 

@@ -87,6 +87,23 @@ def check_state(trainer: Trainer) -> None:
     Outcomes(engine.agreement, subject, "", engine.timeout_seconds).settle(look)
 
 
+def save_run(trainer: Trainer, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> None:
+    """Write a checkpoint of the run as it stands; see Trainer.save_checkpoint. Collective: call on every rank."""
+    trainer.state.saves += 1
+    trainer.engine.save(
+        path,
+        step=trainer.state.step,
+        epoch=trainer.state.epoch,
+        state=run_state(trainer, weights_only),
+        rank_state=None if weights_only else rank_state(trainer),
+        weights_only=weights_only,
+        number=trainer.state.saves,
+        edit=edit_with_hooks(trainer, "on_save_checkpoint"),
+        blocking=blocking,
+        overwrite=overwrite,
+    )
+
+
 def rank_state(trainer: Trainer) -> dict[str, Any]:
     """Return what a checkpoint holds of this rank alone: within an epoch, what was logged in it and where its data stands."""
     assert trainer.module is not None

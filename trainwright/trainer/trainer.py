@@ -44,15 +44,7 @@ from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.parts import arranged_callbacks, arranged_loggers, making_modules, set_switches
 from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
-from trainwright.trainer.resume import (
-    check_save,
-    edit_with_hooks,
-    open_with_hooks,
-    rank_state,
-    restore,
-    restore_parts,
-    run_state,
-)
+from trainwright.trainer.resume import check_save, open_with_hooks, restore, restore_parts, save_run
 from trainwright.trainer.running import callbacks_for, evaluating, read_request, refuse_nested, running
 from trainwright.trainer.settings import Settings, refuse_unknown
 from trainwright.trainer.sources import find_source, find_transfer, read_datamodule
@@ -374,11 +366,17 @@ class Trainer(Status):
         weights_only: bool = False,
         storage_options: Any = None,
         blocking: bool = True,
+        overwrite: bool = False,
     ) -> bool:
         """Write a checkpoint and return whether it is there, or, with blocking=False, begun. Collective: call on every rank.
 
         With blocking=False the loop goes on once all is copied to host memory, and a thread writes and commits. One such save
         is in flight at a time: the next save, the end of a run, a load and the program's end wait for it, and raise its error.
+
+        A path that exists is refused. With overwrite=True a whole checkpoint there, also the one that the run was resumed from,
+        is replaced, so that a script can be run again: the new one is committed first, as `-v1` beside it, and then takes its
+        place. Whenever the process is killed, one of the two is there, whole. Anything else at that path is refused, and so is
+        any path that exists on a file system without a rename (object stores).
 
         Within an accumulation window it is written when the window ends, since gradients are not part of it, and between an
         epoch's last batch and its end (the validation, on_train_epoch_end) when all schedulers have stepped; False then.
@@ -392,29 +390,18 @@ class Trainer(Status):
         weights_only = check_save(self, weights_only)
         run = self.run
         if run is not None and (run.is_within_window or (run.is_ending_epoch and not weights_only)):
-            run.waiting_saves.append((str(filepath), weights_only, blocking))
+            run.waiting_saves.append((str(filepath), weights_only, blocking, overwrite))
             return False
         if run is not None and run.row_is_due:
             run.write_row()
-        self.state.saves += 1
-        self.engine.save(
-            str(filepath),
-            step=self.state.step,
-            epoch=self.state.epoch,
-            state=run_state(self, weights_only),
-            rank_state=None if weights_only else rank_state(self),
-            weights_only=weights_only,
-            number=self.state.saves,
-            edit=edit_with_hooks(self, "on_save_checkpoint"),
-            blocking=blocking,
-        )
+        save_run(self, str(filepath), weights_only, blocking, overwrite)
         return True
 
     def save_waiting(self) -> None:
         """Write the checkpoints that were asked for within the window that has ended."""
         while self.run is not None and self.run.waiting_saves:
-            path, weights_only, blocking = self.run.waiting_saves.pop(0)
-            self.save_checkpoint(path, weights_only, blocking=blocking)
+            path, weights_only, blocking, overwrite = self.run.waiting_saves.pop(0)
+            self.save_checkpoint(path, weights_only, blocking=blocking, overwrite=overwrite)
 
     def agree_on_stop(self) -> None:
         """Let every rank stop here if one of them is to. Collective: call on every rank."""

@@ -1,0 +1,83 @@
+"""Replacement: a checkpoint takes the path of another one, which goes. At each moment one of the two is there, whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from trainwright.checkpoint.discovery import read_manifest, temporary_beside
+from trainwright.checkpoint.filesystem import Files, describe, resolve
+from trainwright.checkpoint.manifest import MANIFEST_NAME
+from trainwright.errors import CheckpointError
+
+
+def is_link(path: str) -> bool:
+    """Return whether a path is a symbolic link."""
+    files, inside = resolve(path)
+    return files.has_rename and os.path.islink(inside)
+
+
+def is_replaceable(path: str) -> bool:
+    """Return whether what has a path is a whole checkpoint that can make room for another: no link, nothing damaged."""
+    return not _objection(*resolve(path))
+
+
+def refuse_irreplaceable(files: Files, path: str) -> None:
+    """Refuse a path that is taken by what cannot make room (CheckpointError)."""
+    if objection := _objection(files, path):
+        raise CheckpointError(
+            f"{path} exists already, and overwrite=True replaces nothing but a whole checkpoint: {objection}. Remove it, or "
+            "choose another name."
+        )
+
+
+def _objection(files: Files, path: str) -> str:
+    """Return why what has a path cannot make room for a checkpoint; nothing where it can."""
+    if not files.has_rename:
+        return "its file system has no rename, by which one takes the place of the other"
+    if os.path.islink(path):
+        return "it is a symbolic link"
+    try:
+        own = {MANIFEST_NAME, *read_manifest(files, path).files}
+    except CheckpointError as error:
+        return str(error).removesuffix(".")
+    others = sorted(files.listing(path).keys() - own)
+    return f"it holds {others[0]} too, which is not the checkpoint's" if others else ""
+
+
+def free_beside(files: Files, path: str) -> str:
+    """Return the first path with a version, beside one that is taken, that nothing has; checkpoints are found there."""
+    stem, number = path.removesuffix(".ckpt"), 1
+    while files.exists(free := f"{stem}-v{number}{path[len(stem) :]}"):
+        number += 1
+    return free
+
+
+def replace_checkpoint(place: str, path: str) -> None:
+    """Give a whole checkpoint the path of another one, which goes: between two renames neither has that path.
+
+    Raises:
+        CheckpointError: it is not done; the new one, and the other where it is not replaceable, are left where they are.
+    """
+    files, source = resolve(place)
+    target = resolve(path)[1]
+    read_manifest(files, source)
+    old = ""
+    try:
+        if files.exists(target):
+            refuse_irreplaceable(files, target)
+            old = temporary_beside(target)
+            files.rename(target, old)
+        files.rename(source, target)
+        files.sync_directory(os.path.dirname(target))
+    except (OSError, CheckpointError) as error:
+        with contextlib.suppress(OSError):
+            if not files.exists(source):  # not known to be durable
+                files.rename(target, source)
+            if old:
+                files.rename(old, target)
+        text = str(error) if isinstance(error, CheckpointError) else describe(error, target)
+        raise CheckpointError(f"{place} is whole, but did not get the path {path}: {text}") from error
+    if old:
+        with contextlib.suppress(OSError):  # what is left of it is swept with the temporary directories
+            files.remove_tree(old)
