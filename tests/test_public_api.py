@@ -73,6 +73,16 @@ def test_the_arguments_of_log() -> None:
     assert list(inspect.signature(tw.Module.log).parameters)[1:] == LOG.split()
 
 
+def test_the_arguments_of_saves() -> None:
+    saves = {
+        tw.Trainer.save_checkpoint: "filepath weights_only storage_options blocking overwrite",
+        tw.Accelerator.save_state: "output_dir blocking overwrite",
+        tw.Engine.save: "path step epoch state rank_state weights_only edit blocking number overwrite",
+    }
+    for method, names in saves.items():
+        assert list(inspect.signature(method).parameters)[1:] == names.split()
+
+
 @pytest.mark.parametrize("name", [name for name in tw.__all__ if name != "__version__"])
 def test_everything_public_has_a_docstring(name: str) -> None:
     thing = getattr(tw, name)

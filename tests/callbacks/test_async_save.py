@@ -274,6 +274,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         accelerator.backward(model(torch.ones(2, 8)).sum())
         optimizer.step()
         accelerator.save_state(f"{folder}/own/{step}", blocking=False)
+        accelerator.save_state(f"{folder}/own/same", blocking=step == 1, overwrite=True)
     accelerator.finish_save()
     said["own"] = found(folder / "own")
     accelerator.save_state(f"{folder}/own/last", blocking=False)  # the end of the process waits for it
@@ -292,8 +293,8 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert (step, best) == (at_step, f"{folder}/step=2.ckpt")
         assert found(folder) == {"step=2.ckpt": 2}
         assert os.listdir(folder) == ["step=2.ckpt"]
-    assert results[0]["own"] == {"0": 0, "1": 1, "2": 2}
-    assert found(tmp_path / "own") == {"0": 0, "1": 1, "2": 2, "last": 2}
+    assert results[0]["own"] == {"0": 0, "1": 1, "2": 2, "same": 2}
+    assert found(tmp_path / "own") == {"0": 0, "1": 1, "2": 2, "same": 2, "last": 2}
 
 
 FAILING = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,13 @@ def collectives_per_batch() -> int:
     return count.counted
 
 
+def lazy_classifier() -> Classifier:
+    module = Classifier()
+    with warnings.catch_warnings(action="ignore"):
+        module.net = nn.Sequential(nn.LazyLinear(3))
+    return module
+
+
 def refusals() -> list[str]:
     """What both ranks are told alike; the job goes on after each."""
     told = []
@@ -190,6 +198,8 @@ def refusals() -> list[str]:
         lambda: tw.Trainer(**QUIET).fit(Classifier(), make_loader(44 + 8 * dist.get_rank())),
         lambda: tw.Trainer(**QUIET).fit(Classifier(), [1, 2]),
         lambda: tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(), make_loader(), ckpt_path="nowhere.ckpt"),
+        lambda: tw.Trainer(max_epochs=1, **QUIET).fit(lazy_classifier(), make_loader()),
+        lambda: tw.Trainer(**QUIET).validate(lazy_classifier(), make_loader()),
         lambda: tw.Accelerator(cpu=True).prepare(torch.optim.SGD(make_net().parameters(), lr=0.1)),
     ):
         with pytest.raises((ValueError, TypeError, tw.CheckpointError)) as caught:
@@ -295,13 +305,15 @@ def test_no_collective_of_ours_in_a_batch(results: list[dict[str, Any]]) -> None
 
 def test_refusals_are_alike_on_both_ranks_and_name_the_remedy(results: list[dict[str, Any]]) -> None:
     assert results[0]["refusals"] == results[1]["refusals"]
-    devices, strategy, samples, lengths, loader, checkpoint, strangers = results[0]["refusals"]
+    devices, strategy, samples, lengths, loader, checkpoint, lazy, evaluated, strangers = results[0]["refusals"]
     assert "launched with 2 processes" in devices
     assert "such as 'ddp'" in strategy
     assert "1 batches for 2 ranks, and drop_last drops a short round" in samples
     assert "different lengths (6, 7 batches)" in lengths
     assert "Pass a torch DataLoader" in loader
     assert "nowhere.ckpt" in checkpoint
+    assert "'net.0.weight' of Classifier is lazy" in lazy
+    assert lazy == evaluated
     assert "give the models and their optimizers in one call" in strangers
 
 
