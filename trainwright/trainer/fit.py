@@ -117,7 +117,7 @@ class TrainingRun:
     """What the steps of the module's own optimizer_step did that runs now."""
     waiting_saves: list[tuple[str, bool, bool, bool]] = field(default_factory=list)
     """Checkpoints that were asked for within a window or an epoch's ending, and are written when that is over: the path, and
-    whether it is to hold the weights only, and to block."""
+    whether it is to hold the weights only, to block, and to overwrite."""
 
     def __post_init__(self) -> None:
         hooks = self.hooks
