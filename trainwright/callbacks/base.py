@@ -33,6 +33,9 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
 
+    def _on_restored(self, trainer: Trainer) -> None:
+        """Called once the state of a run that goes on is back: a callback that had ended it sets should_stop again."""
+
     def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
         """Called before a checkpoint is written, with its contents; keys may be added or removed (see Module's)."""
 

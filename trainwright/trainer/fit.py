@@ -181,7 +181,10 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
         return
     seek(run)
     if trainer.resume_source is not None:
-        trainer.logbook.take_up_rows()
+        for callback in trainer.callbacks:
+            callback._on_restored(trainer)
+        trainer.agree_on_stop()
+        trainer.logbook.take_up(trainer.is_done)
     if generators is not None:
         set_rng_state(generators)
     if trainer.signal_stop.number:  # it came in the sanity check
