@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.store import is_checkpoint, remove_checkpoint, same_place
+from trainwright.errors import CheckpointError
+from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
@@ -55,7 +57,13 @@ def remove_replaced(paths: Sequence[str], committed: str, trainer: Trainer) -> l
     if trainer.is_global_zero and is_checkpoint(committed):
         for each in paths:
             if each not in kept and not same_place(each, committed) and not _is_link(each) and is_checkpoint(each):
-                remove_checkpoint(each)
+                try:
+                    remove_checkpoint(each)
+                except (OSError, CheckpointError) as error:  # no reason to end a run whose newest checkpoint is whole
+                    rank_zero_warn(
+                        f"{each}, whose place {committed} takes, could not be removed ({error}); remove it by hand.",
+                        stacklevel=2,
+                    )
     return kept
 
 
@@ -66,6 +74,8 @@ def _is_link(path: str) -> bool:
 
 def replace_checkpoint(place: str, path: str) -> None:
     """Give a checkpoint the path of another one, which goes. At each moment one of the two is there, whole."""
+    if not is_checkpoint(place):
+        raise CheckpointError(f"{place} is no whole checkpoint, so that at {path} stays.")
     if is_checkpoint(path):
         remove_checkpoint(path)
     files, source = resolve(place)

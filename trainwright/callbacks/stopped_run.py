@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.checkpoint_name import SUFFIX
-from trainwright.callbacks.checkpoint_place import remove_replaced
+from trainwright.callbacks.checkpoint_place import is_taken, remove_replaced
 from trainwright.callbacks.decision import decided
-from trainwright.checkpoint.store import is_checkpoint, open_checkpoint
+from trainwright.checkpoint.store import open_checkpoint
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.errors import CheckpointError
 
@@ -104,9 +104,9 @@ def save_failed_run(callback: ModelCheckpoint, trainer: Trainer) -> None:
 
 
 def _free(stem: str) -> str:
-    """Return the path with that stem, or the first with a version, that no checkpoint has."""
+    """Return the path with that stem, or the first with a version, at which nothing is, a damaged checkpoint neither."""
     path, number = f"{stem}{SUFFIX}", 1
-    while is_checkpoint(path):
+    while is_taken(path):
         path, number = f"{stem}-v{number}{SUFFIX}", number + 1
     return path
 

@@ -83,6 +83,8 @@ class Timer(Callback):
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._begin("train")
+        if self._duration is not None and not self._is_over:
+            self._decide(trainer)  # its state may have been loaded without a checkpoint of the run
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._duration is None or self._is_over or self._interval != "step":

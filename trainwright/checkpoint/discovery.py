@@ -165,8 +165,13 @@ def latest_checkpoint(directory: str) -> CheckpointEntry | None:
 
 
 def same_place(left: str, right: str) -> bool:
-    """Return whether two paths or URLs mean the same place, however they are spelled."""
-    return bool(left) and bool(right) and resolve(left)[1] == resolve(right)[1]
+    """Return whether two paths or URLs mean the same place, however they are spelled and by whatever links they lead there."""
+    return bool(left) and bool(right) and _place(left) == _place(right)
+
+
+def _place(path: str) -> str:
+    files, inside = resolve(path)
+    return os.path.realpath(inside) if files.has_rename else inside
 
 
 def is_checkpoint(path: str) -> bool:
@@ -222,8 +227,9 @@ def sweep_temporaries(directory: str) -> list[str]:
         if match is None or size is not None or _is_link(files, path) or match[1] != machine():
             continue
         if not process_lives(int(match[2]), match[3]):
-            files.remove_tree(path)
-            swept.append(name)
+            with contextlib.suppress(OSError):  # nobody's run is to end because of it
+                files.remove_tree(path)
+                swept.append(name)
     return swept
 
 

@@ -76,8 +76,9 @@ class LocalFiles:
         found: dict[str, int | None] = {}
         with os.scandir(path) as entries:
             for entry in entries:
-                status = entry.stat(follow_symlinks=False)
-                found[entry.name] = status.st_size if stat.S_ISREG(status.st_mode) else None
+                with contextlib.suppress(FileNotFoundError):  # another process has removed it since
+                    status = entry.stat(follow_symlinks=False)
+                    found[entry.name] = status.st_size if stat.S_ISREG(status.st_mode) else None
         return found
 
     def make_directories(self, path: str) -> None:

@@ -44,6 +44,8 @@ class IndexStream(Share):
         self.seed_rank = rank if seed_rank is None else seed_rank
         self._trimmed = 0
         """Samples that are left out of the batch at the start, since they were consumed."""
+        self._taken_up: Place | None = None
+        """The place that the start was said by; None for none."""
         self.gives_seeds = False
         """Whether each item carries a seed for the worker that fetches it."""
         self.noted: deque[list[Any]] | None = None
@@ -52,7 +54,7 @@ class IndexStream(Share):
 
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0, place: Place | None = None) -> None:
         """Choose the order that comes next, and where it starts (see share.py)."""
-        self._trimmed = 0
+        self._trimmed, self._taken_up = 0, place
         super().set_epoch(seed, epoch, start_batch, place)
         for sampler in (self.source, getattr(self.source, "sampler", None)):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
@@ -110,6 +112,11 @@ class IndexStream(Share):
             return place["passes"], items
         whole, self._trimmed = divmod(samples, size)
         return place["passes"], whole
+
+    def place(self, batch: int) -> Place:
+        if self._trimmed and self._taken_up is not None and batch == self.start_batch:
+            return self._taken_up  # in batches of the new size it lies within one
+        return super().place(batch)
 
     def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
         """Yield the items of one pass over the whole stream from one of them on."""
