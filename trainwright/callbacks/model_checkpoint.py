@@ -219,7 +219,9 @@ class ModelCheckpoint(Callback):
         if self._watches_batches and trainer.global_step != self._step_seen and self._is_fitting:
             self._step_seen = trainer.global_step
             if self._is_due(trainer):
-                self._save(trainer)
+                self._is_put_off = trainer.is_within_window
+                if not self._is_put_off:
+                    self._save(trainer)
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Return, alike on every rank, whether this optimizer step is one to save after."""

@@ -454,6 +454,8 @@ class Trainer(Status):
     def manual_backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
         """Send a loss backward under manual optimization, and tell the hooks."""
         self.hooks.call("on_before_backward", loss)
+        if self.run is not None:
+            self.run.is_within_window = True  # until an optimizer steps: gradients are in no checkpoint
         self.engine.backward(loss, send, **options)
         self.hooks.call("on_after_backward")
 
