@@ -27,7 +27,10 @@ class Callback:
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as plain data and tensors."""
+        """Return what a resumed run needs, as plain data and tensors. Rank 0's is stored, and given to every rank.
+
+        What differs from rank to rank has to be brought together first; of a sharded tensor that is `full_tensor()`.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ class Files(Protocol):
         """Make the names in a directory durable."""
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a directory; a target that exists is an error."""
+        """Rename a directory to a name at which nothing is, which the caller has seen to."""
 
     def remove_file(self, path: str) -> None:
         """Remove a file."""
