@@ -67,8 +67,9 @@ class IndexStream(Share):
         """Choose the order that comes next, and where it starts (see share.py)."""
         self._trimmed = 0
         super().set_epoch(seed, epoch, start_batch, place)
-        known = place is not None and place["size"] == self.item_size and not self.is_of_another_order(place)
-        wanted = place.get("digest", 0) if place is not None and known else 0
+        wanted = 0
+        if place is not None and place["size"] == self.item_size and not self.is_of_another_order(place):
+            wanted = place.get("digest", 0)
         self._digest.begin(self.start_pass, self.start_item, wanted)
         for sampler in (self.source, getattr(self.source, "sampler", None)):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
@@ -145,9 +146,7 @@ class IndexStream(Share):
         if _is_stock(self.source, RandomSampler):
             stock = iter(self.source)
             with side.drawn(), own.drawn():
-                first = list(
-                    islice(stock, 1)
-                )  # it draws the seed of a generator, or takes the user's, and goes on with that
+                first = list(islice(stock, 1))  # it takes its generator here, or draws the seed of one
             yield from first
             yield from stock
             return
