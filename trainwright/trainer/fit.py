@@ -258,11 +258,8 @@ def fit_epoch(run: TrainingRun) -> None:
             trainer.save_waiting()
         if validates_within and not is_last and validation_is_due(run):
             validate(run, within=True)
-        if (stepped or run.is_manual) and (may_end or stop.is_asked or trainer.should_stop):
-            # Under manual optimization gradients may wait, which no checkpoint holds.
-            at_limit = 0 <= trainer.settings.max_steps <= state.step
-            if (at_limit or not run.is_within_window) and trainer.wants_to_stop:
-                break
+        if (stepped or run.is_manual) and (may_end or stop.is_asked or trainer.should_stop) and trainer.wants_to_stop:
+            break
     else:
         refuse_short_epoch(run, is_last or is_stopped)
         is_last = is_last or (run.num_batches is None and not is_stopped)  # one of unknown length is over when it ends

@@ -485,6 +485,8 @@ class Trainer(Status):
         settings, state = self.settings, self.state
         if -1 < settings.max_steps <= state.step:
             return True
+        if self.is_within_window:  # manual optimization gathers gradients, which no checkpoint holds
+            return False
         appointment = self.stop_appointment
         if appointment is not None:
             if appointment.is_due(state.step):
