@@ -142,3 +142,17 @@ def test_a_trial_run_needs_no_logger() -> None:
     trainer = tw.Trainer(callbacks=[LearningRateMonitor()], fast_dev_run=True, **{**QUIET, "logger": True})
     trainer.fit(Classifier(), make_loader())
     assert trainer.global_step == 1
+
+
+def test_a_run_that_goes_on_within_an_epoch_writes_its_row_once(tmp_path: Path) -> None:
+    def run(folder: Path, path: str | None = None, **limits: Any) -> str:
+        callbacks = [LearningRateMonitor(), tw.ModelCheckpoint(folder / "checkpoints", every_n_train_steps=5)]
+        settings = {**QUIET, "enable_checkpointing": True, "logger": tw.CSVLogger(folder, version=0), **limits}
+        trainer = tw.Trainer(callbacks=callbacks, log_every_n_steps=3, **settings)
+        trainer.fit(Classifier(), make_loader(), make_loader(4), ckpt_path=path)
+        return Path(f"{trainer.log_dir}/metrics.csv").read_text()
+
+    whole = run(tmp_path / "whole", max_epochs=3)
+    assert len(whole.splitlines()) == 17  # with the columns, three epochs' beginnings and ends, and each third step
+    run(tmp_path / "part", max_epochs=3, max_steps=15)
+    assert run(tmp_path / "part", "last", max_epochs=3) == whole

@@ -437,8 +437,14 @@ def test_a_failed_run_is_not_saved_where_it_cannot(tmp_path: Path, capsys: Any) 
     assert at_end in fail("on_validation_start", 0, has_validation=True)
     assert at_end in fail("on_train_epoch_end", 0)
     assert not list(tmp_path.iterdir())
+
+    class FailsInSave(Classifier):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            raise OSError("no")
+
+    assert "the save failed: OSError: no" in fail("on_train_epoch_start", 0, module=FailsInSave)
     (tmp_path / "exception-epoch=1-step=11.ckpt").write_text("in the way")
-    assert "the save failed: CheckpointError" in fail("on_train_epoch_start", 0)
+    assert "exception-epoch=1-step=11-v1.ckpt" in fail("on_train_epoch_start", 0)
 
 
 # -- names and values ----------------------------------------------------------------------------------------------------

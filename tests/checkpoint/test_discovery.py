@@ -58,7 +58,7 @@ def test_removal_takes_a_checkpoint_and_nothing_else(tmp_path: Path, save: Any) 
     assert os.listdir(tmp_path / "b.ckpt") == ["notes.txt"]
 
 
-def test_only_temporaries_of_dead_writers_of_this_machine_are_swept(tmp_path: Path) -> None:
+def test_only_temporaries_of_dead_writers_are_swept(tmp_path: Path) -> None:
     assert sweep_temporaries(str(tmp_path / "absent")) == []
     mine = discovery.temporary_beside(str(tmp_path / "a.ckpt"))
     gone = subprocess.run(
@@ -78,3 +78,8 @@ def test_only_temporaries_of_dead_writers_of_this_machine_are_swept(tmp_path: Pa
         (tmp_path / name / "model-00000.safetensors").touch()
     assert sweep_temporaries(str(tmp_path)) == sorted(swept)
     assert sorted(os.listdir(tmp_path)) == sorted(left)
+    # Of another machine it does not show: what has not been touched for a day goes.
+    for name in left:
+        for path in (tmp_path / name / "model-00000.safetensors", tmp_path / name):
+            os.utime(path, (0.0, 0.0))
+    assert sweep_temporaries(str(tmp_path)) == left[1:2]

@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import trainwright as tw
 from trainwright.checkpoint.store import find_candidates, find_checkpoints
+from trainwright.engine.engine import Engine
 
 QUIET_BAR: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -372,3 +373,23 @@ def test_two_ranks_choose_alike(tmp_path: Path) -> None:
     assert first["auto"].count("extra.bias") == 1
     assert not first["auto"].startswith("rank 1")
     assert first["resumed"] == (logs, f"{logs}/checkpoints/epoch=0-step=6.ckpt", 18)
+
+
+@pytest.mark.parametrize("how", ["auto", "last"])
+def test_a_choice_that_another_run_has_overtaken(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went on and ended while this one verified the checkpoint that it had chosen."""
+    fit(tmp_path, 1)
+    verified = Engine.verified
+
+    def meanwhile(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        with monkeypatch.context() as alone:
+            alone.setattr(Engine, "verified", verified)
+            fit(tmp_path, 2, "last")
+        return verified(engine, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "verified", meanwhile)
+    with pytest.raises(tw.CheckpointError, match=r"epoch=0\.ckpt was chosen .* meanwhile another run has written to"):
+        fit(tmp_path, 3, how)
+    monkeypatch.setattr(Engine, "verified", verified)
+    assert not (tmp_path / ".lock").exists()
+    assert fit(tmp_path, 3, how).global_step == 33

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from small import QUIET, Classifier, assert_equal, make_loader, weights
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trainwright as tw
+from trainwright.callbacks.timer import Timer
 from trainwright.checkpoint.store import find_checkpoints
 
 
@@ -112,3 +114,60 @@ def test_what_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         trainer.fit(Scored(), make_loader(), ckpt_path="Auto")
     with pytest.raises(tw.CheckpointError, match=r"of another model .*other shape: net\.0\.weight .* there, .* here"):
         Wider.load_from_checkpoint(str(tmp_path / "epoch=0.ckpt"))
+
+
+@pytest.mark.parametrize("kind", ["max_steps", "max_time", "early stopping"])
+def test_what_a_finished_run_has_logged_stays(tmp_path: Path, kind: str) -> None:
+    """Also where it ended within an epoch: the values of that end are those of a run that is started again, and its rows."""
+
+    class Ends(tw.Callback):
+        """Ends a run by its time."""
+
+        def on_train_batch_start(self, trainer: tw.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            if kind == "max_time" and trainer.global_step == 14:
+                timer = next(each for each in trainer.callbacks if isinstance(each, Timer))
+                timer._offset = 1e6
+
+    class Logs(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("mean", loss.detach(), on_step=False, on_epoch=True)
+            return loss
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test_score", float(len(batch[1])))
+
+    def once(**more: Any) -> tuple[tw.Trainer, str]:
+        torch.manual_seed(5)
+        limits: dict[str, Any] = {"max_steps": 15} if kind == "max_steps" else {"max_epochs": 5}
+        if kind == "max_time":
+            limits |= {"max_time": {"hours": 1}}
+        stopping = [tw.EarlyStopping("val_loss", patience=2, min_delta=10.0)] if kind == "early stopping" else []
+        trainer = tw.Trainer(
+            default_root_dir=tmp_path,
+            logger=[tw.CSVLogger(tmp_path), tw.TensorBoardLogger(tmp_path)],
+            log_every_n_steps=1,
+            callbacks=[Ends(), *stopping, tw.ModelCheckpoint(every_n_train_steps=5)],
+            val_check_interval=5,
+            **{key: value for key, value in QUIET.items() if key not in ("logger", "enable_checkpointing")},
+            **{**limits, **more},
+        )
+        trainer.fit(Logs(), make_loader(shuffle=True), make_loader(4), ckpt_path="auto")
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        trainer.test(dataloaders=make_loader(4), verbose=False)
+        rows = (tmp_path / "trainwright_logs/version_0/metrics.csv").read_text()
+        events = EventAccumulator(trainer.log_dir, size_guidance={"scalars": 0})
+        events.Reload()
+        scalars = {
+            tag: sorted((each.step, each.value) for each in events.Scalars(tag))
+            for tag in sorted(events.Tags()["scalars"])
+        }
+        return trainer, repr([trainer.global_step, values, rows, scalars])
+
+    trainer, first = once()
+    assert "'mean': " in first
+    count = len(find_checkpoints(str(trainer.checkpoint_callback.dirpath)))
+    for _ in range(2):
+        trainer, again = once()
+        assert again == first
+        assert len(find_checkpoints(str(trainer.checkpoint_callback.dirpath))) == count

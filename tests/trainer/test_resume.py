@@ -365,3 +365,50 @@ def test_saving_after_a_test_is_saving_after_the_fit(tmp_path: Path) -> None:
     tw.Trainer(max_epochs=2, **QUIET).fit(resumed, make_loader(), ckpt_path=str(tmp_path / "run.ckpt"))
     tw.Trainer(max_epochs=2, **QUIET).fit(whole, make_loader())
     assert_equal(weights(resumed), weights(whole))
+
+
+class Shares(torch.optim.SGD):
+    """Keeps a number and a tensor for all parameters together, as LBFGS-like ones of others do."""
+
+    key: Any = "n"
+
+    def step(self, closure: Any = None) -> Any:
+        shared = self.state["global"]
+        shared[self.key], shared["sum"] = shared.get(self.key, 0) + 1, shared.get("sum", torch.zeros(2)) + 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / shared[self.key]
+        return super().step(closure)
+
+
+def test_what_an_optimizer_keeps_for_all_parameters(tmp_path: Path) -> None:
+    def run(epochs: int, ckpt_path: str | None = None) -> tw.Trainer:
+        module = Classifier()
+        module.configure_optimizers = lambda: Shares(module.parameters(), lr=0.1)  # type: ignore[method-assign]
+        settings = {**QUIET, "enable_checkpointing": True, "max_epochs": epochs}
+        trainer = tw.Trainer(callbacks=[tw.ModelCheckpoint(tmp_path)], **settings)
+        trainer.fit(module, make_loader(), ckpt_path=ckpt_path)
+        return trainer
+
+    whole = run(2)
+    run(1)
+    resumed = run(2, "last")
+    shared = resumed.optimizers[0].state["global"]
+    assert shared["n"] == 22
+    assert torch.equal(shared["sum"], whole.optimizers[0].state["global"]["sum"])
+    assert_equal(weights(resumed.model), weights(whole.model))
+
+
+def test_a_key_of_an_optimizers_state_that_cannot_be_stored(tmp_path: Path) -> None:
+    class Slashed(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["a/b"] = torch.ones_like(parameter)
+            return super().step(closure)
+
+    module = Classifier()
+    module.configure_optimizers = lambda: Slashed(module.parameters(), lr=0.1)  # type: ignore[method-assign]
+    trainer = tw.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(module, make_loader())
+    with pytest.raises(tw.CheckpointError, match=r"the state of Slashed has the key 'a/b'; .* names without a slash"):
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert not list(tmp_path.iterdir())

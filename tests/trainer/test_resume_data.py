@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from jobs import run_job
@@ -71,6 +72,27 @@ class Pairs(Sampler[list[int]]):
         return len(list(iter(self)))
 
 
+class Unsized(Sampler[list[int]]):
+    """Batches in an order that is drawn from a generator of its own; nobody knows how many."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.RandomState()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self.rng.permutation(COUNT).tolist()
+        return iter([order[start : start + 2] for start in range(0, COUNT, 2)])
+
+
+class Permuted(Unsized):
+    """The same with a length, and single indices."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rng.permutation(COUNT).tolist())
+
+    def __len__(self) -> int:
+        return COUNT
+
+
 class Takes(tw.Module):
     """Trains on the numbers, and keeps what each batch was."""
 
@@ -109,6 +131,10 @@ def loaders(kind: str, log: Path) -> Any:
         return DataLoader(data, batch_size=2, sampler=SubsetRandomSampler(range(3, COUNT - 1)))
     if kind == "batches of one's own":
         return DataLoader(data, batch_sampler=Pairs(), num_workers=2)
+    if kind == "batches without a length":
+        return DataLoader(data, batch_sampler=Unsized())
+    if kind == "a generator of its own":
+        return DataLoader(data, batch_size=2, sampler=Permuted())
     other = DataLoader(Recorded(log, 100, 7), shuffle=True, batch_size=1, num_workers=1)
     return tw.CombinedLoader([DataLoader(data, batch_size=2, shuffle=True), other], kind)
 
@@ -123,7 +149,15 @@ def train(loader: Any, steps: int, path: Path | None, ckpt_path: Path | None = N
     return module
 
 
-KINDS = ["workers", "workers that stay", "weighted", "a part", "batches of one's own"]
+KINDS = [
+    "workers",
+    "workers that stay",
+    "weighted",
+    "a part",
+    "batches of one's own",
+    "batches without a length",
+    "a generator of its own",
+]
 MODES = ["min_size", "max_size", "max_size_cycle", "sequential"]
 
 
@@ -147,6 +181,15 @@ def test_no_item_is_read_twice_or_left_out(kind: str, tmp_path: Path) -> None:
         path = tmp_path / f"{steps}.ckpt"
     assert taken == whole.taken
     assert_equal(weights(part), weights(whole))
+
+
+def test_an_order_that_no_seed_reaches_is_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "1.ckpt"
+    order = list(range(COUNT))
+    train(DataLoader(Recorded(tmp_path / "reads"), sampler=order), 5, path)
+    train(DataLoader(Recorded(tmp_path / "reads"), sampler=order), 9, tmp_path / "2.ckpt", path)
+    with pytest.warns(UserWarning, match="of a list of 26 samples that has drawn another order now than it drew then"):
+        train(DataLoader(Recorded(tmp_path / "reads"), sampler=order[::-1]), -1, None, tmp_path / "2.ckpt")
 
 
 def test_taken_up_at_every_batch_of_two_epochs(tmp_path: Path) -> None:

@@ -27,11 +27,17 @@ class Callback:
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as plain data and tensors."""
+        """Return what a resumed run needs, as plain data and tensors. Rank 0's is stored, and given to every rank.
+
+        What differs from rank to rank has to be brought together first; of a sharded tensor that is `full_tensor()`.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
+
+    def _on_restored(self, trainer: Trainer) -> None:
+        """Called once the state of a run that goes on is back: a callback that had ended it sets should_stop again."""
 
     def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
         """Called before a checkpoint is written, with its contents; keys may be added or removed (see Module's)."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.replacement import is_link
 from trainwright.checkpoint.store import is_checkpoint, remove_checkpoint, same_place
+from trainwright.errors import CheckpointError
+from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
@@ -50,5 +52,11 @@ def remove_replaced(paths: Sequence[str], committed: str, trainer: Trainer) -> l
     if trainer.is_global_zero and is_checkpoint(committed):
         for each in paths:
             if each not in kept and not same_place(each, committed) and not is_link(each) and is_checkpoint(each):
-                remove_checkpoint(each)
+                try:
+                    remove_checkpoint(each)
+                except (OSError, CheckpointError) as error:  # no reason to end a run whose newest checkpoint is whole
+                    rank_zero_warn(
+                        f"{each}, whose place {committed} takes, could not be removed ({error}); remove it by hand.",
+                        stacklevel=2,
+                    )
     return kept

@@ -115,9 +115,9 @@ class EarlyStopping(Callback):
         if stage == "fit":
             self._reset()
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def _on_restored(self, trainer: Trainer) -> None:
         """Let a run that had been ended stay so, unless what ended it would not end it now."""
-        if trainer.resume_source is None or not self._still_stops(trainer):
+        if not self._still_stops(trainer):
             return
         trainer.should_stop = True
         if trainer.is_global_zero:

@@ -61,7 +61,9 @@ class LearningRateMonitor(Callback):
             self.lrs.setdefault(name, [])
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        if self.logging_interval != "step":
+        if (
+            self.logging_interval != "step" and trainer.state.batch == 0
+        ):  # a run that goes on within an epoch has written it
             self._write(trainer, self._values(trainer, "epoch"))
 
     def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:

@@ -220,7 +220,9 @@ class ModelCheckpoint(Callback):
         if self._watches_batches and trainer.global_step != self._step_seen and self._is_fitting:
             self._step_seen = trainer.global_step
             if self._is_due(trainer):
-                self._save(trainer)
+                self._is_put_off = trainer.is_within_window
+                if not self._is_put_off:
+                    self._save(trainer)
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Return, alike on every rank, whether this optimizer step is one to save after."""
@@ -408,12 +410,13 @@ class ModelCheckpoint(Callback):
         plain = self.format_checkpoint_name(values)
 
         def is_replaced(path: str) -> bool:
-            if not is_replaceable(path) or same_place(path, trainer.resume_source or ""):
+            is_dropped = any(same_place(path, each) for each in dropped)
+            if not is_dropped and (self.enable_version_counter or path != plain):
+                return False  # first, since the rest reads a manifest
+            if same_place(path, trainer.resume_source or ""):
                 return False
-            if any(same_place(path, each) for each in dropped):
-                return True
-            is_kept = any(same_place(path, each) for each in self.best_k_models)
-            return not self.enable_version_counter and path == plain and not is_kept
+            is_kept = not is_dropped and any(same_place(path, each) for each in self.best_k_models)
+            return not is_kept and is_replaceable(path)
 
         return choose_place(
             lambda version: self.format_checkpoint_name(values, ver=version),

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.checkpoint_name import SUFFIX
-from trainwright.callbacks.checkpoint_place import remove_replaced
+from trainwright.callbacks.checkpoint_place import is_taken, remove_replaced
 from trainwright.callbacks.decision import decided
-from trainwright.checkpoint.store import is_checkpoint, open_checkpoint
+from trainwright.checkpoint.store import open_checkpoint
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.errors import CheckpointError
 
@@ -44,7 +44,7 @@ def save_stopped_run(callback: ModelCheckpoint, trainer: Trainer, name: str) -> 
 def _plan(callback: ModelCheckpoint, trainer: Trainer, name: str) -> tuple[str, bool]:
     """Return where the run is saved, and whether it is already. Rank 0's."""
     for path in (callback.last_model_path, trainer.resume_source or ""):
-        if path and _holds_position(path, trainer):
+        if path and _holds_position(path, trainer) and (name != "end" or _holds_ending(path, trainer)):
             return path, True
     # Shorter than the names of epochs' ends, so that of the same step these count as newer.
     return _free(f"{callback.dirpath}/{name}-step={trainer.global_step}"), False
@@ -66,6 +66,25 @@ def _holds_position(path: str, trainer: Trainer) -> bool:
     return asdict(stands) == asdict(now)
 
 
+def _holds_ending(path: str, trainer: Trainer) -> bool:
+    """Return whether a checkpoint also has all that was logged until the run's end."""
+    state = open_checkpoint(path, "off").run_state()
+    saved = _ending(state.get("metrics", {}), state.get("loggers", []))
+    return bool(saved == _ending(trainer.logbook.state_dict(), trainer.logbook.logger_states()))
+
+
+def _ending(metrics: dict[str, Any], loggers: list[dict[str, Any]]) -> Any:
+    """Return the latest values and where the loggers stand at a run's end, so that they can be compared."""
+    return _comparable([metrics.get("ended", metrics), [each.get("ended", each["state"]) for each in loggers]])
+
+
+def _comparable(value: Any) -> Any:
+    """Return plain data so that what a checkpoint makes of it is equal: tuples are lists, and nan is itself."""
+    if isinstance(value, dict):
+        return {str(key): _comparable(item) for key, item in value.items()}
+    return [_comparable(item) for item in value] if isinstance(value, (list, tuple)) else repr(value)
+
+
 def save_failed_run(callback: ModelCheckpoint, trainer: Trainer) -> None:
     """Save a run that an exception has ended, where it can be resumed exactly, and say so; see `save_on_exception`."""
     try:
@@ -85,9 +104,9 @@ def save_failed_run(callback: ModelCheckpoint, trainer: Trainer) -> None:
 
 
 def _free(stem: str) -> str:
-    """Return the path with that stem, or the first with a version, that no checkpoint has."""
+    """Return the path with that stem, or the first with a version, at which nothing is, a damaged checkpoint neither."""
     path, number = f"{stem}{SUFFIX}", 1
-    while is_checkpoint(path):
+    while is_taken(path):
         path, number = f"{stem}-v{number}{SUFFIX}", number + 1
     return path
 

@@ -77,10 +77,14 @@ class Timer(Callback):
             self._offset, self._is_over = 0.0, False
             self._start["train"] = self._end["train"] = None
 
+    def _on_restored(self, trainer: Trainer) -> None:
+        if self._duration is not None:
+            self._decide(trainer)  # the run may have used up its time before
+
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._begin("train")
-        if self._duration is not None:
-            self._decide(trainer)  # a resumed run may have used up its time
+        if self._duration is not None and not self._is_over:
+            self._decide(trainer)  # its state may have been loaded without a checkpoint of the run
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._duration is None or self._is_over or self._interval != "step":

@@ -134,9 +134,9 @@ class _Encoder:
             return {"$timedelta": [value.days, value.seconds, value.microseconds]}
         if type(value).__module__ == "numpy":
             return self._numpy(value, path)
-        raise TypeError(
-            f"{path} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint stores {ACCEPTED}."
-        )
+        kind = type(value)
+        parted = " Of a sharded one that is its full_tensor()." if kind.__qualname__ == "DTensor" else ""
+        raise TypeError(f"{path} is a {kind.__module__}.{kind.__qualname__}; a checkpoint stores {ACCEPTED}.{parted}")
 
     def _numpy(self, value: Any, path: str) -> Any:
         import numpy

@@ -81,18 +81,39 @@ def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:
 
 
 def describe_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], left_out: Collection[str]) -> dict[str, Any]:
-    """Return the optimizer's parameter groups (parameters by name) and the plain values in its state."""
+    """Return the optimizer's parameter groups (parameters by name) and what in its state is no parameter's tensor.
+
+    Raises:
+        CheckpointError: a key of its state has no place in a checkpoint.
+    """
     groups = []
     plain: dict[str, dict[str, Any]] = {}
+    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    _check_keys(optimizer, shared)
     for group in optimizer.param_groups:
         stored = {key: value for key, value in group.items() if key not in left_out}
         groups.append({**stored, "params": [names[parameter] for parameter in group["params"]]})
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
+            _check_keys(optimizer, state)
             values = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
             if values:
                 plain[names[parameter]] = values
-    return {"type": type(optimizer).__name__, "groups": groups, "plain": plain}
+    return {
+        "type": type(optimizer).__name__,
+        "groups": groups,
+        "plain": plain,
+        **({"shared": shared} if shared else {}),
+    }
+
+
+def _check_keys(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
+    for key in state:
+        if not isinstance(key, str) or "/" in key:
+            raise CheckpointError(
+                f"the state of {type(optimizer).__name__} has the key {key!r}; a checkpoint stores names without a slash. "
+                "Give it another name in the optimizer."
+            )
 
 
 def check_optimizer(
@@ -124,6 +145,7 @@ def restore_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], describ
                 group[key] = value
         for parameter in group["params"]:
             optimizer.state[parameter].update(described["plain"].get(names[parameter], {}))
+    optimizer.state.update(described.get("shared", {}))
 
 
 def with_dtypes_of(

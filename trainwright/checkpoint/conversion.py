@@ -134,7 +134,7 @@ def _header(tensors: Mapping[str, tuple[TensorEntry, torch.dtype]], shared: Mapp
 def _chunks(checkpoint: Checkpoint, section: str, name: str, entry: TensorEntry) -> Iterator[torch.Tensor]:
     for start in range(0, entry.numel, CHUNK_ELEMENTS):
         chunk = torch.empty(min(CHUNK_ELEMENTS, entry.numel - start), dtype=entry.dtype)
-        checkpoint.read_into(section, [Piece(name, entry.shape, start, chunk)])
+        checkpoint.read_part(section, Piece(name, entry.shape, start, chunk))
         yield chunk
 
 

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import socket
+import time
 import uuid
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from trainwright.errors import CheckpointError
 # .<name>.tmp-<host>-<pid>-<start of the process>-<unique>: who writes it stands in the name, so one mkdir records it.
 _TEMPORARY = re.compile(r"\..+\.tmp-([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{12}", re.ASCII | re.DOTALL)
 _OURS = re.compile(r"(?:[a-z][a-z0-9_]*-\d{5}\.safetensors|rank-\d{5}\.json)", re.ASCII)
+FOREIGN_SECONDS = 86400.0
 _STEP_IN_NAME = re.compile(r"step=(\d+)", re.ASCII)
 _STEP_IN_MANIFEST = re.compile(rb'"step": ?(\d{1,18})\b')
 
@@ -165,8 +167,13 @@ def latest_checkpoint(directory: str) -> CheckpointEntry | None:
 
 
 def same_place(left: str, right: str) -> bool:
-    """Return whether two paths or URLs mean the same place, however they are spelled."""
-    return bool(left) and bool(right) and resolve(left)[1] == resolve(right)[1]
+    """Return whether two paths or URLs mean the same place, however they are spelled and by whatever links they lead there."""
+    return bool(left) and bool(right) and _place(left) == _place(right)
+
+
+def _place(path: str) -> str:
+    files, inside = resolve(path)
+    return os.path.realpath(inside) if files.has_rename else inside
 
 
 def is_checkpoint(path: str) -> bool:
@@ -208,9 +215,10 @@ def remove_checkpoint(path: str) -> None:
 
 
 def sweep_temporaries(directory: str) -> list[str]:
-    """Remove the temporary directories of writers on this machine that are gone, and return their names.
+    """Remove the temporary directories of writers that are gone, and return their names.
 
-    Those of other machines, and of processes that live, are left alone.
+    Those of processes that live are left alone; on other machines (or in other containers) that does not show, and theirs
+    are left for a day after the last file in them was written.
     """
     files, inside = resolve(directory)
     if not files.has_rename or not os.path.isdir(inside):
@@ -219,12 +227,24 @@ def sweep_temporaries(directory: str) -> list[str]:
     for name, size in sorted(files.listing(inside).items()):
         match = _TEMPORARY.fullmatch(name)
         path = f"{inside}/{name}"
-        if match is None or size is not None or _is_link(files, path) or match[1] != machine():
+        if match is None or size is not None or _is_link(files, path):
             continue
-        if not process_lives(int(match[2]), match[3]):
-            files.remove_tree(path)
-            swept.append(name)
+        is_here = match[1] == machine()
+        if not process_lives(int(match[2]), match[3]) if is_here else _age(path) > FOREIGN_SECONDS:
+            with contextlib.suppress(OSError):  # nobody's run is to end because of it
+                files.remove_tree(path)
+                swept.append(name)
     return swept
+
+
+def _age(directory: str) -> float:
+    """Return the seconds since the latest change in a directory; 0 where that cannot be seen."""
+    try:
+        with os.scandir(directory) as entries:
+            times = [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
+        return time.time() - max(times, default=os.stat(directory).st_mtime)
+    except OSError:
+        return 0.0
 
 
 def temporary_beside(path: str) -> str:

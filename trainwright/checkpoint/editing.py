@@ -59,7 +59,9 @@ def edit_for_load(
     checkpoint: Checkpoint, state: Mapping[str, Any], header: Mapping[str, int], edit: Edit
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the state and the model's tensors, read whole, as the hooks leave them."""
-    tensors = {name: checkpoint.read_tensor("model", name) for name in checkpoint.tensors("model")}
+    entries = checkpoint.tensors("model")
+    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
+    checkpoint.read_into("model", [Piece(name, entries[name].shape, 0, each) for name, each in tensors.items()])
     contents = {**header, **state, "state_dict": tensors}
     edit(contents)
     left = contents.pop("state_dict", {})

@@ -52,7 +52,7 @@ class Files(Protocol):
         """Make the names in a directory durable."""
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a directory; a target that exists is an error."""
+        """Rename a directory to a name at which nothing is, which the caller has seen to."""
 
     def remove_file(self, path: str) -> None:
         """Remove a file."""
@@ -76,8 +76,9 @@ class LocalFiles:
         found: dict[str, int | None] = {}
         with os.scandir(path) as entries:
             for entry in entries:
-                status = entry.stat(follow_symlinks=False)
-                found[entry.name] = status.st_size if stat.S_ISREG(status.st_mode) else None
+                with contextlib.suppress(FileNotFoundError):  # another process has removed it since
+                    status = entry.stat(follow_symlinks=False)
+                    found[entry.name] = status.st_size if stat.S_ISREG(status.st_mode) else None
         return found
 
     def make_directories(self, path: str) -> None:

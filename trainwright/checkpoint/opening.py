@@ -93,16 +93,7 @@ class Checkpoint:
                 f"{self.path} has no {section} tensor {', '.join(map(repr, missing[:5]))} ({len(missing)} in all). "
                 "Build the model as it was when the checkpoint was written, or read with strict=False."
             )
-        with _OpenShards(self._files, self._inside, self._manifest, self._headers) as shards:
-            try:
-                plans = [(piece, plan_copies(entries, piece)) for piece in pieces if piece.name in entries]
-                for piece, copies in plans:
-                    for copy in copies:
-                        _check_copy(copy, entries[piece.name], shards)
-                for piece, copies in plans:
-                    copy_into(piece, entries[piece.name].dtype, copies, shards.locate)
-            except (CheckpointError, OSError) as error:
-                raise CheckpointError(f"{self.path}: {error}") from error
+        self._fill(entries, [piece for piece in pieces if piece.name in entries])
         # A name tied to one that was read was read with it.
         places = {(piece.file, piece.key) for name in wanted & entries.keys() for piece in entries[name].pieces}
         rest = [name for name in entries if name not in wanted]
@@ -112,6 +103,23 @@ class Checkpoint:
             if entries[name].pieces and all((p.file, p.key) in places for p in entries[name].pieces)
         }
         return ReadReport(missing, sorted(name for name in rest if name not in tied))
+
+    def read_part(self, section: str, piece: Piece) -> None:
+        """Fill one piece of a tensor that is there, in place; what it costs does not grow with the section."""
+        self._fill(self._manifest.sections[section], [piece])
+
+    def _fill(self, entries: Mapping[str, TensorEntry], pieces: Sequence[Piece]) -> None:
+        """Fill the pieces in place, once all of them are seen to be there."""
+        with _OpenShards(self._files, self._inside, self._manifest, self._headers) as shards:
+            try:
+                plans = [(piece, plan_copies(entries, piece)) for piece in pieces]
+                for piece, copies in plans:
+                    for copy in copies:
+                        _check_copy(copy, entries[piece.name], shards)
+                for piece, copies in plans:
+                    copy_into(piece, entries[piece.name].dtype, copies, shards.locate)
+            except (CheckpointError, OSError) as error:
+                raise CheckpointError(f"{self.path}: {error}") from error
 
     def check_places(self) -> None:
         """Look, in every file's own table, whether it holds what the manifest places there; no tensor is read.

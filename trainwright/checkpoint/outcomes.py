@@ -35,38 +35,37 @@ class Outcomes:
         self._path = path
         self._timeout_seconds = timeout_seconds
 
-    def settle(self, work: Callable[[], Any] | None) -> list[Any]:
+    def settle(self, work: Callable[[], Any] | None, *, reads: bool = True) -> list[Any]:
         """Do this rank's part and return the (JSON-able) results of all. Collective: call on every rank.
+
+        A rank that does not read the results gets None for each: to unpack large ones holds its other threads up.
 
         Raises:
             CheckpointError: the work failed on some rank; the text is the same on all.
         """
         cause: Exception | None = None
-        report: dict[str, Any] = {"error": None, "result": None}
         try:
-            report["result"] = work() if work else None
-            payload = _pack(report)
+            payload = b"+" + _pack(work() if work else None)
         except Exception as error:
             cause = error
-            payload = _pack({"error": _explain(error, self._path), "result": None})
+            payload = b"-" + _explain(error, self._path).encode(errors="backslashreplace")
         replies = self._exchange.exchange(payload, timeout_seconds=self._timeout_seconds)
-        reports = [json.loads(zlib.decompress(reply)) for reply in replies]
-        failures = [(rank, reply["error"]) for rank, reply in enumerate(reports) if reply["error"] is not None]
+        failures = [(rank, reply[1:].decode()) for rank, reply in enumerate(replies) if reply[:1] == b"-"]
         if failures:
             rank, text = failures[0]
-            who = f"rank {rank}: " if len(reports) > 1 else ""
+            who = f"rank {rank}: " if len(replies) > 1 else ""
             others = f" (ranks {', '.join(str(other) for other, _ in failures[1:])} failed too)" if failures[1:] else ""
-            if len(failures) == len(reports) and len({text for _, text in failures}) == 1:
+            if len(failures) == len(replies) and len({text for _, text in failures}) == 1:
                 who = others = ""  # they say the same
             subject = f"{self._subject}: " if self._subject else ""
             raise CheckpointError(f"{subject}{who}{text}{others}") from cause
-        return [reply["result"] for reply in reports]
+        return [json.loads(zlib.decompress(reply[1:])) if reads else None for reply in replies]
 
 
 def _explain(error: Exception, path: str) -> str:
     return str(error) if isinstance(error, CheckpointError) else describe(error, path)
 
 
-def _pack(report: dict[str, Any]) -> bytes:
+def _pack(result: Any) -> bytes:
     # A table of many tensors is megabytes of JSON, the key-value store takes 8 MiB a value; it packs 5 to 10 times.
-    return zlib.compress(json.dumps(report, separators=(",", ":")).encode(), 1)
+    return zlib.compress(json.dumps(result, separators=(",", ":")).encode(), 1)

@@ -51,11 +51,16 @@ class HashingStream:
             self._write(view)
         else:
             thread = threading.Thread(target=self._digest.update, args=(view,), name="trainwright-hash")
-            thread.start()
             try:
+                thread.start()
+            except RuntimeError:  # no more threads, as Python 3.12.0 and .1 have it at the end of a program
+                self._digest.update(view)
                 self._write(view)
-            finally:
-                thread.join()
+            else:
+                try:
+                    self._write(view)
+                finally:
+                    thread.join()
         self.size += len(view)
 
     def _write(self, view: memoryview) -> None:

@@ -173,7 +173,7 @@ def write_contents(
         return writer.table()
 
     try:
-        tables = outcomes.settle(write_own)
+        tables = outcomes.settle(write_own, reads=rank == 0)
         outcomes.settle((lambda: _commit(files, place, target, full_header, tables, overwrite)) if rank == 0 else None)
     except Exception as error:
         if files.has_rename:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from trainwright.checkpoint.filesystem import describe
+from trainwright.checkpoint.filesystem import describe, resolve
 from trainwright.checkpoint.host_copy import HostMemory
 from trainwright.checkpoint.store import Contents, collect, write_contents
 from trainwright.checkpoint.tensors import Piece
@@ -40,13 +40,15 @@ class BackgroundSave:
         self.error: CheckpointError | None = None
         """Why it failed, alike on every rank; None as long as it has not."""
         self._write = write
+        # Not the thread's own word: a join that a Ctrl-C interrupts marks it as ended (in Python up to 3.12).
+        self._has_ended = threading.Event()
         # A daemon: the end of the interpreter waits in `_finish_at_exit`, where the others may be known to have gone.
         self._thread = threading.Thread(target=self._run, name="trainwright-save", daemon=True)
 
     @property
     def is_committed(self) -> bool:
         """Whether the checkpoint is there, durably."""
-        return not self._thread.is_alive() and self.error is None
+        return self._has_ended.is_set() and self.error is None
 
     def start(self) -> None:
         """Start the thread."""
@@ -54,8 +56,7 @@ class BackgroundSave:
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until it has ended, committed or failed; return whether it has within so many seconds."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        return self._has_ended.wait(seconds)
 
     def _run(self) -> None:
         _give_way()
@@ -66,6 +67,8 @@ class BackgroundSave:
         except BaseException as error:
             self.error = CheckpointError(f"checkpoint {self.path} was not written: {describe(error, self.path)}")
             self.error.__cause__ = error
+        finally:
+            self._has_ended.set()
 
 
 class CheckpointWriter:
@@ -103,6 +106,8 @@ class CheckpointWriter:
         """
         self.finish()
         rank, world_size = self._agreement.rank, self._agreement.world_size
+        files, inside = resolve(path)
+        path = inside if files.has_rename else path  # the working directory may be another when the thread looks
         write = partial(
             write_contents,
             path,
@@ -117,9 +122,10 @@ class CheckpointWriter:
             write(gather=gather, exchange=self._agreement)
             return
         copied = self._copied(gather)
-        self.in_flight = BackgroundSave(path, partial(write, gather=copied, exchange=self._channel))
+        save = BackgroundSave(path, partial(write, gather=copied, exchange=self._channel))
+        save.start()
+        self.in_flight = save
         atexit.register(self._finish_at_exit)
-        self.in_flight.start()
 
     def finish(self) -> None:
         """Wait for the save in flight, if there is one. Collective.
@@ -145,7 +151,8 @@ class CheckpointWriter:
         if save is not None:
             self._forget()
             self._channel.give_up()
-            save.wait(DROP_SECONDS)
+            if not save.wait(DROP_SECONDS):
+                self._memory = HostMemory()  # what is still being written keeps its own
 
     def release(self) -> None:
         """Give back the host memory that is kept for the next save."""

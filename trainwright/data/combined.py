@@ -72,6 +72,9 @@ class ShardedCombination:
         if self.combination == "max_size_cycle":
             for part in self.parts:
                 part.share.cycles = True
+        if any(part.exact_length is None for part in self.parts):
+            for part in self.parts:
+                part.is_read_ahead = True
 
     def set_epoch(
         self,
@@ -122,7 +125,8 @@ class ShardedCombination:
             return share.place(batch)
         if index + 1 < len(begun) and begun[index + 1] <= batch:
             had = begun[index + 1] - begun[index]
-            return {"batch": had, "passes": 1, "items": 0, "size": share.item_size, "order": share.order}
+            size, order = share.item_size, share.order
+            return {"batch": had, "passes": 1, "items": 0, "size": size, "order": order, "digest": 0}
         if index < len(begun):
             return share.place(batch - begun[index])
         return share.place(share.start_batch)

@@ -74,7 +74,9 @@ class DataModule(HyperParameters):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint is to hold of this: plain data and tensors. Called at each save; on every rank."""
+        """Return what a checkpoint is to hold of this: plain data and tensors. Called at each save, on every rank; rank 0's is
+        stored, and given to all.
+        """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

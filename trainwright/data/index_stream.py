@@ -13,13 +13,15 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
-import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
+from trainwright.data.order_digest import OrderDigest
+from trainwright.data.own_generators import OwnGenerators
 from trainwright.data.seeding import SideGenerators, derive_seed
 from trainwright.data.share import Mode as Mode
 from trainwright.data.share import Place, Share
 from trainwright.data.workers import SeededBatch, SeededIndex
+from trainwright.rank_zero import rank_zero_warn
 
 DRAWN_AT_ONCE = 256  # batches; swapping generators costs about as much as drawing a hundred of them
 
@@ -32,18 +34,31 @@ class IndexStream(Share):
         batched: whether an item of the source is a list of indices.
         rank, world_size: whose share.
         mode: how the shares are cut (see share.py).
-        seed_rank: the rank that the workers' seeds are made of, where the share is not cut by it.
+        seed_rank: the rank that the batches' seeds are made of, where the share is not cut by it.
+        is_alike: whether each rank's source is to draw alike; False where the user has given each rank its own.
     """
 
     def __init__(
-        self, source: Any, *, batched: bool, rank: int, world_size: int, mode: Mode, seed_rank: int | None = None
+        self,
+        source: Any,
+        *,
+        batched: bool,
+        rank: int,
+        world_size: int,
+        mode: Mode,
+        seed_rank: int | None = None,
+        is_alike: bool = True,
     ) -> None:
         super().__init__(rank=rank, world_size=world_size, mode=mode)
-        self.source, self._generators = _with_own_generators(source)
+        self.source = source
         self.batched = batched
+        self._is_alike = is_alike
+        self._digest = OrderDigest()
         self.seed_rank = rank if seed_rank is None else seed_rank
         self._trimmed = 0
         """Samples that are left out of the batch at the start, since they were consumed."""
+        self._taken_up: Place | None = None
+        """The place that the start was said by; None for none."""
         self.gives_seeds = False
         """Whether each item carries a seed for the worker that fetches it."""
         self.noted: deque[list[Any]] | None = None
@@ -52,8 +67,12 @@ class IndexStream(Share):
 
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0, place: Place | None = None) -> None:
         """Choose the order that comes next, and where it starts (see share.py)."""
-        self._trimmed = 0
+        self._trimmed, self._taken_up = 0, place
         super().set_epoch(seed, epoch, start_batch, place)
+        wanted = 0
+        if place is not None and place["size"] == self.item_size and not self.is_of_another_order(place):
+            wanted = place.get("digest", 0)
+        self._digest.begin(self.start_pass, self.start_item, wanted)
         for sampler in (self.source, getattr(self.source, "sampler", None)):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
@@ -111,6 +130,11 @@ class IndexStream(Share):
         whole, self._trimmed = divmod(samples, size)
         return place["passes"], whole
 
+    def place(self, batch: int) -> Place:
+        if self._trimmed and self._taken_up is not None and batch == self.start_batch:
+            return self._taken_up  # in batches of the new size it lies within one
+        return super().place(batch)
+
     def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
         """Yield the items of one pass over the whole stream from one of them on."""
         items = islice(self._drawn_whole(pass_number), start, None)
@@ -120,28 +144,47 @@ class IndexStream(Share):
 
     def _drawn_whole(self, pass_number: int) -> Iterator[Any]:
         """Yield the items of one pass over the whole stream, drawn in chunks under its seed."""
-        seed = self.pass_seed(pass_number)
-        for generator, original in self._generators:
-            generator.manual_seed(derive_seed(seed, self.epoch, original))
         if _is_stock(self.source, SequentialSampler):
             yield from self.source
             return
+        seed = self.pass_seed(pass_number)
         side = SideGenerators(derive_seed(seed, self.epoch))
+        own = OwnGenerators(self.source, seed, self.epoch, is_alike=self._is_alike)
         if _is_stock(self.source, RandomSampler):
             stock = iter(self.source)
-            with side.drawn():
-                first = list(islice(stock, 1))  # it draws the seed of a generator of its own, and no more
+            with side.drawn(), own.drawn():
+                first = list(islice(stock, 1))  # it takes its generator here, or draws the seed of one
             yield from first
             yield from stock
             return
+        self._digest.begin_pass(pass_number)
         items: Iterator[Any] | None = None
         while True:
-            with side.drawn():
+            with side.drawn(), own.drawn():
                 items = iter(self.source) if items is None else items
                 chunk = list(islice(items, DRAWN_AT_ONCE))
+            if self._digest.add(pass_number, chunk if self.batched else [[each] for each in chunk]):
+                self._warn_of_other_items()
             yield from chunk
             if len(chunk) < DRAWN_AT_ONCE:
                 return
+
+    def digest(self, passes: int, items: int) -> int:
+        """Return the digest of the first items of a pass; 0 where torch's own samplers draw them, or they are no plain data."""
+        return self._digest.at(passes, items)
+
+    def _warn_of_other_items(self) -> None:
+        rank_zero_warn(
+            f"the run was saved within an epoch of a {self.order} that has drawn another order now than it drew then: of the "
+            "rest of this epoch samples may come twice or not at all. Draw the order, in its __iter__, from a generator that "
+            "it has as an attribute or from torch's global one, which are seeded for each epoch, or go on from a checkpoint "
+            "of an epoch's end.",
+            stacklevel=2,
+        )
+
+    def batch_seed(self, number: int) -> int:
+        """Return the seed of what is drawn for a batch of this rank: of its samples, not of which they are."""
+        return derive_seed(self.seed, self.epoch, number, self.seed_rank)
 
     def last_round(self, items: list[Any]) -> Any:
         """Return this rank's part of a pass's last round, re-split where it is short or uneven."""
@@ -165,7 +208,7 @@ class IndexStream(Share):
 
     def _seeded(self, share: Iterator[Any]) -> Iterator[Any]:
         for place, item in enumerate(share, start=self.start_batch):
-            seed = derive_seed(self.seed, self.epoch, place, self.seed_rank)
+            seed = self.batch_seed(place)
             yield SeededBatch(item, seed) if self.batched else SeededIndex(item, seed)
 
     def _refuse_what_cannot_be_shared(self) -> None:
@@ -189,30 +232,6 @@ class IndexStream(Share):
 def _is_stock(source: Any, kind: type) -> bool:
     """Return whether a sampler is torch's own of a kind, or torch's own batch sampler around one."""
     return type(source) is kind or (type(source) is BatchSampler and type(source.sampler) is kind)
-
-
-def _with_own_generators(source: Any) -> tuple[Any, list[tuple[torch.Generator, int]]]:
-    """Return the sampler with copies of the generators that the user gave it, and each copy with its first seed.
-
-    A generator object that the user made goes on from epoch to epoch; a copy, seeded anew each epoch, makes the order a
-    function of the epoch and leaves the user's own object alone.
-    """
-    generators: list[tuple[torch.Generator, int]] = []
-
-    def own(sampler: Any) -> Any:
-        generator = getattr(sampler, "generator", None)
-        inner = getattr(sampler, "sampler", None)
-        if not isinstance(generator, torch.Generator) and inner is None:
-            return sampler
-        sampler = copy.copy(sampler)
-        if isinstance(generator, torch.Generator):
-            sampler.generator = torch.Generator()
-            generators.append((sampler.generator, generator.initial_seed()))
-        if inner is not None:
-            sampler.sampler = own(inner)
-        return sampler
-
-    return own(source), generators
 
 
 def in_dataset_order(source: Any) -> tuple[Any, bool]:

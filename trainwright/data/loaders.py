@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils.data.datapipes.datapipe import IterDataPipe
 
 from trainwright.data.batch_stream import END, BatchStream, distributed_sampler
 from trainwright.data.index_stream import IndexStream, in_dataset_order
-from trainwright.data.seeding import derive_seed
+from trainwright.data.seeding import SideGenerators, derive_seed
 from trainwright.data.share import Mode, Place
 from trainwright.data.source_state import (
     SourceState,
@@ -89,9 +89,12 @@ class ShardedLoader:
         self._with_workers: weakref.WeakSet[Any] = weakref.WeakSet()
         """The iterators whose workers may still run; weak, so that one that is let go of ends its workers at once."""
         self._states: StateLog | None = None
+        self.is_read_ahead = False
+        """Whether a batch is read before the one before it is done, as where the end is not known beforehand."""
         self._source: Iterable[Any] = self._copied(loader, pin_memory)
         if isinstance(loader, DataLoader) and _has_indices(loader):
             self.share = self.stream = self._with_indices(self._source, loader, in_order)
+            self.is_read_ahead = self.stream.source_length is None
         else:
             self.share = self._with_batches(loader, in_order)
 
@@ -141,7 +144,10 @@ class ShardedLoader:
             source, is_own = in_dataset_order(source)
             if is_own:
                 _warn_of_an_order(type(source.sampler if hasattr(source, "sampler") else source).__name__)
-        stream = IndexStream(source, batched=batched, mode=self.mode, seed_rank=self.rank, **self._place)
+        is_alike = self.is_shared or self.world_size == 1
+        stream = IndexStream(
+            source, batched=batched, mode=self.mode, seed_rank=self.rank, is_alike=is_alike, **self._place
+        )
         stream.gives_seeds = loader.num_workers > 0
         clone.__dict__["batch_sampler" if batched else "sampler"] = stream
         return stream
@@ -192,7 +198,24 @@ class ShardedLoader:
             self._base_seeds.manual_seed(derive_seed(seed, epoch, self.rank))
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._source) if self.stream is not None else self.share.items()
+        if self.stream is None:
+            return self.share.items()
+        return self._drawn_aside(self.stream) if self._draws_aside else iter(self._source)
+
+    @property
+    def _draws_aside(self) -> bool:
+        """Return whether each batch is drawn aside: this process fetches it, and too early for the training's generators."""
+        return self.stream is not None and self.is_read_ahead and not self.stream.gives_seeds
+
+    def _drawn_aside(self, stream: IndexStream) -> Iterator[Any]:
+        """Yield the batches; what is drawn for each is what a worker would draw."""
+        batches = iter(self._source)
+        for number in count(stream.start_batch):
+            with SideGenerators(stream.batch_seed(number)).drawn():
+                batch = next(batches, END)
+            if batch is END:
+                return
+            yield batch
 
     def places(self, batch: int) -> list[Place]:
         """Return, as plain data, where the stream stands after so many batches of this rank in the epoch."""
@@ -270,7 +293,7 @@ class ShardedLoader:
     @property
     def may_read_ahead(self) -> bool:
         """Return whether a batch may be read before the one before it is done, with the same numbers drawn in both."""
-        return self.stream is None or self.stream.gives_seeds
+        return self.stream is None or self.stream.gives_seeds or self._draws_aside
 
     @property
     def ends_alike(self) -> bool:

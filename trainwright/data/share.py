@@ -43,6 +43,8 @@ class Place(TypedDict):
     """Samples in an item; 0 where that is no fixed number."""
     order: str
     """What drew the order, as people are told of it; empty where that does not show."""
+    digest: int
+    """That of the consumed items of the pass (order_digest.py); 0 where there is none, and older checkpoints lack it."""
 
 
 class Share:
@@ -108,9 +110,14 @@ class Share:
         self._unread = start_batch
         return 0, 0
 
-    def _warn_of_another_order(self, place: Place) -> None:
+    def is_of_another_order(self, place: Place) -> bool:
+        """Return whether something else drew the order that a place stands in, as far as that shows."""
         was = place.get("order", "")  # an older checkpoint does not say it
-        if was and self.order and was != self.order and place["items"]:
+        return bool(was and self.order and was != self.order and place["items"])
+
+    def _warn_of_another_order(self, place: Place) -> None:
+        if self.is_of_another_order(place):
+            was = place["order"]
             rank_zero_warn(
                 f"the run was saved within an epoch of a {was}, and goes on with a {self.order}: of the rest of this epoch "
                 "samples may come twice or not at all. Go on with the data and the order that it was saved with, or from a "
@@ -126,13 +133,19 @@ class Share:
         """Return where the stream stands after so many batches of this rank in the epoch."""
         begun, passes, items = next(each for each in reversed(self._begun) if each[0] <= batch)
         items, exact = items + (batch - begun) * self.world_size, self.exact_source_length
+        items = items if exact is None else min(items, exact)
         return {
             "batch": batch,
             "passes": passes,
-            "items": items if exact is None else min(items, exact),
+            "items": items,
             "size": self.item_size,
             "order": self.order,
+            "digest": self.digest(passes, items),
         }
+
+    def digest(self, passes: int, items: int) -> int:
+        """Return the digest of the first items of a pass; 0 where there is none."""
+        return 0
 
     @property
     def _base(self) -> int:

@@ -137,14 +137,20 @@ class Agreement:
         assert self._store is not None
         began = looked = time.monotonic()
         deadline = began + timeout_seconds
-        while not self._store.check(keys):
+        missing = [] if self._store.check(keys) else list(reversed(keys))
+        while missing:
+            if self._store.check(
+                missing[-1:]
+            ):  # one at a time: all of a thousand at each look would keep the store busy
+                missing.pop()
+                continue
             if self._has_given_up:
                 raise RuntimeError("this rank waits for the others no longer: its run has ended, or they have.")
             now = time.monotonic()
             if now > deadline:
-                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise TimeoutError(
-                    f"rank {self.rank} waited {timeout_seconds:g} s for rank(s) {missing} of {self.world_size}; "
+                    f"rank {self.rank} waited {timeout_seconds:g} s for rank(s) {absent} of {self.world_size}; "
                     "every rank must make this call. See what those ranks are doing, or allow more time."
                 )
             if now > looked + LOOK_SECONDS:

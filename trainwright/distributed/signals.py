@@ -52,6 +52,7 @@ class SignalWatch:
         self._ask = ask
         self._previous: dict[int, Any] = {}
         self._wakeup = self._outer_wakeup = self._reader = -1
+        self._outer: SignalWatch | None = None
         self._thread: threading.Thread | None = None
         self._interrupts = {"handler": 0, "thread": 0}
         """Each Ctrl-C as the handler and the thread see it: of the two, either may be held up."""
@@ -71,14 +72,14 @@ class SignalWatch:
                 self._previous[number] = signal.getsignal(number)
                 signal.signal(number, self._handle)
         _notice_forks()
-        _open = self
+        self._outer, _open = _open, self
 
     def close(self) -> None:
         """Put back what was there before."""
         global _open
         if self._thread is None:
             return
-        _open = None
+        _open, self._outer = self._outer, None
         self._put_back()
         os.write(self._wakeup, b"\0")
         self._thread.join()
@@ -158,6 +159,8 @@ def _release() -> None:
 
 
 def _forget() -> None:
-    if _open is not None:
-        _open._put_back()
+    watch = _open
+    while watch is not None:  # the innermost first
+        watch._put_back()
+        watch = watch._outer
     _release()

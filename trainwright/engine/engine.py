@@ -379,8 +379,11 @@ class Engine:
         shapes: dict[str, tuple[int, ...]] = {}
         pieces: list[Piece] = []
         extra: list[dict[str, Any]] = []
+        seed = int(state.get("seed", self.seed))
+        told = Restored(state, None, None, [])
 
         def fits() -> None:
+            nonlocal told
             if check is not None:
                 check(state)
             stored = checkpoint.tensors("model") if tensors is None else tensors
@@ -390,6 +393,7 @@ class Engine:
             extra.extend(fitting_extra_states(self.modules, state, checkpoint.path, strict))
             if not weights_only:
                 self._check_optimizers(checkpoint, state)
+                told = restored(checkpoint, state, seed, self.rank, self.world_size)
 
         # One rank's refusal is every rank's, in the words of the lowest.
         Outcomes(self.agreement, "", checkpoint.path, self.timeout_seconds).settle(fits)
@@ -407,11 +411,10 @@ class Engine:
         same_job = (checkpoint.header.get("strategy"), checkpoint.world_size) == (self.strategy.name, self.world_size)
         kept = {} if weights_only or not same_job else state.get("strategy", {})
         self.strategy.after_load(self.modules, self.optimizers, kept)
-        if weights_only:
-            return Restored(state, None, None, [])
-        self.precision.load_state_dict(state.get("precision", {}))
-        self.seed = int(state.get("seed", self.seed))
-        return restored(checkpoint, state, self.seed, self.rank, self.world_size)
+        if not weights_only:
+            self.precision.load_state_dict(state.get("precision", {}))
+            self.seed = seed
+        return told
 
     def close(self) -> None:
         """Give back the modules and optimizers; the process group stays open for the next run of this process.

@@ -78,7 +78,7 @@ class CSVLogger(FolderLogger):
         if self._file is not None:
             self._file.sync()
 
-    def take_up(self) -> None:
+    def _drop_rows(self) -> None:
         self._take_open_row()
         self._open().cut()
 

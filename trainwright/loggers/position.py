@@ -51,6 +51,8 @@ def resume_loggers(
     for logger, match in zip(loggers, matches, strict=True):
         if match is not None and match >= 0:
             logger.load_state_dict(states[match]["state"])
+            if isinstance(logger, FolderLogger):
+                logger._ending = dict(states[match].get("ended", {}))
         elif match is not None and isinstance(logger, FolderLogger):
             logger.load_state_dict({"version": run_of(path, logger)})
 

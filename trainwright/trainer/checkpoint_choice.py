@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.decision import decided
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.opening import Checkpoint, Verify, check_verify
 from trainwright.checkpoint.store import CheckpointEntry, find_candidates, find_checkpoints, same_place
 from trainwright.errors import CheckpointError
@@ -32,6 +33,7 @@ class Choice:
         loggers: where the loggers of its run stood, if this run goes on in that one's folder.
         continues: whether it is the newest of its folder, so that this run goes on with that one rather than branching off.
         is_rerunnable: whether the same call may come again, and is to find the end of the run.
+        listed: for "last" and "auto" the names in the folders that they were chosen from.
     """
 
     path: str | None = None
@@ -39,6 +41,7 @@ class Choice:
     loggers: list[dict[str, Any]] = field(default_factory=list)
     continues: bool = False
     is_rerunnable: bool = False
+    listed: dict[str, list[str]] = field(default_factory=dict)
 
 
 def choose_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, verify: Verify, call: str) -> Choice:
@@ -75,8 +78,11 @@ def choose_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None
         if is_handed_over:
             return Choice("auto")
         return replace(_newest_whole(trainer, verify, call), is_rerunnable=call == "fit")
-    if name in NAMES:
-        path = decided(trainer.engine, lambda: _best(trainer) if name == "best" else _newest(trainer, call).path)
+    listed: dict[str, list[str]] = {}
+    if name == "last":
+        path, listed = decided(trainer.engine, lambda: _with_names(_newest(trainer, call).path))
+    elif name == "best":
+        path = decided(trainer.engine, lambda: _best(trainer))
     else:
         _refuse_misspelt(name)
         path = name
@@ -89,7 +95,40 @@ def choose_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None
             raise
         raise CheckpointError(f"{error} {FALL_BACK}") from error
     continues = call == "fit" and (name == "last" or decided(trainer.engine, lambda: _is_newest(path)))
-    return _chosen(checkpoint, continues)
+    return replace(_chosen(checkpoint, continues), listed=listed)
+
+
+def refuse_overtaken(trainer: Trainer, choice: Choice) -> None:
+    """Refuse a choice that another run has overtaken before this one held the folder. Collective.
+
+    Raises:
+        CheckpointError: checkpoints have come or gone there meanwhile, on every rank alike.
+    """
+
+    def look() -> None:
+        for folder, names in choice.listed.items():
+            if _names(folder) != names:
+                raise CheckpointError(
+                    f"{choice.path or 'no checkpoint'} was chosen to go on from, and meanwhile another run has written to "
+                    f"{folder}. It has ended: start this one again, and it goes on from what there is now."
+                )
+
+    if choice.listed:
+        decided(trainer.engine, look)
+
+
+def _with_names(path: str) -> tuple[str, dict[str, list[str]]]:
+    """Return a checkpoint's path, and what lies beside it. Rank 0's."""
+    folder = os.path.dirname(path.rstrip("/"))
+    return path, {folder: _names(folder)}
+
+
+def _names(folder: str) -> list[str]:
+    files, inside = resolve(folder)
+    try:
+        return sorted(name for name in files.listing(inside) if not name.startswith("."))
+    except OSError:
+        return []
 
 
 FALL_BACK = "(ckpt_path='auto' falls back to the one before it.)"
@@ -155,6 +194,7 @@ def _newest_whole(trainer: Trainer, verify: Verify, call: str) -> Choice:
             "places": _places(folders),
             "found": [_told(each) for each in reversed(found)],
             "weights": weights[-1].path if weights else "",
+            "names": {folder: _names(folder) for folder in folders},
         }
 
     seen = decided(trainer.engine, look)
@@ -164,7 +204,11 @@ def _newest_whole(trainer: Trainer, verify: Verify, call: str) -> Choice:
             raise CheckpointError(f"ckpt_path='auto': the newest checkpoint is {each['path']}. {damage}")
         if not damage:
             try:
-                return _chosen(trainer.engine.verified(each["path"], verify), continues=call == "fit")
+                chosen = _chosen(trainer.engine.verified(each["path"], verify), continues=call == "fit")
+                listed = {
+                    folder: names for folder, names in seen["names"].items() if each["path"].startswith(f"{folder}/")
+                }
+                return replace(chosen, listed=listed)
             except CheckpointError as error:
                 damage = str(error)
         rank_zero_warn(
@@ -179,7 +223,8 @@ def _newest_whole(trainer: Trainer, verify: Verify, call: str) -> Choice:
     trainer.print(
         f"ckpt_path='auto': there is no checkpoint to go on from{seen['places']}{weights}; the run begins anew."
     )
-    return Choice()
+    given = [callback.given_dirpath for callback in trainer.checkpoint_callbacks]  # a default folder will be a new one
+    return Choice(listed={folder: names for folder, names in seen["names"].items() if folder in given})
 
 
 def _told(entry: CheckpointEntry) -> dict[str, Any]:

@@ -181,7 +181,10 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
         return
     seek(run)
     if trainer.resume_source is not None:
-        trainer.logbook.take_up_rows()
+        for callback in trainer.callbacks:
+            callback._on_restored(trainer)
+        trainer.agree_on_stop()
+        trainer.logbook.take_up(trainer.is_done)
     if generators is not None:
         set_rng_state(generators)
     if trainer.signal_stop.number:  # it came in the sanity check
@@ -269,6 +272,8 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     """Step the epoch-wise schedulers, validate where due, reduce the metrics, and let callbacks judge them. Collective."""
     trainer, state, hooks = run.trainer, run.state, run.hooks
     run.is_ending_epoch = is_complete
+    if run.is_manual:
+        run.is_within_window = False  # what gathers gradients across epochs is saved here, without them
     if is_complete and not state.schedulers_stepped:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=False)
         state.schedulers_stepped = True

@@ -44,6 +44,8 @@ class Logbook:
         self._shown: dict[str, Tensor | float] = {}
         self._latest_before: dict[str, Any] | None = None
         """The latest values as they were where the run stopped within an epoch."""
+        self._ended: dict[str, Any] = {}
+        """Those of the end of a run that goes on, where it is known that they differ."""
         self._positions_before: list[dict[str, Any]] | None = None
         """Where the loggers stood then."""
         self._not_of_evaluation: set[str] = set()
@@ -154,7 +156,10 @@ class Logbook:
         if self._is_silent:
             return {}
         if self._latest_before is not None:
-            return self._latest_before
+            return {**self._latest_before, **({"ended": self._latest()} if self._positions_before is not None else {})}
+        return self._latest()
+
+    def _latest(self) -> dict[str, Any]:
         self._keep_steps()
         return {
             "callback": to_numbers(self._callback),
@@ -168,16 +173,29 @@ class Logbook:
         for name, values in (("callback", self._callback), ("logged", self._logged), ("shown", self._shown)):
             values.update(state.get(name, {}))
         self._earlier_batches.update(state.get("evaluation_batches", {}))
+        self._ended = state.get("ended", {})
 
     def logger_states(self) -> list[dict[str, Any]]:
-        """Return where the loggers stand, for a checkpoint; empty on ranks other than 0. What goes before is written then."""
-        return logger_states(self._loggers) if self._positions_before is None else self._positions_before
+        """Return where the loggers stand, for a checkpoint; empty on ranks other than 0. What goes before is written then.
 
-    def take_up_rows(self) -> None:
-        """Let the loggers of a run that goes on drop the rows which it will write again."""
+        Of a run that has stopped within an epoch: where they stood before what it would not have done there, had it gone on,
+        and as "ended" where they stand now.
+        """
+        now = logger_states(self._loggers)
+        if self._positions_before is None or len(now) != len(self._positions_before):
+            return now
+        return [{**before, "ended": each["state"]} for before, each in zip(self._positions_before, now, strict=True)]
+
+    def take_up(self, is_over: bool) -> None:
+        """Let the loggers of a run that goes on drop the rows which it will write again.
+
+        One that `is_over` writes none, and has what was logged when it ended.
+        """
         for logger in self._loggers:
             if isinstance(logger, FolderLogger):
-                logger.take_up()
+                logger.take_up(is_over)
+        if is_over and self._ended:
+            self.load_state_dict(self._ended)
 
     def epoch_state(self, module: Module, is_evaluating: bool) -> dict[str, Any] | None:
         """Return what was logged so far in the epoch that is trained, for this rank's part of a checkpoint.

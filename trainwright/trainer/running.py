@@ -17,7 +17,7 @@ from trainwright.hyperparameters import logged_hyper_parameters
 from trainwright.loggers import Logger, match_states, resume_loggers, start_loggers, withdraw_loggers
 from trainwright.module import Module, is_overridden
 from trainwright.profilers.instrumentation import instrument, is_measuring
-from trainwright.trainer.checkpoint_choice import Choice, choose_checkpoint
+from trainwright.trainer.checkpoint_choice import Choice, choose_checkpoint, refuse_overtaken
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.hooks import HookTable
 from trainwright.trainer.inputs import check_module
@@ -142,6 +142,7 @@ def _start_loggers(trainer: Trainer, choice: Choice, locks: FolderLocks) -> None
         resume_loggers(trainer.loggers, choice.loggers, path, matches)
     start_loggers(trainer.loggers, engine.agreed, is_writer=trainer.is_global_zero)
     locks.take(started=True)
+    refuse_overtaken(trainer, choice)
 
 
 def _set_up(trainer: Trainer, module: Module, stage: str, datamodule: DataModule | None) -> None:

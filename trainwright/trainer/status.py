@@ -283,7 +283,7 @@ class Status:
 
     @property
     def is_within_window(self) -> bool:
-        """Return whether gradients wait for further batches of an accumulation window."""
+        """Return whether gradients wait for a step: in an accumulation window, or since the latest manual_backward."""
         return self.run is not None and self.run.is_within_window
 
     @property

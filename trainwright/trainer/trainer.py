@@ -441,6 +441,8 @@ class Trainer(Status):
     def manual_backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
         """Send a loss backward under manual optimization, and tell the hooks."""
         self.hooks.call("on_before_backward", loss)
+        if self.run is not None:
+            self.run.is_within_window = True  # until an optimizer steps: gradients are in no checkpoint
         self.engine.backward(loss, send, **options)
         self.hooks.call("on_after_backward")
 
@@ -470,6 +472,8 @@ class Trainer(Status):
         settings, state = self.settings, self.state
         if -1 < settings.max_steps <= state.step:
             return True
+        if self.is_within_window:  # manual optimization gathers gradients, which no checkpoint holds
+            return False
         appointment = self.stop_appointment
         if appointment is not None:
             if appointment.is_due(state.step):

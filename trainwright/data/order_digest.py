@@ -1,0 +1,74 @@
+"""Order digest: a running number that tells whether a pass over the data is drawn again as it was drawn before.
+
+A sampler may go on from epoch to epoch, or take its order from where no seed reaches. A run that is taken up within an epoch
+draws the items again that were consumed before, to leave them behind; where those are others, so is what follows.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+
+class OrderDigest:
+    """The digest after each item of an epoch's passes, and the one that a resumed epoch has to come to."""
+
+    def __init__(self) -> None:
+        self._passes: dict[int, array[int]] = {}
+        """By pass, four bytes an item; a pass whose items cannot be told is not there."""
+        self._start = (0, 0, 0)
+        """The pass and the item that the epoch begins at, and the digest there; 0 where it is not known."""
+        self._is_to_check = False
+
+    def begin(self, passes: int, items: int, digest: int) -> None:
+        """Begin an epoch, or what is left of it from an item of a pass on."""
+        self._passes.clear()
+        self._start, self._is_to_check = (passes, items, digest), bool(digest and items)
+
+    def begin_pass(self, passes: int) -> None:
+        """Begin a pass at its first item."""
+        self._passes[passes] = array("I")
+
+    def add(self, passes: int, items: Sequence[Any]) -> bool:
+        """Take in the next items of a pass, lists of indices; return whether the start is found to be another than it was.
+
+        That is told once.
+        """
+        digests = self._passes.get(passes)
+        if digests is None:
+            return False
+        latest = digests[-1] if digests else 0
+        for item in items:
+            content = _content(item)
+            if content is None:
+                del self._passes[passes]
+                return False
+            digests.append(latest := zlib.crc32(content, latest))
+        start_pass, start, wanted = self._start
+        if not self._is_to_check or passes != start_pass or len(digests) < start:
+            return False
+        self._is_to_check = False
+        return digests[start - 1] != wanted
+
+    def at(self, passes: int, items: int) -> int:
+        """Return the digest after so many items of a pass; 0 before the first one, and where it is not known."""
+        if 0 < items <= len(digests := self._passes.get(passes, ())):
+            return digests[items - 1]
+        return self._start[2] if (passes, items) == self._start[:2] else 0
+
+
+def _content(item: Any) -> bytes | None:
+    """Return what stands for a list of indices in every process; None where they are no plain data."""
+    if isinstance(item, Iterator):
+        return None  # it can be read only once
+    try:
+        return array("q", list(item)).tobytes()
+    except (TypeError, ValueError, OverflowError):
+        pass
+    try:
+        return json.dumps(list(item)).encode()
+    except (TypeError, ValueError):
+        return None
