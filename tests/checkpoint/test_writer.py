@@ -192,8 +192,8 @@ def interrupted_in(callers: list[str], call: Callable[[], None]) -> None:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
     with pytest.raises(KeyboardInterrupt):
-        interrupter.start()
         call()
     interrupter.join()
 
