@@ -15,6 +15,7 @@ from small import QUIET, Classifier, make_loader
 import trainwright as tw
 from trainwright.callbacks.checkpoint_place import is_replaceable, is_taken, remove_replaced, replace_checkpoint
 from trainwright.checkpoint import discovery
+from trainwright.checkpoint.filesystem import LocalFiles
 from trainwright.checkpoint.store import find_checkpoints, is_checkpoint, latest_checkpoint, remove_checkpoint
 
 NAN = math.nan
@@ -238,6 +239,33 @@ def test_one_that_cannot_be_removed_ends_no_run(
     assert callback.best_model_path == callback.last_model_path == f"{tmp_path}/epoch=2-step=33.ckpt"
 
 
+def test_what_is_left_of_a_replaced_one_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is free by then; on a network file system a file that somebody reads may stay for long."""
+
+    def busy(files: Any, path: str) -> None:
+        raise OSError(16, "Device or resource busy", path)
+
+    monkeypatch.setattr(LocalFiles, "remove_tree", busy)
+    with pytest.warns(UserWarning, match=r"best\.ckpt was replaced, but not all .* Device or resource busy"):
+        callback = run(tmp_path, [3.0, 2.0], filename="best")
+    assert [Path(entry.path).name for entry in find_checkpoints(str(tmp_path))] == ["best.ckpt"]
+    assert callback.best_model_score == 2.0
+    assert callback.best_model_path == f"{tmp_path}/best.ckpt"
+
+
+def test_a_file_of_others_keeps_the_name(tmp_path: Path) -> None:
+    class Notes(Scored):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                (tmp_path / "best.ckpt" / "notes.txt").write_text("mine")
+
+    callback = tw.ModelCheckpoint(str(tmp_path), monitor="score", filename="best")
+    trainer = tw.Trainer(max_epochs=4, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
+    trainer.fit(Notes([4.0, 3.0, 2.0, 1.0]), make_loader(), make_loader(4))
+    assert os.listdir(tmp_path / "best.ckpt") == ["notes.txt"]
+    assert [(entry.path, entry.epoch) for entry in find_checkpoints(str(tmp_path))] == [(callback.best_model_path, 3)]
+
+
 def test_a_save_reads_no_manifest_of_others_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: Counter[str] = Counter()
     read_manifest = discovery.read_manifest
@@ -277,6 +305,22 @@ def test_a_folder_that_a_link_leads_to_is_the_same(tmp_path: Path, first: str) -
     assert [float(score) for score in callback.best_k_models.values()] == [1.0, 2.0]
     # The third is the resume source.
     assert sorted(found(tmp_path / "real").values()) == [1, 3, 4]
+
+
+def test_a_name_that_is_spelled_in_two_ways_is_kept(tmp_path: Path) -> None:
+    """What a run has replaced through the link is no other checkpoint, which a later run would have to remove."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    scores = [3.0, 1.0, 2.0, 5.0, 4.0]
+    kwargs = {"filename": "best", "save_top_k": 2, "save_last": True}
+    run(tmp_path / "real", scores[:2], **kwargs)
+    for count in (3, 4, 5):
+        callback = run(tmp_path / "link", scores[:count], "auto", **kwargs)
+    epochs = found(tmp_path / "real")
+    assert {scores[epochs[Path(path).name] - 1]: float(score) for path, score in callback.best_k_models.items()} == {
+        1.0: 1.0,
+        2.0: 2.0,
+    }
 
 
 def two_ranks(folder: Path) -> list[Any]:
