@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from trainwright.checkpoint.filesystem import resolve
-from trainwright.checkpoint.store import is_checkpoint, remove_checkpoint, same_place
+from trainwright.checkpoint.store import is_checkpoint, open_checkpoint, remove_checkpoint, same_place
 from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_warn
 
@@ -43,8 +43,13 @@ def is_taken(path: str) -> bool:
 
 
 def is_replaceable(path: str) -> bool:
-    """Return whether what has a path is a whole checkpoint that can make room for another: no link, nothing damaged."""
-    return resolve(path)[0].has_rename and not _is_link(path) and is_checkpoint(path)
+    """Return whether what has a path is a whole checkpoint that can make room: no link, and with no file of others in it."""
+    if not resolve(path)[0].has_rename or _is_link(path):
+        return False
+    try:
+        return not open_checkpoint(path, "off").extra_files  # those would stay, and their directory with them
+    except CheckpointError:
+        return False
 
 
 def remove_replaced(paths: Sequence[str], committed: str, trainer: Trainer) -> list[str]:
@@ -76,9 +81,14 @@ def replace_checkpoint(place: str, path: str) -> None:
     """Give a checkpoint the path of another one, which goes. At each moment one of the two is there, whole."""
     if not is_checkpoint(place):
         raise CheckpointError(f"{place} is no whole checkpoint, so that at {path} stays.")
-    if is_checkpoint(path):
-        remove_checkpoint(path)
     files, source = resolve(place)
     target = resolve(path)[1]
+    if is_checkpoint(path):
+        try:
+            remove_checkpoint(path)
+        except OSError as error:
+            if files.exists(target):
+                raise
+            rank_zero_warn(f"{path} was replaced, but not all of it could be removed: {error}.", stacklevel=2)
     files.rename(source, target)
     files.sync_directory(os.path.dirname(target))
