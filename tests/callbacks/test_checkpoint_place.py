@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
 from trainwright.callbacks.checkpoint_place import is_taken, remove_replaced
+from trainwright.checkpoint import discovery
+from trainwright.checkpoint.filesystem import LocalFiles
 from trainwright.checkpoint.replacement import is_replaceable, replace_checkpoint
 from trainwright.checkpoint.store import find_checkpoints, is_checkpoint, latest_checkpoint, remove_checkpoint
 
@@ -198,6 +201,127 @@ def test_a_run_that_was_killed_before_the_older_one_went(tmp_path: Path) -> None
     assert set(found(tmp_path)) == {"epoch=0-step=11.ckpt", "new-epoch=0.ckpt", "new-epoch=1.ckpt"}
     run(tmp_path, [1.0, 0.5], "auto", filename="new-{epoch}")
     assert set(found(tmp_path)) == {"epoch=0-step=11.ckpt", "new-epoch=1.ckpt"}
+
+
+def test_a_place_that_is_not_whole_replaces_nothing(tmp_path: Path) -> None:
+    for name in ("best", "best-v1"):
+        run(tmp_path, [1.0], filename=name)
+    place, path = f"{tmp_path}/best-v1.ckpt", f"{tmp_path}/best.ckpt"
+    manifest = tmp_path / "best-v1.ckpt" / "manifest.json"
+    whole = manifest.read_bytes()
+    for damaged in (whole[:-20], b""):
+        manifest.write_bytes(damaged)
+        with pytest.raises(
+            tw.CheckpointError, match=r"best-v1\.ckpt is no whole checkpoint, so that at .*best\.ckpt stays"
+        ):
+            replace_checkpoint(place, path)
+        assert is_checkpoint(path)
+    manifest.write_bytes(whole)
+    replace_checkpoint(place, path)
+    assert found(tmp_path) == {"best.ckpt": 1}
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), tw.CheckpointError("is not a checkpoint")])
+def test_one_that_cannot_be_removed_ends_no_run(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses_the_first(path: str) -> None:
+        if path.endswith("epoch=0-step=11.ckpt"):
+            raise error
+        remove_checkpoint(path)
+
+    monkeypatch.setattr("trainwright.callbacks.checkpoint_place.remove_checkpoint", refuses_the_first)
+    with pytest.warns(
+        UserWarning, match=r"epoch=0-step=11\.ckpt, whose place .*epoch=1-step=22\.ckpt takes, could not"
+    ) as said:
+        callback = run(tmp_path, [3.0, 2.0, 1.0])
+    assert len(said) == 1
+    assert found(tmp_path) == {"epoch=0-step=11.ckpt": 1, "epoch=2-step=33.ckpt": 3}
+    assert callback.best_model_path == callback.last_model_path == f"{tmp_path}/epoch=2-step=33.ckpt"
+
+
+def test_what_is_left_of_a_replaced_one_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is free by then; on a network file system a file that somebody reads may stay for long."""
+
+    def busy(files: Any, path: str) -> None:
+        raise OSError(16, "Device or resource busy", path)
+
+    monkeypatch.setattr(LocalFiles, "remove_tree", busy)
+    with pytest.warns(UserWarning, match=r"best\.ckpt was replaced, but not all .* Device or resource busy"):
+        callback = run(tmp_path, [3.0, 2.0], filename="best")
+    assert [Path(entry.path).name for entry in find_checkpoints(str(tmp_path))] == ["best.ckpt"]
+    assert callback.best_model_score == 2.0
+    assert callback.best_model_path == f"{tmp_path}/best.ckpt"
+
+
+def test_a_file_of_others_keeps_the_name(tmp_path: Path) -> None:
+    class Notes(Scored):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                (tmp_path / "best.ckpt" / "notes.txt").write_text("mine")
+
+    callback = tw.ModelCheckpoint(str(tmp_path), monitor="score", filename="best")
+    trainer = tw.Trainer(max_epochs=4, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
+    trainer.fit(Notes([4.0, 3.0, 2.0, 1.0]), make_loader(), make_loader(4))
+    assert os.listdir(tmp_path / "best.ckpt") == ["notes.txt"]
+    assert [(entry.path, entry.epoch) for entry in find_checkpoints(str(tmp_path))] == [(callback.best_model_path, 3)]
+
+
+def test_a_save_reads_no_manifest_of_others_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: Counter[str] = Counter()
+    read_manifest = discovery.read_manifest
+
+    def counted(files: Any, path: str) -> Any:
+        reads[Path(path).name] += 1
+        return read_manifest(files, path)
+
+    monkeypatch.setattr(discovery, "read_manifest", counted)
+    run(tmp_path, [1.0] * 5, filename="model", save_top_k=-1)
+    assert reads.keys() == {"model.ckpt", *(f"model-v{version}.ckpt" for version in range(1, 5))}
+    assert len(set(reads.values())) == 1, "of the first not more than of the last"
+
+
+# -- through symbolic links ----------------------------------------------------------------------------------------------
+
+
+def test_a_source_that_a_link_leads_to_stays(tmp_path: Path) -> None:
+    run(tmp_path, [2.0])
+    (tmp_path / "newest").symlink_to("epoch=0-step=11.ckpt")
+    callback = run(tmp_path, [2.0, 1.0], f"{tmp_path}/newest")
+    assert set(callback.best_k_models) == {f"{tmp_path}/epoch=1-step=22.ckpt"}
+    (tmp_path / "newest").unlink()
+    assert found(tmp_path) == {"epoch=0-step=11.ckpt": 1, "epoch=1-step=22.ckpt": 2}
+
+
+@pytest.mark.parametrize("first", ["real", "link"])
+def test_a_folder_that_a_link_leads_to_is_the_same(tmp_path: Path, first: str) -> None:
+    """A run that goes on through it keeps its best ones, judges by them, and removes what they make room for."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    other = "link" if first == "real" else "real"
+    kwargs = {"save_top_k": 2, "save_last": True}
+    run(tmp_path / first, [1.0, 3.0, 2.5], **kwargs)
+    callback = run(tmp_path / other, [1.0, 3.0, 2.5, 2.0], "auto", **kwargs)
+    assert callback.best_model_path == f"{tmp_path}/{first}/epoch=0-step=11.ckpt"
+    assert [float(score) for score in callback.best_k_models.values()] == [1.0, 2.0]
+    # The third is the resume source.
+    assert sorted(found(tmp_path / "real").values()) == [1, 3, 4]
+
+
+def test_a_name_that_is_spelled_in_two_ways_is_kept(tmp_path: Path) -> None:
+    """What a run has replaced through the link is no other checkpoint, which a later run would have to remove."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    scores = [3.0, 1.0, 2.0, 5.0, 4.0]
+    kwargs = {"filename": "best", "save_top_k": 2, "save_last": True}
+    run(tmp_path / "real", scores[:2], **kwargs)
+    for count in (3, 4, 5):
+        callback = run(tmp_path / "link", scores[:count], "auto", **kwargs)
+    epochs = found(tmp_path / "real")
+    assert {scores[epochs[Path(path).name] - 1]: float(score) for path, score in callback.best_k_models.items()} == {
+        1.0: 1.0,
+        2.0: 2.0,
+    }
 
 
 def two_ranks(folder: Path) -> list[Any]:

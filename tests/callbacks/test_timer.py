@@ -70,6 +70,19 @@ def test_the_time_before_a_resume_counts(tmp_path: Path) -> None:
     assert trainer.global_step == 22
 
 
+def test_a_state_from_elsewhere_counts() -> None:
+    """Loaded without a checkpoint of the run, once the fit has begun: what was used up there is used up here."""
+
+    class Loads(tw.Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            timer.load_state_dict({"time_elapsed": {"train": 3600.0}})
+
+    timer = Timer({"hours": 1}, verbose=False)
+    trainer = tw.Trainer(max_epochs=2, callbacks=[timer, Loads()], **QUIET)
+    trainer.fit(Classifier(), make_loader())
+    assert trainer.global_step == 0
+
+
 def test_what_it_measures() -> None:
     timer = Timer()
     trainer = tw.Trainer(max_epochs=1, callbacks=[timer], **QUIET)

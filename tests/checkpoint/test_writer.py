@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import torch
 from held import held
 
+from trainwright.checkpoint import writer
 from trainwright.checkpoint.store import find_checkpoints, latest_checkpoint, open_checkpoint, sweep_temporaries
 from trainwright.checkpoint.tensors import Piece
 from trainwright.checkpoint.writer import CheckpointWriter
@@ -165,6 +167,75 @@ def test_the_next_one_may_be_given_up(run: Run, tmp_path: Path) -> None:
         run.writer.drop()  # it ends within the time that is left to it
     assert run.writer.in_flight is None
     run.check(f"held://{tmp_path}/a.ckpt", 1)
+
+
+def interrupted_in(callers: list[str], call: Callable[[], None]) -> None:
+    """Make the call and have a Ctrl-C come as soon as this thread waits within each of the callers."""
+
+    def waits_in(name: str) -> bool:
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        if frame.f_code.co_filename != threading.__file__:
+            return False
+        names = set()
+        while frame is not None:
+            names.add(frame.f_code.co_name)
+            frame = frame.f_back  # type: ignore[assignment]
+        return name in names
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 20
+        for name in callers:
+            while not waits_in(name):
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.001)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    interrupter.join()
+
+
+@pytest.mark.parametrize("callers", [["finish"], ["finish", "drop"]], ids=str)
+def test_an_interrupted_wait_commits_nothing(
+    callers: list[str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what the next save in the background copies leaves alone what is still being written."""
+    monkeypatch.setattr(writer, "DROP_SECONDS", 0.01 if len(callers) == 1 else 60.0)
+    first, second = f"held://{tmp_path}/1.ckpt", f"held://{tmp_path}/2.ckpt"
+    with held() as files:
+        run.train()
+        run.save(first)
+        save = run.writer.in_flight
+        assert save is not None
+        assert files.waits.wait(20)
+        interrupted_in(callers, run.writer.finish)
+        assert not save.is_committed
+        assert not save.wait(0.0)
+        assert run.writer.in_flight is None
+        run.train()
+        run.save(second)
+    run.writer.finish()
+    assert save.wait(20)
+    assert save.is_committed
+    run.check(first, 1)
+    run.check(second, 2)
+
+
+def test_the_working_directory_may_change(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path means what it meant in the call, whenever the thread comes to it."""
+    begins = threading.Event()
+    monkeypatch.setattr(writer, "_give_way", begins.wait)
+    (tmp_path / "elsewhere").mkdir()
+    run.train()
+    run.save("a.ckpt")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    begins.set()
+    run.writer.finish()
+    assert os.listdir(tmp_path / "elsewhere") == []
+    run.check(f"{tmp_path}/a.ckpt", 1)
 
 
 SCRIPT = """

@@ -154,6 +154,20 @@ def test_another_batch_size() -> None:
             assert len(set(lengths)) == 1
 
 
+def test_another_batch_size_that_changes_again_before_the_first_batch() -> None:
+    """The place lies within a batch of the new size; saved there, it is still known to the sample."""
+    for count, (old, new, last), ranks in itertools.product(
+        (23, 24), ((4, 8, 8), (4, 8, 3), (3, 5, 3), (2, 7, 4)), ((1, 1, 1), (2, 1, 2), (1, 2, 1))
+    ):
+        place: Any = ((), ())
+        batch, seen = 0, []
+        for size, world_size, most in zip((old, new, last), ranks, (3, 0, None), strict=True):
+            loader = DataLoader(numbers(count), batch_size=size, shuffle=True)
+            had, batch, *place, _ = segment(loader, world_size, batch, place[0], place[1], most)
+            seen += [number for each in had for number in each]
+        assert sorted(seen) == list(range(count)), (count, old, new, last, ranks)
+
+
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
 def test_combinations(mode: Any) -> None:
     def loader() -> CombinedLoader:

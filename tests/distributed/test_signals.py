@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from trainwright.distributed.signals import SignalWatch, exit_code
+from trainwright.distributed.signals import STOP_SIGNALS, SignalWatch, exit_code
 
 
 def test_the_exit_code_says_whether_to_run_it_again() -> None:
@@ -54,6 +54,36 @@ def test_a_forked_child_takes_its_signals_itself() -> None:
         assert watch.first == 0
     finally:
         watch.close()
+
+
+def test_a_watch_within_a_watch() -> None:
+    """A fit within a fit: forked children let go of both, and after the inner one's end of the outer one still."""
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+
+    def child_has_none() -> bool:
+        child = os.fork()
+        if child == 0:
+            is_free = [signal.getsignal(number) for number in STOP_SIGNALS] == before and signal.set_wakeup_fd(-1) == -1
+            os._exit(0 if is_free else 1)
+        return os.waitpid(child, 0)[1] == 0
+
+    asked = threading.Event()
+    outer, inner = SignalWatch(asked.set), SignalWatch(lambda: None)
+    outer.open()
+    try:
+        inner.open()
+        try:
+            assert child_has_none()
+        finally:
+            inner.close()
+        assert child_has_none()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert asked.wait(20)
+        assert (outer.first, inner.first) == (signal.SIGUSR1, 0)
+    finally:
+        outer.close()
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+    assert child_has_none()
 
 
 def test_an_ignored_signal_stays_ignored() -> None:

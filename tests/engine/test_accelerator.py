@@ -106,6 +106,31 @@ def test_two_models_and_their_state(tmp_path: Path) -> None:
         accelerator.save_state(str(tmp_path / "state.ckpt"))
 
 
+def test_damage_that_only_the_load_sees_changes_nothing(tmp_path: Path) -> None:
+    """The sizes are right, so the file of this rank's own state is found out when it is read: before the model's."""
+
+    def make(seed: int) -> tuple[Any, ...]:
+        torch.manual_seed(seed)
+        accelerator, model = tw.Accelerator(cpu=True), nn.Linear(3, 3)
+        return accelerator, *accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+
+    accelerator, model, adam = make(0)
+    accelerator.backward(model(torch.ones(1, 3)).sum())
+    adam.step()
+    accelerator.save_state(str(tmp_path / "state.ckpt"))
+    file = tmp_path / "state.ckpt" / "rank-00000.json"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    again, model, adam = make(1)
+    before, generator = weights(model), torch.get_rng_state()
+    with pytest.raises(tw.CheckpointError, match=r"state\.ckpt: rank-00000\.json does not match its digest"):
+        again.load_state(str(tmp_path / "state.ckpt"), verify="size")
+    assert_equal(weights(model), before)
+    assert not adam.state
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
 @pytest.mark.parametrize(
     ("settings", "match"),
     [

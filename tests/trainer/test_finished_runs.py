@@ -95,6 +95,24 @@ def test_a_run_that_was_ended_early_stays_ended(
     assert of(more).batches > 0
 
 
+def test_the_end_is_saved_again_beside_a_damaged_one(tmp_path: Path) -> None:
+    kwargs = {"every_n_train_steps": 7}
+    first = run(tw.ModelCheckpoint(tmp_path, **kwargs))
+    assert {path.name for path in tmp_path.iterdir()} == {"epoch=2-step=28.ckpt", "end-step=33.ckpt"}
+    manifest = tmp_path / "end-step=33.ckpt" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    with pytest.warns(UserWarning, match=r"passes over .*end-step=33\.ckpt, which is damaged"):
+        again = run(tw.ModelCheckpoint(tmp_path, **kwargs))
+    assert again.batches == 5
+    assert_equal(weights(again), weights(first))
+    newest = find_checkpoints(str(tmp_path))[-1]
+    assert newest.path == f"{tmp_path}/end-step=33-v1.ckpt"
+    last = run(tw.ModelCheckpoint(tmp_path, **kwargs))
+    assert last.batches == 0
+    assert_equal(weights(last), weights(first))
+    assert find_checkpoints(str(tmp_path))[-1] == newest
+
+
 def test_without_auto_no_end_is_saved(tmp_path: Path) -> None:
     saving = tw.ModelCheckpoint(tmp_path, every_n_train_steps=1000)
     trainer = tw.Trainer(callbacks=[saving], max_epochs=1, **{**QUIET, "enable_checkpointing": True})

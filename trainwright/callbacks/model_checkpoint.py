@@ -314,7 +314,7 @@ class ModelCheckpoint(Callback):
         if is_best:
             self.best_k_models[path] = _scalar(0.0 if score is None else score)
         self.last_model_path, self._place = path, place
-        self._replaced = [each for each in dict.fromkeys([*self._replaced, *dropped]) if each != path]
+        self._replaced = [each for each in dict.fromkeys([*self._replaced, *dropped]) if not same_place(each, path)]
         self.current_score = None if score is None else _scalar(score)
         self._judge()
         try:

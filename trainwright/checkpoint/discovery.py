@@ -171,9 +171,9 @@ def same_place(left: str, right: str) -> bool:
     return bool(left) and bool(right) and _place(left) == _place(right)
 
 
-def _place(path: str) -> str:
+def _place(path: str) -> tuple[bool, str]:
     files, inside = resolve(path)
-    return os.path.realpath(inside) if files.has_rename else inside
+    return files.has_rename, os.path.realpath(inside) if files.has_rename else inside
 
 
 def is_checkpoint(path: str) -> bool:

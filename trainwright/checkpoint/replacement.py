@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 
-from trainwright.checkpoint.discovery import read_manifest, temporary_beside
+from trainwright.checkpoint.discovery import is_checkpoint, read_manifest, temporary_beside
 from trainwright.checkpoint.filesystem import Files, describe, resolve
 from trainwright.checkpoint.manifest import MANIFEST_NAME
 from trainwright.errors import CheckpointError
@@ -18,7 +19,7 @@ def is_link(path: str) -> bool:
 
 
 def is_replaceable(path: str) -> bool:
-    """Return whether what has a path is a whole checkpoint that can make room for another: no link, nothing damaged."""
+    """Return whether what has a path is a whole checkpoint that can make room: no link, and with no file of others in it."""
     return not _objection(*resolve(path))
 
 
@@ -61,7 +62,8 @@ def replace_checkpoint(place: str, path: str) -> None:
     """
     files, source = resolve(place)
     target = resolve(path)[1]
-    read_manifest(files, source)
+    if not is_checkpoint(place):
+        raise CheckpointError(f"{place} is no whole checkpoint, so that at {path} stays.")
     old = ""
     try:
         if files.exists(target):
@@ -79,5 +81,7 @@ def replace_checkpoint(place: str, path: str) -> None:
         text = str(error) if isinstance(error, CheckpointError) else describe(error, target)
         raise CheckpointError(f"{place} is whole, but did not get the path {path}: {text}") from error
     if old:
-        with contextlib.suppress(OSError):  # what is left of it is swept with the temporary directories
+        try:
             files.remove_tree(old)
+        except OSError as error:  # what is left of it has the name of a temporary directory
+            warnings.warn(f"{path} was replaced, but not all of it could be removed: {error}.", stacklevel=2)

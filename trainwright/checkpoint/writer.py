@@ -151,8 +151,9 @@ class CheckpointWriter:
         if save is not None:
             self._forget()
             self._channel.give_up()
-            if not save.wait(DROP_SECONDS):
-                self._memory = HostMemory()  # what is still being written keeps its own
+            memory, self._memory = self._memory, HostMemory()  # what is still being written keeps its own
+            if save.wait(DROP_SECONDS):
+                self._memory = memory
 
     def release(self) -> None:
         """Give back the host memory that is kept for the next save."""
