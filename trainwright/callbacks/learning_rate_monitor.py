@@ -61,9 +61,8 @@ class LearningRateMonitor(Callback):
             self.lrs.setdefault(name, [])
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        if (
-            self.logging_interval != "step" and trainer.state.batch == 0
-        ):  # a run that goes on within an epoch has written it
+        is_new = trainer.state.batch == 0  # a run that goes on within an epoch has written its row
+        if self.logging_interval != "step" and is_new:
             self._write(trainer, self._values(trainer, "epoch"))
 
     def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:

@@ -171,11 +171,8 @@ class ModelCheckpoint(Callback):
         self._judge()
 
     def __getstate__(self) -> dict[str, Any]:
-        own: dict[str, Any] = {
-            "_appointment": None,
-            "_pending": None,
-            "_generators": {},
-        }  # these belong to this process's run
+        # These belong to this process's run.
+        own: dict[str, Any] = {"_appointment": None, "_pending": None, "_generators": {}}
         return {**super().__getstate__(), **own}
 
     # -- when to save ------------------------------------------------------------------------------------------------
