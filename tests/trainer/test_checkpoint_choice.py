@@ -393,3 +393,13 @@ def test_a_choice_that_another_run_has_overtaken(tmp_path: Path, how: str, monke
     monkeypatch.setattr(Engine, "verified", verified)
     assert not (tmp_path / ".lock").exists()
     assert fit(tmp_path, 3, how).global_step == 33
+
+
+def test_the_folder_of_the_checkpoints_may_hold_the_logs_too(tmp_path: Path) -> None:
+    for epochs in (1, 2):
+        trainer = tw.Trainer(
+            max_epochs=epochs, default_root_dir=tmp_path, callbacks=tw.ModelCheckpoint(tmp_path), **QUIET_BAR
+        )
+        trainer.fit(Classifier(), make_loader(), ckpt_path="auto")
+        assert trainer.global_step == 11 * epochs
+    assert (tmp_path / "trainwright_logs").is_dir()

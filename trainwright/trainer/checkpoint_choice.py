@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from trainwright.callbacks.checkpoint_name import SUFFIX
 from trainwright.callbacks.decision import decided
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint.filesystem import resolve
@@ -33,7 +34,7 @@ class Choice:
         loggers: where the loggers of its run stood, if this run goes on in that one's folder.
         continues: whether it is the newest of its folder, so that this run goes on with that one rather than branching off.
         is_rerunnable: whether the same call may come again, and is to find the end of the run.
-        listed: for "last" and "auto" the names in the folders that they were chosen from.
+        listed: for "last" and "auto" the names of checkpoints in the folders that they were chosen from.
     """
 
     path: str | None = None
@@ -124,9 +125,10 @@ def _with_names(path: str) -> tuple[str, dict[str, list[str]]]:
 
 
 def _names(folder: str) -> list[str]:
+    """Return the names of what ModelCheckpoint may have written in a folder."""
     files, inside = resolve(folder)
     try:
-        return sorted(name for name in files.listing(inside) if not name.startswith("."))
+        return sorted(name for name in files.listing(inside) if name.endswith(SUFFIX) and not name.startswith("."))
     except OSError:
         return []
 
