@@ -9,14 +9,16 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from trainwright.checkpoint import lock
 from trainwright.checkpoint.discovery import machine, process_start
-from trainwright.checkpoint.lock import lock_folder
+from trainwright.checkpoint.lock import LOCK_NAME, lock_folder
 from trainwright.errors import CheckpointError
 
 
@@ -152,5 +154,31 @@ def test_what_cannot_be_written_and_what_has_no_lock(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=rf"{name} cannot be written: .*Give ModelCheckpoint a dirpath"):
             lock_folder(str(tmp_path / name))
     locks = [lock_folder("memory://lock/checkpoints") for _ in range(2)]
-    for lock in locks:
-        lock.release()
+    for each in locks:
+        each.release()
+
+
+def test_a_holder_that_has_just_begun_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is written right after the lock is taken; who comes between the two waits for it."""
+    code = """
+import fcntl, os, sys, time
+from trainwright.checkpoint import lock
+descriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.lockf(descriptor, fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.readline()
+time.sleep(0.05)
+lock._write(descriptor)
+sys.stdin.readline()
+"""
+    monkeypatch.setattr(lock, "NAMED_SECONDS", 10.0)  # the machine may be busy
+    command = [sys.executable, "-c", code, str(tmp_path / LOCK_NAME)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "locked\n"
+        holder.stdin.write("\n")
+        holder.stdin.flush()
+        with pytest.raises(CheckpointError, match=f"in use by another run: process {holder.pid} on "):
+            lock_folder(str(tmp_path))
+        holder.stdin.write("\n")

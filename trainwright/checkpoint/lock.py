@@ -31,6 +31,8 @@ LOCK_NAME = ".lock"
 ATTEMPTS = 20
 CLAIM_SECONDS = 0.2
 """How long a claim has to stand where the file system knows no locks: longer than another process takes from look to claim."""
+NAMED_SECONDS = 0.5
+"""How long whoever is refused waits for the holder to write its name."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _IS_HELD = (errno.EACCES, errno.EAGAIN)
 
@@ -130,7 +132,7 @@ def _acquire(path: str, folder: str) -> tuple[int, str]:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno in _IS_HELD:
-                    raise _refusal(folder, path, _read(descriptor)) from None
+                    raise _refusal(folder, path, _read_soon(descriptor)) from None
                 if error.errno not in _NO_LOCKS:
                     raise
                 return _acquire_by_name(path, folder, descriptor)
@@ -187,6 +189,15 @@ def _read(descriptor: int) -> dict[str, Any]:
     except ValueError:
         return {}
     return holder if isinstance(holder, dict) and {"pid", "start"} <= holder.keys() else {}
+
+
+def _read_soon(descriptor: int) -> dict[str, Any]:
+    """Return who a file that is locked names, which its holder writes right after."""
+    for _ in range(ATTEMPTS):
+        if holder := _read(descriptor):
+            return holder
+        time.sleep(NAMED_SECONDS / ATTEMPTS)
+    return {}
 
 
 def _write(descriptor: int) -> None:
