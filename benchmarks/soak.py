@@ -27,13 +27,21 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from soak_job import FINAL, FORGETTABLE, num_samples
 from soak_kills import Kill, plan
-from soak_outcome import Outcome, count_checkpoints, differences, read_outcome, temporary_names, unseen_or_seen_twice
+from soak_outcome import (
+    Outcome,
+    Result,
+    count_checkpoints,
+    differences,
+    read_outcome,
+    temporary_names,
+    unseen_or_seen_twice,
+)
 from soak_traces import GONE_SECONDS, Traces, lives, processes_of
 
 from trainwright.checkpoint.store import find_checkpoints, open_checkpoint
@@ -53,34 +61,6 @@ STRATEGIES = (
 PATIENCE_SECONDS = 180.0
 """A job that tells nothing for so long is taken to hang."""
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@dataclass
-class Result:
-    """What a run with its kills has shown."""
-
-    number: int
-    strategy: str
-    kills: int = 0
-    seconds: float = 0.0
-    wrong: list[str] = field(default_factory=list)
-    """What differs from the uninterrupted run, or how it ended."""
-    lost: list[str] = field(default_factory=list)
-    """Checkpoints that a kill has damaged or removed."""
-    left: list[str] = field(default_factory=list)
-    """What a killed job has left."""
-    gone: float = 0.0
-    """Seconds until the last trace of a job was gone, at most."""
-    kept: int = 0
-    """How many more checkpoints there are in the end than without kills."""
-
-    @property
-    def told(self) -> list[str]:
-        return [line[:1500] for line in (*self.wrong, *self.lost, *self.left)]
-
-    @property
-    def is_sound(self) -> bool:
-        return not self.told
 
 
 class Job:

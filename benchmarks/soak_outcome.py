@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,34 @@ from trainwright.checkpoint.store import Checkpoint, find_checkpoints, open_chec
 Outcome = dict[str, str]
 SHOWN = 5
 """How many differences of a kind are told."""
+
+
+@dataclass
+class Result:
+    """What a run with its kills has shown."""
+
+    number: int
+    strategy: str
+    kills: int = 0
+    seconds: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+    """What differs from the uninterrupted run, or how it ended."""
+    lost: list[str] = field(default_factory=list)
+    """Checkpoints that a kill has damaged or removed."""
+    left: list[str] = field(default_factory=list)
+    """What a killed job has left."""
+    gone: float = 0.0
+    """Seconds until the last trace of a job was gone, at most."""
+    kept: int = 0
+    """How many more checkpoints there are in the end than without kills."""
+
+    @property
+    def told(self) -> list[str]:
+        return [line[:1500] for line in (*self.wrong, *self.lost, *self.left)]
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.told
 
 
 def read_outcome(folder: Path, final: str, num_ranks: int) -> Outcome:

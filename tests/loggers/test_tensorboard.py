@@ -217,7 +217,8 @@ def test_a_logger_written_for_lightning(tmp_path: Path) -> None:
     assert own.calls == ["metrics", "save", "success", "save"]
 
 
-def test_a_run_goes_on_where_a_checkpoint_stood(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kwargs", [{}, {"filename_suffix": ""}, {"filename_suffix": ".mine"}])
+def test_a_run_goes_on_where_a_checkpoint_stood(tmp_path: Path, kwargs: dict[str, str]) -> None:
     """Each number is there once, also one of the very step of the checkpoint; other writers' files are left alone."""
 
     def resume(logger: TensorBoardLogger, last: int) -> TensorBoardLogger:
@@ -234,7 +235,7 @@ def test_a_run_goes_on_where_a_checkpoint_stood(tmp_path: Path) -> None:
         assert values(logger, "val_loss") == [(4, 1.0)]
         return logger
 
-    killed = started(tmp_path)
+    killed = started(tmp_path, **kwargs)
     killed.log_hyperparams({"lr": 0.1})
     for step in range(1, 8):
         killed.log_metrics({"loss": step / 4}, step)
@@ -243,15 +244,16 @@ def test_a_run_goes_on_where_a_checkpoint_stood(tmp_path: Path) -> None:
             killed.log_metrics({"val_loss": 1.0}, 4)
     killed.flush()
     folder = Path(str(killed.log_dir))
-    other = SummaryWriter(folder)
+    other = SummaryWriter(folder, **kwargs)
     other.add_scalar("mine", 3.0, 20)
     other.close()
     (foreign,) = {each.name for each in folder.glob("events*")} - state["files"].keys()
-    again = resume(TensorBoardLogger(tmp_path), 9)  # and it is killed in its turn
-    last = resume(TensorBoardLogger(tmp_path), 11)
+    content = (folder / foreign).read_bytes()
+    again = resume(TensorBoardLogger(tmp_path, **kwargs), 9)  # and it is killed in its turn
+    last = resume(TensorBoardLogger(tmp_path, **kwargs), 11)
     assert last.log_dir == again.log_dir == killed.log_dir
     assert values(last, "hp_metric") == [(0, -1.0)]
-    assert values(last, "mine") == [(20, 3.0)]
+    assert (folder / foreign).read_bytes() == content
     assert len(list(folder.glob("events*"))) == 3
     assert last.state_dict()["purge_step"] == 11
     resume(last, 12)  # the same trainer's next run

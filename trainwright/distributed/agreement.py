@@ -139,9 +139,8 @@ class Agreement:
         deadline = began + timeout_seconds
         missing = [] if self._store.check(keys) else list(reversed(keys))
         while missing:
-            if self._store.check(
-                missing[-1:]
-            ):  # one at a time: all of a thousand at each look would keep the store busy
+            # One at a time: all of a thousand at each look would keep the store busy.
+            if self._store.check(missing[-1:]):
                 missing.pop()
                 continue
             if self._has_given_up:

@@ -41,7 +41,7 @@ class TensorBoardLogger(FolderLogger):
         default_hp_metric: log hp_metric=-1 with the hyper-parameters, so that TensorBoard's HPARAMS page has a metric.
         prefix: stands before the name of every metric, with a dash.
         sub_dir: a folder within the run's.
-        kwargs: further arguments of torch.utils.tensorboard.SummaryWriter.
+        kwargs: further arguments of torch.utils.tensorboard.SummaryWriter; to its filename_suffix one of our own is added.
 
     Raises:
         ImportError: tensorboard is not installed.
@@ -63,7 +63,7 @@ class TensorBoardLogger(FolderLogger):
         if importlib.util.find_spec("tensorboard") is None:
             raise ImportError("TensorBoardLogger needs tensorboard: pip install tensorboard, or use CSVLogger.")
         super().__init__(save_dir, name, version, prefix, ROWS_AT_ONCE)
-        kwargs.setdefault("filename_suffix", FILE_SUFFIX)
+        kwargs["filename_suffix"] = f"{kwargs.get('filename_suffix', '')}{FILE_SUFFIX}"
         self.sub_dir = os.fspath(sub_dir) if sub_dir is not None else None
         self._log_graph, self._default_hp_metric, self._kwargs = log_graph, default_hp_metric, kwargs
         self._experiment: SummaryWriter | None = None
