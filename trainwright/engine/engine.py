@@ -289,7 +289,11 @@ class Engine:
         refuse_lazy_tensors(path, self.modules)
         pieces = self._model_pieces()
         if edit is not None:
-            state, pieces = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
+            edited: list[Piece] = []
+            state, left = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
+            subject = f"checkpoint {path} was not written"
+            Outcomes(self.agreement, subject, path, self.timeout_seconds).settle(lambda: edited.extend(left()))
+            pieces = edited
         sections = {"model": pieces}
         extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
         contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **state}
