@@ -36,7 +36,7 @@ def edit_for_save(
         ValueError: they put something under a key that is the engine's.
     """
     contents = {**header, **state, "state_dict": {piece.name: shown(piece) for piece in pieces}}
-    before = dict(contents["state_dict"])
+    before: dict[str, Tensor] = dict(contents["state_dict"])
     edit(contents)
     if taken := sorted(contents.keys() & RESERVED):
         raise ValueError(
@@ -50,7 +50,7 @@ def edit_for_save(
         )
 
     def left() -> list[Piece]:
-        shown_as = ((piece, before[piece.name]) for piece in pieces)
+        shown_as = [(piece, before[piece.name]) for piece in pieces]
         kept = [piece for piece, tensor in shown_as if tensors.get(piece.name) is tensor and is_range(tensor)]
         known = {piece.name for piece in kept}
         return [*kept, *(stored(name, value) for name, value in tensors.items() if name not in known)]
