@@ -17,13 +17,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any, cast
 
-from trainwright.distributed.agreement import Agreement, FailureBoard, PeerWatch, Store
+from trainwright.distributed.agreement import Agreement
 from trainwright.distributed.appointments import Appointment, AppointmentBook
 from trainwright.distributed.clusters import read_number, read_open_mpi, read_pmi, read_slurm, read_slurm_job, requeue
+from trainwright.distributed.failures import FailureBoard, PeerWatch
 from trainwright.distributed.network import LOOPBACK, interface_towards, listen_at, loopback_interface
+from trainwright.distributed.store import Store
+from trainwright.distributed.whereabouts import Whereabouts
 from trainwright.errors import LaunchError
 
 JOB_VARIABLE = "TRAINWRIGHT_JOB"
@@ -276,7 +278,8 @@ def open_process_group(
     job = _stores().PrefixStore(f"{STORE_PREFIX}/{environment.restart_count}", base)
     # NOTE: a blocking call of one thread holds its connection, so the group, the agreement and the watch have one each.
     control = job.clone()
-    watch, book = _start_watch(environment, backend, control, job.clone(), store_host)
+    whereabouts = Whereabouts(environment.rank)
+    watch, book = _start_watch(environment, backend, control, job.clone(), store_host, whereabouts)
     atexit.register(watch.stop)
     plain_hook = sys.excepthook
     try:
@@ -298,6 +301,7 @@ def open_process_group(
         _stores().PrefixStore(f"generation/{_generation}", control),
         environment.rank,
         environment.world_size,
+        whereabouts=whereabouts,
     )
     _generation += 1
     opened = Connection(
@@ -324,7 +328,12 @@ def _close_group_of_one() -> None:
 
 
 def _start_watch(
-    environment: Environment, backend: str, control: Store, watched: Store, store_host: int | None
+    environment: Environment,
+    backend: str,
+    control: Store,
+    watched: Store,
+    store_host: int | None,
+    whereabouts: Whereabouts,
 ) -> tuple[PeerWatch, AppointmentBook]:
     """Start the watcher thread on a connection of its own; return it with the appointments that it looks after."""
     prefix = f"appointments/{_generation}"
@@ -334,6 +343,13 @@ def _start_watch(
         environment.world_size,
         synchronize=None if backend == "gloo" else _synchronize,
     )
+    appointments = _stores().PrefixStore(prefix, watched)
+    questions = _stores().PrefixStore(f"generation/{_generation}", watched)
+
+    def look() -> None:
+        book.look(appointments)
+        whereabouts.answer(questions)
+
     watch = PeerWatch(
         watched,
         environment.rank,
@@ -341,7 +357,7 @@ def _start_watch(
         name=str(_generation),
         store_host=store_host,
         error_file=environment.error_file if environment.launched_by == "torchrun" else None,
-        look=partial(book.look, _stores().PrefixStore(prefix, watched)),
+        look=look,
     )
     watch.start()
     return watch, book

@@ -193,7 +193,7 @@ class Engine:
 
     def take_seed(self) -> None:
         """Let the order of the data start from rank 0's torch seed as it is now. Collective: call on every rank."""
-        self.seed = int(self.agreed(str(torch.initial_seed() % 2**63)))
+        self.seed = int(self.agreed(str(torch.initial_seed() % 2**63), "the choice of a seed"))
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -235,9 +235,9 @@ class Engine:
         """Return the elementwise mean, sum, min or max over the ranks. Collective: call on every rank."""
         return collectives.all_reduce(tensor, op)
 
-    def agreed(self, text: str) -> str:
-        """Return rank 0's text on every rank, over the key-value store. Collective: call on every rank."""
-        return self.agreement.broadcast(text.encode(), self.timeout_seconds).decode()
+    def agreed(self, text: str, call: str) -> str:
+        """Return rank 0's text on every rank, over the store; `call` says what it is. Collective: call on every rank."""
+        return self.agreement.broadcast(text.encode(), call=call, timeout_seconds=self.timeout_seconds).decode()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s object on every rank: plain data, tensors (which come on this rank's device), and nests of them.
@@ -285,6 +285,8 @@ class Engine:
         Raises:
             CheckpointError: on every rank alike, for the one in flight before too; nothing is left at the path then.
         """
+        # First of all, so that no collective of a save is paired with another one of ranks that do not save here.
+        self.agreement.exchange(b"", call=f"a save of step {step}", timeout_seconds=self.timeout_seconds)
         self.finish_save()
         refuse_lazy_tensors(path, self.modules)
         pieces = self._model_pieces()
@@ -396,7 +398,7 @@ class Engine:
                 told = restored(checkpoint, state, seed, self.rank, self.world_size)
 
         # One rank's refusal is every rank's, in the words of the lowest.
-        Outcomes(self.agreement, "", checkpoint.path, self.timeout_seconds).settle(fits)
+        Outcomes(self.agreement, "the load of a checkpoint", "", checkpoint.path, self.timeout_seconds).settle(fits)
         if lazy:
             give_shapes(lazy, shapes)
             pieces = [piece for piece in self._model_pieces() if piece.name in shapes]
