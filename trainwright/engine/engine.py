@@ -295,7 +295,9 @@ class Engine:
             edited: list[Piece] = []
             state, left = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
             subject = f"checkpoint {path} was not written"
-            Outcomes(self.agreement, subject, path, self.timeout_seconds).settle(lambda: edited.extend(left()))
+            Outcomes(self.agreement, "a save", subject, path, self.timeout_seconds).settle(
+                lambda: edited.extend(left())
+            )
             pieces = edited
         sections = {"model": pieces}
         extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
