@@ -41,6 +41,16 @@ class Store(Protocol):
     def clone(self) -> Store: ...
 
 
+def post(store: Store, key: str, value: bytes | str) -> None:
+    """Set a key and return once the store has it, so that every rank which is told of it afterwards finds it.
+
+    `set` alone returns when the request is on its way: torch's TCPStore answers no `set`, and another connection may be
+    served before it. Requests of one connection are served in their order, so the answer to the next one is the receipt.
+    """
+    store.set(key, value)
+    store.check([key])
+
+
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02
 PAUSED_PART = 1 / 32
 """A rank that waits looks again after this part of the time that it has waited for, within the two limits."""
@@ -116,7 +126,7 @@ class Agreement:
     def leave(self) -> None:
         """Tell the others that this rank makes no call any more."""
         if self._store is not None:
-            self._store.set(f"left/{self.rank}", b"")
+            post(self._store, f"left/{self.rank}", b"")
 
     def _refuse_left(self, keys: list[str]) -> None:
         """Say that a rank which is waited for has come to its end (RuntimeError)."""
@@ -181,7 +191,7 @@ class FailureBoard:
     def post(self, rank: int, summary: str, trace: str = "") -> int:
         """Post a failure and return its place in the order; 1 is the first."""
         place = self._store.add("failure/count", 1)
-        self._store.set(f"failure/{place}", json.dumps({"rank": rank, "summary": summary, "traceback": trace}))
+        post(self._store, f"failure/{place}", json.dumps({"rank": rank, "summary": summary, "traceback": trace}))
         return place
 
     def post_error(self, rank: int, error: BaseException) -> int:
@@ -190,7 +200,7 @@ class FailureBoard:
 
     def mark_printed(self) -> None:
         """Say that the first failing rank has printed its traceback itself."""
-        self._store.set("failure/printed", "1")
+        post(self._store, "failure/printed", "1")
 
     def wait_until_printed(self, timeout_seconds: float) -> None:
         """Wait for the first failing rank's traceback: the launcher ends that rank too once another has left."""
@@ -200,7 +210,7 @@ class FailureBoard:
 
     def announce_end(self) -> None:
         """Say that the launcher is ending the job, so that what breaks from now on is not a failure."""
-        self._store.set("failure/ending", "1")
+        post(self._store, "failure/ending", "1")
 
     def is_ending(self) -> bool:
         """Whether the launcher is ending the job."""
@@ -208,7 +218,7 @@ class FailureBoard:
 
     def announce_stop(self, code: int) -> None:
         """Say that a signal has stopped the ranks' run, and with which exit code they are about to leave."""
-        self._store.set("stopped/code", str(code))
+        post(self._store, "stopped/code", str(code))
 
     def stop_code(self) -> int | None:
         """Return the exit code of ranks whose run a signal has stopped; None where none has."""
