@@ -67,7 +67,7 @@ class Precision:
         """Return the context of a backward, the same whether it is sent within a forward or after it; None for none."""
         return None
 
-    def outside(self) -> AbstractContextManager[Any]:
+    def step_context(self) -> AbstractContextManager[Any]:
         """Return a context in which nothing of `forward_context` holds, even within it: for an optimizer's arithmetic."""
         return nullcontext()
 

@@ -61,7 +61,7 @@ class MixedPrecision(Precision):
     def forward_context(self) -> AbstractContextManager[Any]:
         return self._autocast
 
-    def outside(self) -> AbstractContextManager[Any]:
+    def step_context(self) -> AbstractContextManager[Any]:
         return _Outside(self._device_type)
 
     def backward_context(self) -> AbstractContextManager[Any] | None:
@@ -108,7 +108,7 @@ class MixedPrecision(Precision):
         """
         if not torch.is_autocast_enabled(self._device_type):
             return self._step(optimizer, clip, closure)
-        with self.outside():
+        with self.step_context():
             return self._step(optimizer, clip, None if closure is None else self._within(closure))
 
     def _within(self, closure: Closure) -> Closure:

@@ -75,7 +75,7 @@ class SingleDtypePrecision(Precision):
             self._context
         )  # activation checkpointing runs parts of the forward again, and keeps no default dtype itself
 
-    def outside(self) -> AbstractContextManager[Any]:
+    def step_context(self) -> AbstractContextManager[Any]:
         return self._context.outside()
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
@@ -86,7 +86,7 @@ class SingleDtypePrecision(Precision):
         """Clip and step outside of the forward's default dtype, in which a closure runs as before."""
         if not self._context.is_entered:
             return super().step(optimizer, clip, closure)
-        with self.outside():
+        with self.step_context():
             return super().step(optimizer, clip, None if closure is None else self._within(closure))
 
     def _within(self, closure: Closure) -> Closure:

@@ -111,8 +111,8 @@ class ZeroPrecision(Precision):
     def backward_context(self) -> AbstractContextManager[Any] | None:
         return self._inner.backward_context()
 
-    def outside(self) -> AbstractContextManager[Any]:
-        return self._inner.outside()
+    def step_context(self) -> AbstractContextManager[Any]:
+        return self._inner.step_context()
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         with self.backward_context() or nullcontext():

@@ -136,7 +136,7 @@ def _prepare_optimizers(run: TrainingRun) -> None:
             run.step_results.append(result)  # counted when optimizer_step has returned
 
     def tell(optimizer: Optimizer) -> None:
-        with engine.precision.outside():  # where a step of automatic optimization calls it too
+        with engine.precision.step_context():  # where a step of automatic optimization calls it too
             engine.strategy.unscale(optimizer)
             run.hooks.call("on_before_optimizer_step", optimizer)
 
