@@ -136,8 +136,9 @@ def _prepare_optimizers(run: TrainingRun) -> None:
             run.step_results.append(result)  # counted when optimizer_step has returned
 
     def tell(optimizer: Optimizer) -> None:
-        engine.strategy.unscale(optimizer)
-        run.hooks.call("on_before_optimizer_step", optimizer)
+        with engine.precision.step_context():  # where a step of automatic optimization calls it too
+            engine.strategy.unscale(optimizer)
+            run.hooks.call("on_before_optimizer_step", optimizer)
 
     before = tell if run.is_manual and run.before_step else None
     trainer.prepared_optimizers = [
