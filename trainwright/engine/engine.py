@@ -42,6 +42,7 @@ from trainwright.engine.handover import start_job
 from trainwright.engine.lazy_tensors import check_lazy_shapes, give_shapes, lazy_tensors, refuse_lazy_tensors
 from trainwright.engine.model_layout import refuse_unlike_models
 from trainwright.engine.named_state import model_pieces, named_optimizers, optimizer_pieces
+from trainwright.engine.replica_settings import refuse_unlike_optimizers
 from trainwright.engine.restored import Restored, restored
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult, resolve_precision
@@ -184,7 +185,12 @@ class Engine:
         self.strategy.follow_parameters(self.modules)
 
     def prepare_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Let the strategy prepare the optimizers of the prepared modules; return those to step, in the same order."""
+        """Let the strategy prepare the optimizers of the prepared modules; return those to step, in the same order. Collective.
+
+        Raises:
+            ValueError: on every rank alike, where the ranks have optimizers of different kinds or options.
+        """
+        refuse_unlike_optimizers(optimizers, self.agreement, self.timeout_seconds)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
         return self.optimizers
 
