@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from trainwright.checkpoint.store import SAVE
 from trainwright.checkpoint.tensors import Piece
 from trainwright.compiled_names import clean_name
 from trainwright.distributed.agreement import Agreement
@@ -42,7 +43,7 @@ class Finiteness:
     def fault(self, modules: Sequence[nn.Module], pieces: Sequence[Piece]) -> str:
         """Return what is not finite on any rank, as a text; empty where nothing is. Collective: call on every rank."""
         own = _found(_trained(modules) - self._passed_over, pieces)
-        told = self._agreement.exchange(json.dumps(own).encode(), timeout_seconds=self._timeout_seconds)
+        told = self._agreement.exchange(json.dumps(own).encode(), call=SAVE, timeout_seconds=self._timeout_seconds)
         names = list(dict.fromkeys(name for each in told for name in json.loads(each)))
         self._is_known = not names
         more = f" and {len(names) - 1} more" if names[1:] else ""
