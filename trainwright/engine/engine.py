@@ -43,6 +43,7 @@ from trainwright.engine.lazy_tensors import check_lazy_shapes, give_shapes, lazy
 from trainwright.engine.model_layout import refuse_unlike_models, trained_names
 from trainwright.engine.named_state import model_pieces, named_optimizers, optimizer_pieces, stray_pieces
 from trainwright.engine.replaced import ReplacedParameters
+from trainwright.engine.replica_settings import refuse_unlike_optimizers
 from trainwright.engine.restored import Restored, restored
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult, resolve_precision
@@ -195,12 +196,14 @@ class Engine:
         self._trained = trained_names(self.modules)
 
     def prepare_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Let the strategy prepare the optimizers of the prepared modules; return those to step, in the same order.
+        """Let the strategy prepare the optimizers of the prepared modules; return those to step, in the same order. Collective.
 
         Raises:
-            ValueError: one would train nothing, or has stepped parameters that the strategy has replaced.
+            ValueError: one would train nothing, or has stepped parameters that the strategy has replaced; on every rank alike,
+                where the ranks have optimizers of different kinds or options.
         """
         self.replaced.update(each for each in optimizers if each not in self.optimizers)
+        refuse_unlike_optimizers(optimizers, self.agreement, self.timeout_seconds)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
         return self.optimizers
 
@@ -210,7 +213,7 @@ class Engine:
 
     def take_seed(self) -> None:
         """Let the order of the data start from rank 0's torch seed as it is now. Collective: call on every rank."""
-        self.seed = int(self.agreed(str(torch.initial_seed() % 2**63)))
+        self.seed = int(self.agreed(str(torch.initial_seed() % 2**63), "the choice of a seed"))
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -252,9 +255,9 @@ class Engine:
         """Return the elementwise mean, sum, min or max over the ranks. Collective: call on every rank."""
         return collectives.all_reduce(tensor, op)
 
-    def agreed(self, text: str) -> str:
-        """Return rank 0's text on every rank, over the key-value store. Collective: call on every rank."""
-        return self.agreement.broadcast(text.encode(), self.timeout_seconds).decode()
+    def agreed(self, text: str, call: str) -> str:
+        """Return rank 0's text on every rank, over the store; `call` says what it is. Collective: call on every rank."""
+        return self.agreement.broadcast(text.encode(), call=call, timeout_seconds=self.timeout_seconds).decode()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s object on every rank: plain data, tensors (which come on this rank's device), and nests of them.
@@ -302,11 +305,19 @@ class Engine:
         Raises:
             CheckpointError: on every rank alike, for the one in flight before too; nothing is left at the path then.
         """
+        # First of all, so that no collective of a save is paired with another one of ranks that do not save here.
+        self.agreement.exchange(b"", call=f"a save of step {step}", timeout_seconds=self.timeout_seconds)
         self.finish_save()
         refuse_lazy_tensors(path, self.modules)
         pieces = model_pieces(self.strategy, self.modules)
         if edit is not None:
-            state, pieces = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
+            edited: list[Piece] = []
+            state, left = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
+            subject = f"checkpoint {path} was not written"
+            Outcomes(self.agreement, "a save", subject, path, self.timeout_seconds).settle(
+                lambda: edited.extend(left())
+            )
+            pieces = edited
         sections = {"model": pieces}
         extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
         contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **state}
@@ -419,7 +430,7 @@ class Engine:
                 told = restored(checkpoint, state, seed, self.rank, self.world_size)
 
         # One rank's refusal is every rank's, in the words of the lowest.
-        Outcomes(self.agreement, "", checkpoint.path, self.timeout_seconds).settle(fits)
+        Outcomes(self.agreement, "the load of a checkpoint", "", checkpoint.path, self.timeout_seconds).settle(fits)
         if lazy:
             give_shapes(lazy, shapes)
             pieces = [piece for piece in model_pieces(self.strategy, self.modules) if piece.name in shapes]
