@@ -42,8 +42,9 @@ from trainwright.engine.devices import check_nodes, device_index, resolve_device
 from trainwright.engine.finiteness import Finiteness
 from trainwright.engine.handover import start_job
 from trainwright.engine.lazy_tensors import check_lazy_shapes, give_shapes, lazy_tensors, refuse_lazy_tensors
-from trainwright.engine.model_layout import refuse_unlike_models
-from trainwright.engine.named_state import model_pieces, named_optimizers, optimizer_pieces
+from trainwright.engine.model_layout import refuse_unlike_models, trained_names
+from trainwright.engine.named_state import model_pieces, named_optimizers, optimizer_pieces, stray_pieces
+from trainwright.engine.replaced import ReplacedParameters
 from trainwright.engine.replica_settings import refuse_unlike_optimizers
 from trainwright.engine.restored import Restored, restored
 from trainwright.errors import CheckpointError
@@ -134,6 +135,9 @@ class Engine:
         self.optimizers: list[Optimizer] = []
         self.optimization = Optimization()
         self._finiteness = Finiteness(self.agreement, self.timeout_seconds)
+        self.replaced = ReplacedParameters()
+        self._trained: list[list[str]] = []
+        """Which parameters required gradients when the strategy was told last, of each module."""
 
     @property
     def precision(self) -> Precision:
@@ -174,26 +178,35 @@ class Engine:
         if holder is not None and (earlier := holder()) not in (None, self.strategy):
             earlier.close()  # of another Trainer; what its engine has hung on the module would work on
         _holders[module] = ref(self.strategy)
-        self.precision.convert_module(module)
-        self.strategy.setup_module(module, optimization)
+        with self.replaced.followed(module):
+            self.precision.convert_module(module)
+            self.strategy.setup_module(module, optimization)
         self.modules.append(module)
+        self._trained = trained_names(self.modules)
 
-    def follow_parameters(self) -> None:
-        """Let the strategy know which parameters require gradients now. Collective: call at each epoch's start.
+    def follow_parameters(self, *, if_changed: bool = False) -> None:
+        """Let the strategy know which parameters there are and require gradients now. Collective: call at each epoch's start.
+
+        With `if_changed` nothing is done, and nothing communicated, unless others require gradients than before.
 
         Raises:
             ValueError: on every rank alike, where they were not frozen or unfrozen alike.
         """
+        if if_changed and trained_names(self.modules) == self._trained:
+            return
         for module in self.modules:
             refuse_unlike_models(module, self.agreement, self.timeout_seconds)
         self.strategy.follow_parameters(self.modules)
+        self._trained = trained_names(self.modules)
 
     def prepare_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Let the strategy prepare the optimizers of the prepared modules; return those to step, in the same order. Collective.
 
         Raises:
-            ValueError: on every rank alike, where the ranks have optimizers of different kinds or options.
+            ValueError: one would train nothing, or has stepped parameters that the strategy has replaced; on every rank alike,
+                where the ranks have optimizers of different kinds or options.
         """
+        self.replaced.update(each for each in optimizers if each not in self.optimizers)
         refuse_unlike_optimizers(optimizers, self.agreement, self.timeout_seconds)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
         self._finiteness.begin(self.modules, model_pieces(self.strategy, self.modules))
@@ -209,7 +222,7 @@ class Engine:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def run(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a named step of a prepared module, or its "forward", in the precision's context."""
         return self.strategy.run(module, name, args, kwargs)
 
@@ -323,6 +336,8 @@ class Engine:
         contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **state}
         if not weights_only:
             sections["optimizer"] = optimizer_pieces(self.strategy, named_optimizers(self.modules, self.optimizers))
+            if strays := stray_pieces(self.strategy, self.modules, self.optimizers):
+                sections["parameters"] = strays
             contents["precision"] = self.precision.state_dict()
             contents["strategy"] = self.strategy.state
             contents["optimizers"] = [
@@ -415,6 +430,7 @@ class Engine:
         present, lazy = model_pieces(self.strategy, self.modules), lazy_tensors(self.modules)
         shapes: dict[str, tuple[int, ...]] = {}
         pieces: list[Piece] = []
+        strays = [] if weights_only else stray_pieces(self.strategy, self.modules, self.optimizers)
         extra: list[dict[str, Any]] = []
         seed = int(state.get("seed", self.seed))
         told = Restored(state, None, None, [])
@@ -430,6 +446,8 @@ class Engine:
             extra.extend(fitting_extra_states(self.modules, state, checkpoint.path, strict))
             if not weights_only:
                 self._check_optimizers(checkpoint, state)
+                there = checkpoint.tensors("parameters") if "parameters" in checkpoint.sections else {}
+                check_model(checkpoint.path, {name: each.shape for name, each in there.items()}, strays, strict=True)
                 told = restored(checkpoint, state, seed, self.rank, self.world_size)
 
         # One rank's refusal is every rank's, in the words of the lowest.
@@ -443,6 +461,8 @@ class Engine:
             fill(pieces, tensors)
         else:
             checkpoint.read_into("model", pieces)
+        if strays:
+            checkpoint.read_into("parameters", strays)
         for module, states in zip(self.modules, extra, strict=True):
             set_extra_states(module, states)
         same_job = (checkpoint.header.get("strategy"), checkpoint.world_size) == (self.strategy.name, self.world_size)
