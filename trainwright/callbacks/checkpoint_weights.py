@@ -23,7 +23,7 @@ class WeightsCheck:
             trainer: whose weights are to be saved.
             kept: the newest checkpoint, which stays; empty where there is none.
         """
-        fault = trainer.engine.weights_fault()
+        fault = trainer.engine.finiteness.fault()
         if fault and not self._has_warned:
             stays = f"{kept} stays as the newest one" if kept else "There is none to go on from"
             rank_zero_warn(

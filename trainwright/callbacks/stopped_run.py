@@ -93,7 +93,7 @@ def _comparable(value: Any) -> Any:
 def save_failed_run(callback: ModelCheckpoint, trainer: Trainer) -> None:
     """Save a run that an exception has ended, where it can be resumed exactly, and say so; see `save_on_exception`."""
     try:
-        refusal = _refusal(trainer) or trainer.engine.weights_fault()
+        refusal = _refusal(trainer) or trainer.engine.finiteness.fault()
         if refusal:
             print(f"save_on_exception: nothing is saved: {refusal}.", file=sys.stderr)
             return

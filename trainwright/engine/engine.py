@@ -134,7 +134,11 @@ class Engine:
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.optimization = Optimization()
-        self._finiteness = Finiteness(self.agreement, self.timeout_seconds)
+        self.finiteness = Finiteness(
+            self.agreement,
+            self.timeout_seconds,
+            lambda: (self.modules, model_pieces(self.strategy, self.modules)),
+        )
         self.replaced = ReplacedParameters()
         self._trained: list[list[str]] = []
         """Which parameters required gradients when the strategy was told last, of each module."""
@@ -209,7 +213,7 @@ class Engine:
         self.replaced.update(each for each in optimizers if each not in self.optimizers)
         refuse_unlike_optimizers(optimizers, self.agreement, self.timeout_seconds)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
-        self._finiteness.begin(self.modules, model_pieces(self.strategy, self.modules))
+        self.finiteness.begin()
         return self.optimizers
 
     def prepare_loader(self, loader: Iterable[Any], mode: Mode) -> ShardedLoader:
@@ -285,13 +289,6 @@ class Engine:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def weights_fault(self) -> str:
-        """Return what is wrong with the weights where they are not finite on some rank, else nothing. Collective.
-
-        The save that follows does not look at them again.
-        """
-        return self._finiteness.fault(self.modules, model_pieces(self.strategy, self.modules))
-
     def save(
         self,
         path: str,
@@ -324,7 +321,7 @@ class Engine:
         self.finish_save()
         refuse_lazy_tensors(path, self.modules)
         pieces = model_pieces(self.strategy, self.modules)
-        self._look_at(pieces, path, overwrite)
+        self._look_at_weights(path, overwrite)
         if edit is not None:
             edited: list[Piece] = []
             state, left = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
@@ -361,9 +358,9 @@ class Engine:
             overwrite=overwrite,
         )
 
-    def _look_at(self, pieces: Sequence[Piece], path: str, overwrite: bool) -> None:
+    def _look_at_weights(self, path: str, overwrite: bool) -> None:
         """Refuse to let weights that are not finite take a checkpoint's place, and say where they take none. Collective."""
-        fault = self._finiteness.fault_at_save(self.modules, pieces)
+        fault = self.finiteness.fault_at_save()
         if fault and overwrite and json.loads(self.agreed(json.dumps(is_checkpoint(path)), SAVE)):
             raise CheckpointError(f"checkpoint {path} was not written: {fault}, and the one that is there stays.")
         if fault:

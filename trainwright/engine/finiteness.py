@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,20 +28,31 @@ class Finiteness:
     Args:
         agreement: carries what each rank has found.
         timeout_seconds: how long to wait for the slowest rank.
+        read: returns the modules, and this rank's share of their tensors.
     """
 
-    def __init__(self, agreement: Agreement, timeout_seconds: float) -> None:
-        self._agreement, self._timeout_seconds = agreement, timeout_seconds
+    def __init__(
+        self,
+        agreement: Agreement,
+        timeout_seconds: float,
+        read: Callable[[], tuple[Sequence[nn.Module], Sequence[Piece]]],
+    ) -> None:
+        self._agreement, self._timeout_seconds, self._read = agreement, timeout_seconds, read
         self._passed_over: set[str] = set()
         self._is_known = False
         """Whether the weights were found to be finite for the save that comes."""
 
-    def begin(self, modules: Sequence[nn.Module], pieces: Sequence[Piece]) -> None:
+    def begin(self) -> None:
         """Take note of what is not finite before the training."""
+        modules, pieces = self._read()
         self._passed_over = set(_found(_trained(modules), pieces))
 
-    def fault(self, modules: Sequence[nn.Module], pieces: Sequence[Piece]) -> str:
-        """Return what is not finite on any rank, as a text; empty where nothing is. Collective: call on every rank."""
+    def fault(self) -> str:
+        """Return what is not finite on any rank, as a text; empty where nothing is. Collective: call on every rank.
+
+        The save that follows does not look again where all is finite.
+        """
+        modules, pieces = self._read()
         own = _found(_trained(modules) - self._passed_over, pieces)
         told = self._agreement.exchange(json.dumps(own).encode(), call=SAVE, timeout_seconds=self._timeout_seconds)
         names = list(dict.fromkeys(name for each in told for name in json.loads(each)))
@@ -49,9 +60,9 @@ class Finiteness:
         more = f" and {len(names) - 1} more" if names[1:] else ""
         return f"the weights are not finite (NaN or infinity in {names[0]!r}{more})" if names else ""
 
-    def fault_at_save(self, modules: Sequence[nn.Module], pieces: Sequence[Piece]) -> str:
+    def fault_at_save(self) -> str:
         """Return the same, without another look where one has just been taken for this save. Collective."""
-        fault = "" if self._is_known else self.fault(modules, pieces)
+        fault = "" if self._is_known else self.fault()
         self._is_known = False
         return fault
 
