@@ -20,9 +20,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.contents import (
     check_optimizer,
     extra_states,
-    fitting_extra_states,
     restore_optimizer,
-    set_extra_states,
     with_dtypes_of,
 )
 from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
@@ -41,8 +39,15 @@ from trainwright.engine.command_line import fill_open
 from trainwright.engine.devices import check_nodes, device_index, resolve_device_type, resolve_num_processes
 from trainwright.engine.finiteness import Finiteness
 from trainwright.engine.handover import start_job
-from trainwright.engine.lazy_tensors import check_lazy_shapes, give_shapes, lazy_tensors, refuse_lazy_tensors
+from trainwright.engine.lazy_tensors import (
+    LazyTensor,
+    check_lazy_shapes,
+    give_shapes,
+    lazy_tensors,
+    refuse_lazy_tensors,
+)
 from trainwright.engine.model_layout import refuse_unlike_models, trained_names
+from trainwright.engine.module_state import ModuleLoads
 from trainwright.engine.named_state import model_pieces, named_optimizers, optimizer_pieces, stray_pieces
 from trainwright.engine.replaced import ReplacedParameters
 from trainwright.engine.replica_settings import refuse_unlike_optimizers
@@ -320,6 +325,8 @@ class Engine:
         self.agreement.exchange(b"", call=f"a save of step {step}", timeout_seconds=self.timeout_seconds)
         self.finish_save()
         refuse_lazy_tensors(path, self.modules)
+        for module in self.modules:
+            self.strategy.computed_entries(module)  # refuses what it cannot store
         pieces = model_pieces(self.strategy, self.modules)
         self._look_at_weights(path, overwrite)
         if edit is not None:
@@ -424,11 +431,11 @@ class Engine:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
         """
         checkpoint, state, tensors = source if isinstance(source, Opened) else self.open(source)
-        present, lazy = model_pieces(self.strategy, self.modules), lazy_tensors(self.modules)
+        lazy: dict[str, LazyTensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         pieces: list[Piece] = []
         strays = [] if weights_only else stray_pieces(self.strategy, self.modules, self.optimizers)
-        extra: list[dict[str, Any]] = []
+        loads = ModuleLoads(self.strategy, self.modules, state, checkpoint.path)
         seed = int(state.get("seed", self.seed))
         told = Restored(state, None, None, [])
 
@@ -437,10 +444,12 @@ class Engine:
             if check is not None:
                 check(state)
             stored = checkpoint.tensors("model") if tensors is None else tensors
-            shapes.update((name, tuple(each.shape)) for name, each in stored.items())
+            loads.check(strict)
+            shapes.update((name, tuple(each.shape)) for name, each in stored.items() if loads.is_filled(name))
+            lazy.update({name: each for name, each in lazy_tensors(self.modules).items() if loads.is_filled(name)})
+            present = [each for each in model_pieces(self.strategy, self.modules) if loads.is_filled(each.name)]
             pieces.extend(check_model(checkpoint.path, shapes, present, strict, lazy))
             check_lazy_shapes(checkpoint.path, lazy, shapes)
-            extra.extend(fitting_extra_states(self.modules, state, checkpoint.path, strict))
             if not weights_only:
                 self._check_optimizers(checkpoint, state)
                 there = checkpoint.tensors("parameters") if "parameters" in checkpoint.sections else {}
@@ -448,7 +457,9 @@ class Engine:
                 told = restored(checkpoint, state, seed, self.rank, self.world_size)
 
         # One rank's refusal is every rank's, in the words of the lowest.
-        Outcomes(self.agreement, "the load of a checkpoint", "", checkpoint.path, self.timeout_seconds).settle(fits)
+        outcomes = Outcomes(self.agreement, "the load of a checkpoint", "", checkpoint.path, self.timeout_seconds)
+        outcomes.settle(fits)
+        outcomes.settle(lambda: loads.load_wholes(checkpoint, tensors, strict))
         if lazy:
             give_shapes(lazy, shapes)
             pieces = [piece for piece in model_pieces(self.strategy, self.modules) if piece.name in shapes]
@@ -460,11 +471,10 @@ class Engine:
             checkpoint.read_into("model", pieces)
         if strays:
             checkpoint.read_into("parameters", strays)
-        for module, states in zip(self.modules, extra, strict=True):
-            set_extra_states(module, states)
         same_job = (checkpoint.header.get("strategy"), checkpoint.world_size) == (self.strategy.name, self.world_size)
         kept = {} if weights_only or not same_job else state.get("strategy", {})
         self.strategy.after_load(self.modules, self.optimizers, kept)
+        outcomes.settle(loads.finish)
         if not weights_only:
             self.precision.load_state_dict(state.get("precision", {}))
             self.seed = seed

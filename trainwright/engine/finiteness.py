@@ -14,6 +14,7 @@ from trainwright.checkpoint.store import SAVE
 from trainwright.checkpoint.tensors import Piece
 from trainwright.compiled_names import clean_name
 from trainwright.distributed.agreement import Agreement
+from trainwright.engine.named_state import prefix_of
 
 DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64})
 STATISTICS = ("running_mean", "running_var")
@@ -71,7 +72,7 @@ def _trained(modules: Iterable[nn.Module]) -> set[str]:
     """Return the names, in a checkpoint, of what is looked at."""
     names = set()
     for number, module in enumerate(modules):
-        prefix = f"{number}." if number else ""
+        prefix = prefix_of(number)
         names |= {prefix + clean_name(name) for name, each in module.named_parameters() if each.requires_grad}
         for place, layer in module.named_modules():
             if isinstance(layer, _NormBase):

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.contents import describe_optimizer, is_extra_state
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name as clean_name
+from trainwright.errors import CheckpointError
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.strategies.materialize import materialize
 
@@ -80,6 +81,8 @@ class Strategy:
     """True where its engine's own configuration says which optimizer to make, so that the module makes none."""
     takes_compile = True
     """True where torch.compile can trace what its engine does around the modules."""
+    holds_modules = True
+    """True where the module's own tensors are what is trained, whole on each rank."""
     keeps_optimizers = True
     """True where optimizers still have their state when the run that they were made for is over."""
     needs_group = False
@@ -227,6 +230,21 @@ class Strategy:
             pieces.append(self.piece(clean_name(name), value, writer))
         return pieces
 
+    def computed_entries(self, module: nn.Module) -> list[str]:
+        """Return the names of what a module computes for its state_dict, so that no load can write into it.
+
+        Raises:
+            CheckpointError: there is some, and the module is not whole on each rank.
+        """
+        names = [clean_name(name) for name, _, is_in_use in _entries(module) if not is_in_use]
+        if names and not self.holds_modules:
+            raise CheckpointError(
+                f"{names[0]!r} in the state_dict of {type(module).__name__} is computed from what it holds, of which each rank "
+                f"has a part, or a copy in low precision, under strategy={self.name!r}. Keep it as a parameter or buffer, or "
+                "choose 'ddp'."
+            )
+        return names
+
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
         """Return this rank's share of the optimizer's per-parameter tensors, named "parameter/key".
 
@@ -319,18 +337,38 @@ def refuse_lazy(module: nn.Module, name: str) -> None:
 def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a module's state_dict by their names there: those in use, which a load may write into.
 
-    What is lazy is left out: it has no shape yet (see engine/lazy_tensors.py).
+    What a layer computes for its state_dict comes as it is. What is lazy is left out: it has no shape yet (see
+    engine/lazy_tensors.py).
     """
+    yield from ((name, value) for name, value, _ in _entries(module))
+
+
+def _entries(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield the tensors of a module's state_dict, each with its name and whether it is one in use."""
+    in_use: dict[Any, Tensor] = {}
+    for each in (*module.buffers(), *module.parameters()):
+        in_use[each] = in_use[_memory(each)] = each
     for name, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor) or is_extra_state(name) or is_lazy(value):
             continue
-        if not isinstance(value, nn.Parameter):
+        if value not in in_use and (known := in_use.get(_memory(value))) is not None:
+            value = known  # by other means, such as .data
+        if value not in in_use:
             place, _, leaf = name.rpartition(".")
             with suppress(AttributeError):
-                own = getattr(module.get_submodule(place), leaf)
-                # A Metric puts copies of its states there.
-                value = own if isinstance(own, Tensor) and own.shape == value.shape else value
-        yield name, value
+                own = module.get_submodule(place).__dict__.get(leaf)
+                if isinstance(own, Tensor) and own.shape == value.shape:  # a Metric puts copies of its states there
+                    yield name, own, True
+                    continue
+        yield name, value, value in in_use
+
+
+def _memory(tensor: Tensor) -> Any:
+    """Return what tells where a tensor's elements lie; unlike any other's where it has none of its own."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if is_lazy(local) or local.layout is not torch.strided or local.is_meta or local.numel() == 0:
+        return ("none", id(tensor))
+    return local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), tuple(tensor.shape)
 
 
 def broadcast_tensors(tensors: Iterable[Tensor]) -> None:

@@ -54,6 +54,7 @@ class DeepSpeedStrategy(Strategy):
 
     name = "deepspeed"
     is_parallel = True
+    holds_modules = False
     takes_closure = False
     needs_group = True
     keeps_optimizers = False
