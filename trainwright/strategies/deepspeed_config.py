@@ -143,6 +143,8 @@ def build_config(
         config["fp16"] = {"enabled": True}
     elif name.startswith("bf16"):
         config["bf16"] = {"enabled": True}
+    if "fp16" in config or "bf16" in config:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}  # else windows are summed in 16 bits
     config["zero_optimization"] = {
         "stage": stage,
         "overlap_comm": False,

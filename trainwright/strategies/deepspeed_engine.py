@@ -5,53 +5,78 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from trainwright.distributed.environment import Environment, announce_place
+from trainwright.strategies.master_optimizer import MasterOptimizer
 
 
 def make_engine(
-    part: nn.Module, optimizer: Optimizer | None, trained: Any, config: dict[str, Any], device_type: str
+    part: nn.Module, optimizer: MasterOptimizer | None, trained: Any, config: dict[str, Any], device_type: str
 ) -> Any:
     """Return DeepSpeed's engine around a module whose weights are rank 0's on every rank already. Collective.
 
+    `trained` are the parameters for the optimizer that the config names, where there is one.
+
     Raises:
-        ValueError: DeepSpeed refuses a setting.
+        ValueError: DeepSpeed refuses a setting, or cannot train a parameter.
     """
     announce_place(Environment.detect().local_rank, **({"DS_ACCELERATOR": "cpu"} if device_type == "cpu" else {}))
     deepspeed = import_deepspeed(device_type)
     is_sharding = config["zero_optimization"]["stage"] == 3
     whole = [p for p in part.parameters() if not hasattr(p, "ds_id")] if is_sharding else []
     _refuse_what_cannot_be_sharded(whole)
-    # DeepSpeed broadcasts parameters as bytes, which fails where one has no dimensions. They are rank 0's already.
-    kind, name = deepspeed.DeepSpeedEngine, "_broadcast_model"
-    broadcast = getattr(kind, name)
-    setattr(kind, name, lambda engine: None)
     for parameter in whole:
         parameter.data = parameter.data.contiguous()  # nor where its elements lie in another order
     scalars = [p for p in whole if p.dim() == 0]
     for parameter in scalars:
         parameter.data = parameter.data.reshape(1)
     try:
-        engine = deepspeed.initialize(
-            model=part, optimizer=optimizer, model_parameters=trained, config=config, dist_init_required=False
-        )[0]
+        with _own_ways(deepspeed.DeepSpeedEngine):
+            engine = deepspeed.initialize(
+                model=part, optimizer=optimizer, model_parameters=trained, config=config, dist_init_required=False
+            )[0]
     except pydantic_error() as error:
         raise ValueError(
             f"DeepSpeed refuses a setting of the strategy or its config: {error}. Its settings are listed at "
             "https://www.deepspeed.ai/docs/config-json."
         ) from error
-    finally:
-        setattr(kind, name, broadcast)
     for parameter in scalars:
         parameter.ds_shape = torch.Size([])  # type: ignore[attr-defined]
         if parameter.numel() == 1:
             parameter.data = parameter.data.reshape(())
     return engine
+
+
+@contextmanager
+def _own_ways(kind: Any) -> Iterator[None]:
+    """Have engines of this class made in our ways, within the context."""
+    theirs = {name: getattr(kind, name) for name in ("_broadcast_model", "_configure_basic_optimizer")}
+    check = kind._do_optimizer_sanity_check
+
+    def configure(engine: Any, parameters: Any) -> MasterOptimizer:
+        return MasterOptimizer(theirs["_configure_basic_optimizer"](engine, parameters))
+
+    def choose(engine: Any, optimizer: Any) -> Any:
+        # For windows summed in float32 DeepSpeed would take another class in stage 1, with other masters.
+        chosen = check(engine, optimizer)
+        return "zero_optimization" if engine.zero_optimization() else chosen
+
+    # DeepSpeed broadcasts parameters as bytes, which fails where one has no dimensions. They are rank 0's already.
+    kind._broadcast_model = lambda engine: None
+    kind._configure_basic_optimizer = configure
+    kind._do_optimizer_sanity_check = choose
+    try:
+        yield
+    finally:
+        for name, own in theirs.items():
+            setattr(kind, name, own)
+        kind._do_optimizer_sanity_check = check
 
 
 def _refuse_what_cannot_be_sharded(parameters: list[nn.Parameter]) -> None:
