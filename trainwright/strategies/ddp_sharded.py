@@ -23,6 +23,7 @@ from trainwright.rank_zero import rank_zero_info
 from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, refuse_lazy
 from trainwright.strategies.group_view import GroupView
 from trainwright.strategies.late_reduction import LateReduction
+from trainwright.strategies.step_probe import refuse_uneven_steps
 
 
 class ShardedOptimizer(Optimizer):
@@ -197,6 +198,7 @@ class ShardedDDPStrategy(Strategy):
         for optimizer in optimizers:
             if not isinstance(optimizer, ShardedOptimizer):
                 _refuse_mixed(optimizer)
+                refuse_uneven_steps(optimizer, self.device, self.name, flat=False)
                 optimizer = ShardedOptimizer(optimizer)
                 self._optimizers[id(optimizer)] = optimizer
             sharded.append(optimizer)

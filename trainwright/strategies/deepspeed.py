@@ -25,9 +25,16 @@ from trainwright.precision.base import Clipper, Closure, Precision, Sender, Step
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import zero_state
 from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, refuse_lazy, state_tensors
-from trainwright.strategies.deepspeed_config import build_config, low_precision, read_config, settle
+from trainwright.strategies.deepspeed_config import (
+    build_config,
+    low_precision,
+    read_config,
+    refuse_other_steppers,
+    settle,
+)
 from trainwright.strategies.deepspeed_engine import make_engine
 from trainwright.strategies.master_optimizer import MasterOptimizer, Share
+from trainwright.strategies.step_probe import refuse_uneven_steps
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, owned
 
 STAGES = (1, 2, 3)
@@ -90,6 +97,7 @@ class DeepSpeedStrategy(Strategy):
             raise ValueError(
                 f"offload_parameters=True needs stage 3, which shards them, and this is stage {self.stage}."
             )
+        refuse_other_steppers({**zero, **self.own_config.get("zero_optimization", {})})
         self._asked_precision = low_precision(self.own_config)
         self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
         self.zero = zero
@@ -191,12 +199,23 @@ class DeepSpeedStrategy(Strategy):
                 "itself, so one backward cannot serve several. Use 'bf16-mixed', or one optimizer."
             )
         for optimizer in (each for each in optimizers if each not in self._engines):
+            self._refuse_optimizer(optimizer)
             own = {p for group in optimizer.param_groups for p in group["params"]}
             owners = [module for module in modules if not own.isdisjoint(module.parameters())]
             master = MasterOptimizer(optimizer)
             engine = self._initialize(self._part(optimizer, own, owners, len(optimizers)), master)
             self._take(master, engine, owners)
         return list(self._engines)
+
+    def _refuse_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that flat pieces would lead to other weights (ValueError), unless the config takes any."""
+        device = torch.device("cpu") if self._offloads else self.device
+        try:
+            refuse_uneven_steps(optimizer, device, self.name, flat=True)
+        except ValueError as error:
+            if self.own_config.get("zero_allow_untested_optimizer") is not True:
+                raise
+            rank_zero_warn(f"the DeepSpeed config says zero_allow_untested_optimizer=True, so it is taken: {error}")
 
     def _part(self, optimizer: Optimizer, own: set[Tensor], owners: list[nn.Module], num_optimizers: int) -> Part:
         """Return what the engine of an optimizer owns of the modules."""
@@ -244,7 +263,7 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def _initialize(self, part: Part, optimizer: MasterOptimizer | None, trained: Any = None) -> Any:
-        return make_engine(part, optimizer, trained, self._config(), self.device.type)
+        return make_engine(part, optimizer, trained, self._config(), self.device.type, self._refuse_optimizer)
 
     def _taken(self, optimizer: Optimizer) -> ZeroOptimizer:
         assert isinstance(optimizer, ZeroOptimizer)
