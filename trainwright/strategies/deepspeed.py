@@ -315,7 +315,8 @@ class DeepSpeedStrategy(Strategy):
         elif clip is not None:
             norm = clip(facade)
         engine.enable_backward_allreduce = facade not in self._finished
-        engine.step()
+        with self.precision.step_context():
+            engine.step()
         engine.enable_backward_allreduce = True
         if zero.clip_grad:
             norm = torch.as_tensor(zero._global_grad_norm) * master.rescale

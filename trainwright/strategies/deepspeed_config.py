@@ -90,8 +90,8 @@ def refuse_other_steppers(zero: Mapping[str, Any]) -> None:
     if any(odd.values()):
         name = next(name for name, is_asked in odd.items() if is_asked)
         raise ValueError(
-            f"zero_optimization.{name} has DeepSpeed keep optimizer state where no checkpoint finds it; leave it out, or offload "
-            "by {'offload_optimizer': {'device': 'cpu'}}."
+            f"zero_optimization.{name} has DeepSpeed keep optimizer state where no checkpoint finds it; leave it out, or "
+            "offload by {'offload_optimizer': {'device': 'cpu'}}."
         )
 
 

@@ -115,8 +115,8 @@ def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:
     if len(dtypes) > 1:
         told = " and ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
         raise ValueError(
-            f"the module trains {told}, but DeepSpeed lays parameters of one dtype out side by side; convert the module to one, "
-            "or choose 'ddp'."
+            f"the module trains {told}, but DeepSpeed lays parameters of one dtype out side by side; convert the module to "
+            "one, or choose 'ddp'."
         )
 
 

@@ -48,6 +48,10 @@ def refuse_uneven_steps(optimizer: Optimizer, device: torch.device, strategy: st
     except Exception as error:
         if not flat:
             return  # whole tensors are what it knows, so nothing speaks against it
+        if _needs_closure(optimizer):
+            raise ValueError(
+                f"{name} computes the loss in its step, which strategy={strategy!r} does not let it. {instead}"
+            ) from None
         raise ValueError(
             f"{name} cannot step {share} ({type(error).__name__}: {error}), and strategy={strategy!r} gives each rank no more. "
             f"{instead}"
@@ -60,7 +64,7 @@ def refuse_uneven_steps(optimizer: Optimizer, device: torch.device, strategy: st
 
 
 def steps_elements(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is known to step each element by itself: torch's and DeepSpeed's, or one that steps as these."""
+    """Return whether an optimizer is known to step each element by itself, as torch's and DeepSpeed's, or steps as these do."""
     if type(optimizer).__module__.startswith("deepspeed.ops.") and type(optimizer).__name__ in KNOWN_OF_DEEPSPEED:
         return True
     for kind in KNOWN:
@@ -71,6 +75,11 @@ def steps_elements(optimizer: Optimizer) -> bool:
         ):
             return True
     return False
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    first = next(iter(list(inspect.signature(type(optimizer).step).parameters.values())[1:]), None)
+    return first is not None and first.name == "closure" and first.default is inspect.Parameter.empty
 
 
 def _distance(optimizer: Optimizer, device: torch.device, flat: bool) -> float:
@@ -169,11 +178,11 @@ def _twin(optimizer: Optimizer, tensors: Sequence[Sequence[nn.Parameter]]) -> Op
             memo[id(parameter)] = own[0] if own else nn.Parameter(torch.zeros(()))
     twin = _copied(optimizer, memo)
     for group, own, theirs in zip(twin.param_groups, tensors, optimizer.param_groups, strict=True):
-        made = next(
-            (p for p in theirs["params"] if optimizer.state.get(p)), None
-        )  # some make it when they are constructed
-        for tensor in own if made is not None else ():
-            twin.state[tensor] = {key: _alike(value, made, tensor) for key, value in optimizer.state[made].items()}
+        for made in [p for p in theirs["params"] if optimizer.state.get(p)][
+            :1
+        ]:  # some make it when they are constructed
+            for tensor in own:
+                twin.state[tensor] = {key: _alike(value, made, tensor) for key, value in optimizer.state[made].items()}
         group["params"] = list(own)
         if isinstance(group.get("lr"), (float, int)):
             group["lr"] = 0.01  # a warm-up begins with none
