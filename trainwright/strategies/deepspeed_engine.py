@@ -89,13 +89,13 @@ def _own_ways(kind: Any, look: Callable[[Optimizer], None]) -> Iterator[None]:
 
 def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:
     """Refuse parameters that ZeRO would train otherwise than one process, or not at all (ValueError)."""
-    named = {
-        f"{prefix}.{name}" if (prefix := place.partition(".")[2].partition(".")[2]) else name: p
+    named = [
+        (f"{prefix}.{name}" if (prefix := place.partition(".")[2].partition(".")[2]) else name, parameter)
         for place, member in part.named_modules()
-        for name, p in member.named_parameters(recurse=False)
-        if p.requires_grad or stage == 3
-    }
-    for name, parameter in named.items():
+        for name, parameter in member.named_parameters(recurse=False)
+        if parameter.requires_grad or stage == 3
+    ]
+    for name, parameter in named:
         told = str(parameter.dtype).removeprefix("torch.")
         if parameter.is_complex():
             raise ValueError(
@@ -111,7 +111,7 @@ def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:
                 f"parameter {name!r} has the shape {tuple(parameter.shape)}, but ZeRO stage 3 cannot gather one without "
                 "elements; make it a buffer, or choose stage 1 or 2."
             )
-    dtypes = {parameter.dtype: name for name, parameter in named.items() if parameter.requires_grad}
+    dtypes = {parameter.dtype: name for name, parameter in reversed(named) if parameter.requires_grad}
     if len(dtypes) > 1:
         told = " and ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
         raise ValueError(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.strategies.group_view import GroupView
+from trainwright.strategies.reached_parameters import ReachedParameters
 
 
 class Share(NamedTuple):
@@ -75,13 +76,11 @@ class MasterOptimizer(Optimizer):
         self.param_groups = views
         self.views: dict[Tensor, MasterView] = {}
         """This rank's views by parameter."""
-        self.reached: set[Tensor] = set()
-        """The parameters that a loss has reached since the last step."""
         self.rescale = 1.0
         """What the next step multiplies gradients by."""
         self.largest: float | None = None
         self._of: dict[Tensor, list[MasterView]] = {}
-        self._hooks: list[Any] = []
+        self._reached = ReachedParameters()
 
     def take(self, shares: Iterable[Share]) -> None:
         """Give the user's optimizer views of the masters that DeepSpeed has made, with the state that it had before.
@@ -90,8 +89,7 @@ class MasterOptimizer(Optimizer):
             ValueError: its state was made from parameters that an earlier run has left sharded.
         """
         for share in shares:
-            parameter: Any = share.parameter
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self.reached.add))
+            self._reached.follow([share.parameter])
             if share.numel:
                 part = share.flat.detach().narrow(0, share.offset, share.numel).requires_grad_()
                 self.views[share.parameter] = MasterView(share, part)
@@ -141,8 +139,7 @@ class MasterOptimizer(Optimizer):
         if share.flat.grad is None:
             return None
         gradient = share.flat.grad.narrow(0, share.offset, share.numel)
-        # One that no loss has reached here stays as it is, as on one process, unless other ranks sent it something.
-        if share.parameter not in self.reached and not gradient.any():
+        if self._reached.has_left_out(share.parameter, gradient):
             return None
         if self.rescale != 1.0:
             gradient.mul_(self.rescale)
@@ -167,14 +164,12 @@ class MasterOptimizer(Optimizer):
 
     def forget(self) -> None:
         """Take note that the gradients of this window have been stepped with or dropped."""
-        self.reached.clear()
+        self._reached.forget()
         self.rescale, self.largest = 1.0, None
 
     def close(self) -> None:
         """Let go of the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._reached.close()
 
 
 class StateByParameter(MutableMapping[Any, Any]):
