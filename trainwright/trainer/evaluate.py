@@ -60,6 +60,7 @@ class Evaluation:
         loaders = self._made()
         for _, loader in self.loaders:
             loader.close()
+            self.trainer.open_loaders.remove(loader)
         self.loaders = evaluation_loaders(
             loaders,
             rank=engine.rank,
