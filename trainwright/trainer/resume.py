@@ -75,7 +75,7 @@ def check_state(trainer: Trainer) -> None:
         CheckpointError: on every rank alike; the text says where it stands and of what kind it is.
     """
     engine = trainer.engine
-    if trainer.fast_dev_run or not any(each.save_top_k or each.save_last for each in trainer.checkpoint_callbacks):
+    if trainer.fast_dev_run or not any(each.keeps_any for each in trainer.checkpoint_callbacks):
         return
 
     def look() -> None:
