@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,7 +22,7 @@ from trainwright.compiled_names import clean_name
 from trainwright.distributed import collectives
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies import zero_state
+from trainwright.strategies import zero_gradients, zero_state
 from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, refuse_lazy, state_tensors
 from trainwright.strategies.deepspeed_config import (
     build_config,
@@ -304,7 +303,7 @@ class DeepSpeedStrategy(Strategy):
         facade = self._taken(optimizer)
         engine, master = facade.engine, facade.master
         zero, norm = engine.optimizer, None
-        zero_state.fill_missing_gradients(zero, self.stage)
+        zero_gradients.fill_missing_gradients(zero, self.stage)
         zero.clip_grad = 0.0
         if isinstance(clip, partial) and clip.func == self.clip_gradients:
             asked = clip.keywords
@@ -328,47 +327,19 @@ class DeepSpeedStrategy(Strategy):
         self, optimizer: Optimizer, norm: float | None, value: float | None, scale: float = 1.0
     ) -> Tensor | None:
         facade = self._taken(optimizer)
-        zero = facade.engine.optimizer
         if self._offloads and norm is None:
             facade.master.put_off(value, scale)
             return None
-        mine = self._own_gradients(facade)
-        for gradient in mine:
-            gradient.mul_(scale)
-            if value is not None:
-                gradient.clamp_(-value * zero.loss_scale, value * zero.loss_scale)
-        if norm is None:
-            return None
-        total = torch.zeros((), device=self.device)
-        for gradient in mine:
-            total += gradient.float().square().sum()
-        dist.all_reduce(total)
-        total = torch.sqrt(total) / float(zero.loss_scale)
-        for gradient in mine:
-            gradient.mul_((norm / (total + 1e-6)).clamp(max=1.0))
-        return total
-
-    def _own_gradients(self, optimizer: ZeroOptimizer) -> list[Tensor]:
-        """Return this rank's share of the averaged gradients, as views that the step will use. Collective."""
-        engine = optimizer.engine
-        zero = engine.optimizer
         if self._offloads:
             raise RuntimeError(
                 "under offloading DeepSpeed keeps gradients where their norm is not known before its step; clip by the "
                 "Trainer's gradient_clip_val, or do not offload."
             )
-        zero_state.fill_missing_gradients(zero, self.stage)
-        if self.stage == 1 and optimizer not in self._finished:
-            engine._running_engine_step = True  # the boundary of a window, else nothing is reduced
-            engine.allreduce_gradients()
-            engine._running_engine_step = False
-        elif self.stage == 2:
-            # What the step will do first: cut this rank's share out of the gradients, as views, so clipping them lasts.
-            kept = dict(zero.all_grad_tensors)
-            zero.finalize_gradient_accumulation_boundary()
-            zero.all_grad_tensors = kept
-        self._finished.add(optimizer)
-        return [gradient for group in zero.averaged_gradients.values() if group is not None for gradient in group]
+        mine = zero_gradients.own_gradients(facade.engine, self.stage, facade in self._finished)
+        self._finished.add(facade)
+        loss_scale = float(facade.engine.optimizer.loss_scale)
+        zero_gradients.clip_by_value(mine, value, scale, loss_scale)
+        return None if norm is None else zero_gradients.clip_by_norm(mine, norm, loss_scale, self.device)
 
     def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
         """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""

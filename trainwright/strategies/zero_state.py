@@ -71,24 +71,6 @@ def allocate(master: MasterOptimizer, names: Mapping[Tensor, str], entries: Mapp
                 state[key] = made_state(view.tensor, key, entry, group, is_part)
 
 
-def fill_missing_gradients(zero: Any, stage: int) -> None:
-    """Let a step whose window no loss reached be one of zero gradients; DeepSpeed takes it that one did."""
-    if stage == 3:
-        partitions = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-        for index, group in enumerate(zero.fp16_groups if not zero.offload_optimizer else []):
-            if zero.averaged_gradients.get(index) is None:
-                zero.averaged_gradients[index] = [partitions[parameter.ds_id] for parameter in group]
-        return
-    if stage == 1:
-        zero.setup_buckets()  # which its step reduces through; made by the backward, where there was one
-        return
-    for index, owned in enumerate(zero.params_in_partition if not zero.cpu_offload else []):
-        if zero._use_compact_grad_partition_buffer(index):
-            continue  # its step makes what is missing
-        if zero.all_grad_tensors.get(index) is None:
-            zero.all_grad_tensors[index] = zero.get_all_grad_tensors(owned, zero.gradient_accumulation_dtype)
-
-
 def warn_of_shards(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
     """Say that a state_dict holds nothing of what stage 3 has sharded; it runs whenever a user asks for one."""
     if any(isinstance(value, nn.Parameter) for value in state.values()):
