@@ -64,7 +64,7 @@ class ZeroOptimizer(Optimizer):
         value = getattr(self.master.own, name)
         return partial(self._call, value) if inspect.ismethod(value) else value
 
-    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the user's optimizer; it may change the masters. Collective."""
         result = method(*args, **kwargs)
         self._refresh()
