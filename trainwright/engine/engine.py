@@ -6,7 +6,6 @@ What a method does on several ranks is the strategy's; the Engine itself asks fo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,16 +17,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.contents import (
-    check_optimizer,
     extra_states,
-    restore_optimizer,
-    with_dtypes_of,
 )
 from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
 from trainwright.checkpoint.opening import Verify
 from trainwright.checkpoint.outcomes import Outcomes
-from trainwright.checkpoint.store import SAVE, Checkpoint, is_checkpoint, open_checkpoint
-from trainwright.checkpoint.tensors import Piece, TensorEntry
+from trainwright.checkpoint.store import SAVE, Checkpoint, open_checkpoint
+from trainwright.checkpoint.tensors import Piece
 from trainwright.checkpoint.writer import CheckpointWriter
 from trainwright.data.index_stream import Mode
 from trainwright.data.loaders import ShardedLoader
@@ -49,15 +45,14 @@ from trainwright.engine.lazy_tensors import (
 from trainwright.engine.model_layout import refuse_unlike_models, trained_names
 from trainwright.engine.module_state import ModuleLoads
 from trainwright.engine.named_state import model_pieces, named_optimizers, optimizer_pieces, stray_pieces
+from trainwright.engine.optimizer_state import check_optimizers, load_optimizers
 from trainwright.engine.replaced import ReplacedParameters
 from trainwright.engine.replica_settings import refuse_unlike_optimizers
 from trainwright.engine.restored import Restored, restored
-from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult, resolve_precision
 from trainwright.precision.base import Clipper, Closure, Sender
-from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy, resolve_strategy
-from trainwright.strategies.base import Optimization
+from trainwright.strategies.base import Optimization, computed_entries
 
 _holders: WeakKeyDictionary[nn.Module, ref[Strategy]] = WeakKeyDictionary()
 """The strategy that a module was set up by last, in this process."""
@@ -326,9 +321,9 @@ class Engine:
         self.finish_save()
         refuse_lazy_tensors(path, self.modules)
         for module in self.modules:
-            self.strategy.computed_entries(module)  # refuses what it cannot store
+            computed_entries(self.strategy, module)  # refuses what it cannot store
         pieces = model_pieces(self.strategy, self.modules)
-        self._look_at_weights(path, overwrite)
+        self.finiteness.look(path, overwrite)
         if edit is not None:
             edited: list[Piece] = []
             state, left = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
@@ -364,14 +359,6 @@ class Engine:
             blocking=blocking,
             overwrite=overwrite,
         )
-
-    def _look_at_weights(self, path: str, overwrite: bool) -> None:
-        """Refuse to let weights that are not finite take a checkpoint's place, and say where they take none. Collective."""
-        fault = self.finiteness.fault_at_save()
-        if fault and overwrite and json.loads(self.agreed(json.dumps(is_checkpoint(path)), SAVE)):
-            raise CheckpointError(f"checkpoint {path} was not written: {fault}, and the one that is there stays.")
-        if fault:
-            rank_zero_warn(f"{fault}; checkpoint {path} is written with them.", stacklevel=3)
 
     def finish_save(self) -> None:
         """Wait until a save that was begun with blocking=False has committed. Collective: call on every rank.
@@ -451,7 +438,7 @@ class Engine:
             pieces.extend(check_model(checkpoint.path, shapes, present, strict, lazy))
             check_lazy_shapes(checkpoint.path, lazy, shapes)
             if not weights_only:
-                self._check_optimizers(checkpoint, state)
+                check_optimizers(checkpoint, state, named_optimizers(self.modules, self.optimizers))
                 there = checkpoint.tensors("parameters") if "parameters" in checkpoint.sections else {}
                 check_model(checkpoint.path, {name: each.shape for name, each in there.items()}, strays, strict=True)
                 told = restored(checkpoint, state, seed, self.rank, self.world_size)
@@ -464,7 +451,7 @@ class Engine:
             give_shapes(lazy, shapes)
             pieces = [piece for piece in model_pieces(self.strategy, self.modules) if piece.name in shapes]
         if not weights_only:
-            self._load_optimizers(checkpoint, state)
+            load_optimizers(checkpoint, state, self.strategy, named_optimizers(self.modules, self.optimizers))
         if tensors is not None:
             fill(pieces, tensors)
         else:
@@ -492,34 +479,3 @@ class Engine:
         self.writer.release()
         self.strategy.close()
         self.modules, self.optimizers = [], []
-
-    def _check_optimizers(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-        described = state.get("optimizers")
-        if described is None:
-            raise CheckpointError(
-                f"{checkpoint.path}: it holds weights only, so a run cannot go on from it; load it as weights, or resume from "
-                "a full checkpoint."
-            )
-        named = named_optimizers(self.modules, self.optimizers)
-        if len(described) != len(named):
-            raise CheckpointError(
-                f"{checkpoint.path}: it holds {len(described)} optimizers, but this run has {len(named)}. Build the same "
-                "optimizers to resume, or load the weights alone."
-            )
-        for number, (optimizer, names) in enumerate(named):
-            check_optimizer(number, optimizer, names, described[number], checkpoint.path)
-
-    def _load_optimizers(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-        described, named = state["optimizers"], named_optimizers(self.modules, self.optimizers)
-        entries = checkpoint.tensors("optimizer") if "optimizer" in checkpoint.sections else {}
-        for number, (optimizer, names) in enumerate(named):
-            own: dict[str, TensorEntry] = {
-                name.split("/", 1)[1]: entry for name, entry in entries.items() if name.startswith(f"{number}/")
-            }
-            own = with_dtypes_of(names, own, checkpoint.tensors("model"))
-            self.strategy.allocate_optimizer_state(optimizer, names, own)
-            restore_optimizer(optimizer, names, described[number])
-        if pieces := optimizer_pieces(
-            self.strategy, named_optimizers(self.modules, self.optimizers)
-        ):  # plain SGD has no state at all
-            checkpoint.read_into("optimizer", pieces)

@@ -17,6 +17,7 @@ from trainwright.compiled_names import clean_name, own_name
 from trainwright.engine.named_state import prefix_of
 from trainwright.errors import CheckpointError
 from trainwright.strategies import Strategy
+from trainwright.strategies.base import computed_entries
 
 KNOWN = ("torch", "torchmetrics", "trainwright", "deepspeed", "fairscale")
 """Packages whose layers and hooks load what a fill in place has loaded already."""
@@ -50,7 +51,7 @@ class ModuleLoads:
             CheckpointError: extra state does not fit, or nothing can be loaded into what a module computes.
         """
         for number, module in enumerate(self._modules):
-            computes = bool(self._strategy.computed_entries(module))
+            computes = bool(computed_entries(self._strategy, module))
             if self._strategy.holds_modules and (computes or _loads_itself(module) or _keeps_values(module)):
                 self._wholes.add(number)
         self._extra = [

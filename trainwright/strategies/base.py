@@ -230,21 +230,6 @@ class Strategy:
             pieces.append(self.piece(clean_name(name), value, writer))
         return pieces
 
-    def computed_entries(self, module: nn.Module) -> list[str]:
-        """Return the names of what a module computes for its state_dict, so that no load can write into it.
-
-        Raises:
-            CheckpointError: there is some, and the module is not whole on each rank.
-        """
-        names = [clean_name(name) for name, _, is_in_use in _entries(module) if not is_in_use]
-        if names and not self.holds_modules:
-            raise CheckpointError(
-                f"{names[0]!r} in the state_dict of {type(module).__name__} is computed from what it holds, of which each rank "
-                f"has a part, or a copy in low precision, under strategy={self.name!r}. Keep it as a parameter or buffer, or "
-                "choose 'ddp'."
-            )
-        return names
-
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
         """Return this rank's share of the optimizer's per-parameter tensors, named "parameter/key".
 
@@ -346,6 +331,22 @@ def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     engine/lazy_tensors.py).
     """
     yield from ((name, value) for name, value, _ in _entries(module))
+
+
+def computed_entries(strategy: Strategy, module: nn.Module) -> list[str]:
+    """Return the names of what a module computes for its state_dict, so that no load can write into it.
+
+    Raises:
+        CheckpointError: there is some, and the module is not whole on each rank.
+    """
+    names = [clean_name(name) for name, _, is_in_use in _entries(module) if not is_in_use]
+    if names and not strategy.holds_modules:
+        raise CheckpointError(
+            f"{names[0]!r} in the state_dict of {type(module).__name__} is computed from what it holds, of which each rank has a "
+            f"part, or a copy in low precision, under strategy={strategy.name!r}. Keep it as a parameter or buffer, or choose "
+            "'ddp'."
+        )
+    return names
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:

@@ -21,6 +21,7 @@ from trainwright.hyperparameters import HyperParameters, stored_hyper_parameters
 from trainwright.module import Module, is_overridden
 from trainwright.plain_forms import LEFT_OUT
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.base import computed_entries
 from trainwright.trainer.metric_merging import merged
 from trainwright.trainer.training_data import place_in_data
 
@@ -89,7 +90,7 @@ def check_state(trainer: Trainer) -> None:
             return
         encode_state(state, "state")
         for module in engine.modules:
-            engine.strategy.computed_entries(module)
+            computed_entries(engine.strategy, module)
         # A hook may yet change what is no tensor that a checkpoint can hold.
         for piece in (
             model_pieces(engine.strategy, engine.modules) if edit_with_hooks(trainer, SAVE_HOOK) is None else ()
