@@ -316,6 +316,20 @@ def refuse_lazy(module: nn.Module, name: str) -> None:
             )
 
 
+def own_to_each_rank(module: nn.Module) -> frozenset[str]:
+    """Return the parameters and buffers of which torch's DDP is told, on the module, to leave each rank its own."""
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def refuse_own_to_each_rank(module: nn.Module, name: str) -> None:
+    """Refuse what torch's DDP alone can leave to each rank (ValueError)."""
+    if names := sorted(own_to_each_rank(module)):
+        raise ValueError(
+            f"{type(module).__name__}._ddp_params_and_buffers_to_ignore leaves {names[0]!r} to each rank, but "
+            f"strategy={name!r} trains one model; use strategy='ddp', or delete that attribute."
+        )
+
+
 def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a module's state_dict by their names there: those in use, which a load may write into.
 

@@ -17,12 +17,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
-from trainwright.distributed import collectives
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_info
-from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, refuse_lazy
+from trainwright.strategies.base import (
+    Optimization,
+    StepForward,
+    Strategy,
+    broadcast_tensors,
+    refuse_lazy,
+    refuse_own_to_each_rank,
+)
 from trainwright.strategies.group_view import GroupView
+from trainwright.strategies.joined_state import join_plain
 from trainwright.strategies.late_reduction import LateReduction
+from trainwright.strategies.shared_buffers import SharedBuffers
 
 
 class ShardedOptimizer(Optimizer):
@@ -173,6 +181,7 @@ class ShardedDDPStrategy(Strategy):
         self.wrapped: dict[nn.Module, Any] = {}
         self._optimizers: dict[int, ShardedOptimizer] = {}
         self._late = LateReduction()
+        self._buffers = SharedBuffers()
         self._automatic = True
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
@@ -184,9 +193,16 @@ class ShardedDDPStrategy(Strategy):
         if self.world_size == 1:
             return
         refuse_lazy(module, self.name)
+        refuse_own_to_each_rank(module, self.name)
         broadcast_tensors((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic
         self.wrapped[module] = None  # until its optimizers are there
+        if optimization is not None:
+            self._buffers.follow(module)
+
+    def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
+        for module in modules if self.world_size > 1 else ():
+            self._buffers.follow(module)
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
@@ -222,6 +238,7 @@ class ShardedDDPStrategy(Strategy):
             self.wrapped[module] = _make_wrapper(
                 StepForward(module),
                 [each.oss for each in theirs],
+                broadcast_buffers=False,  # see SharedBuffers
                 sync_models_at_startup=False,  # done already
                 reduce_buffer_size=self.reduce_buffer_size,
                 reduce_fp16=self.reduce_fp16,
@@ -234,8 +251,11 @@ class ShardedDDPStrategy(Strategy):
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as ShardedDDP's forward while training; without gradients, or under manual optimization, without it."""
+        if not torch.is_grad_enabled():
+            return super().run(module, name, args, kwargs)
+        self._buffers.begin_step(module)
         wrapped = self.wrapped.get(module)
-        if wrapped is None or not torch.is_grad_enabled():
+        if wrapped is None:
             return super().run(module, name, args, kwargs)
         context = self.precision.forward_context()
         if context is None:
@@ -244,9 +264,12 @@ class ShardedDDPStrategy(Strategy):
             return wrapped(name, *args, **kwargs)
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
+        self._late.begin_backward()
         self.precision.backward(loss, send, **options)
+        self._buffers.end_backward()
 
     def sync_gradients(self, enabled: bool) -> None:
+        self._buffers.ends_window = enabled
         for wrapped in self.wrapped.values():
             if wrapped is not None:
                 wrapped._should_accumulate_grads = not enabled  # the switch behind its no_sync()
@@ -316,8 +339,10 @@ class ShardedDDPStrategy(Strategy):
     def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
         described = super().describe_optimizer(optimizer, names)
         if isinstance(optimizer, ShardedOptimizer):
-            for plain in collectives.gather_object(described["plain"]):
-                described["plain"].update(plain)
+            mine = {names[p] for group in optimizer.own.param_groups for p in group["params"]}
+            # A load has given this rank the others' too, as they were then.
+            own = {name: state for name, state in described["plain"].items() if name in mine}
+            described["plain"] = join_plain(own, f"the state of {type(optimizer).__name__}", self.rank, self.device)
         return described
 
     def close(self) -> None:
@@ -331,6 +356,7 @@ class ShardedDDPStrategy(Strategy):
         self.wrapped.clear()
         self._optimizers.clear()
         self._late.clear()
+        self._buffers.clear()
 
 
 def _refuse_mixed(optimizer: Optimizer) -> None:
