@@ -212,6 +212,10 @@ def told(work: Any) -> str:
 class Hooked(Late):
     """Counts what its parameters' hooks are called with."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, WIDTH)
+
     def on_train_epoch_start(self) -> None:
         pass
 
@@ -219,7 +223,6 @@ class Hooked(Late):
         self.calls: list[bool] = []
         self.net.weight.register_post_accumulate_grad_hook(lambda p: self.calls.append(bool(p.grad.any())))
         self.net.bias.register_hook(lambda gradient: self.calls.append(bool(gradient.any())))
-        self.head = nn.Linear(4, WIDTH)
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -279,6 +282,14 @@ class Other(Late):
         return self.make(self.parameters(), lr=0.1)
 
 
+class Whole(torch.optim.SGD):
+    """Takes its parameters for whole ones."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.data.add_(torch.zeros(parameter.shape))
+
+
 def alike(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"buffers": {}, "late": {}, "tempered": {}, "kept": {}, "refused": {}}
     for strategy in ("ddp", "ddp_sharded", "fsdp"):
@@ -303,9 +314,8 @@ def alike(folder: Path) -> dict[str, Any]:
         for precision in ("32-true", "16-mixed"):
             trainer = tw.Trainer(strategy="fsdp", precision=precision, max_epochs=1, **QUIET)
             refused[f"{call} {precision}"] = told(lambda t=trainer, call=call: getattr(t, call)(module, data()))
-    for optimizer in ("Adafactor", "Rprop", "Muon"):
-        kind = getattr(torch.optim, optimizer)
-        refused[optimizer] = told(
+    for kind in (torch.optim.Adafactor, torch.optim.Rprop, Whole):
+        refused[kind.__name__] = told(
             lambda kind=kind: tw.Trainer(strategy="fsdp", max_epochs=1, **QUIET).fit(Other(kind), data())
         )
     return found

@@ -43,6 +43,8 @@ from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, choos
 
 ROOT = "_fsdp_root"
 """Where a sharded module keeps the wrapper that is FSDP's root, for the next run with it."""
+UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
+"""The optimizers of torch that compute on no DTensors; of others the first step tells."""
 
 
 class Root(StepForward):
@@ -180,9 +182,9 @@ class FSDPStrategy(Strategy):
         gathered, asked = module.__dict__[ROOT].dtype, (self.mixed_precision or self._policy()).param_dtype
         if gathered not in (None, asked):
             raise ValueError(
-                f"fsdp gathers the weights of {type(module).__name__} in {str(gathered).removeprefix('torch.')}, as an earlier run "
-                f"has sharded it, and this one is in {self.precision.name}; go on in that run's precision, or make the module "
-                "anew and load a checkpoint."
+                f"fsdp gathers the weights of {type(module).__name__} in {str(gathered).removeprefix('torch.')}, as an earlier "
+                f"run has sharded it, and this one is in {self.precision.name}; go on in that run's precision, or make the "
+                "module anew and load a checkpoint."
             )
 
     def _to_checkpoint(self, module: nn.Module, groups: list[nn.Module]) -> list[nn.Module]:
@@ -247,6 +249,9 @@ class FSDPStrategy(Strategy):
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
     ) -> list[Optimizer]:
+        for optimizer in optimizers:
+            if isinstance(optimizer, UNSHARDED):
+                raise ValueError(_no_shards(optimizer))
         # In a loop of one's own the optimizers were made before their modules were sharded.
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["params"] = [self._sharded.get(each, each) for each in group["params"]]  # type: ignore[no-untyped-call]
@@ -304,7 +309,12 @@ class FSDPStrategy(Strategy):
 
     def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
         self.unscale(optimizer)
-        result = self.precision.step(optimizer, clip, closure)
+        try:
+            result = self.precision.step(optimizer, clip, closure)
+        except (RuntimeError, NotImplementedError) as error:
+            if "DTensor" in str(error) or "placement" in str(error):
+                raise RuntimeError(_no_shards(optimizer)) from error
+            raise
         self._late.reset(optimizer)
         if not self._automatic:
             self._gather_roots()
@@ -378,6 +388,13 @@ class FSDPStrategy(Strategy):
         for root in self._roots():
             root.reshard()
             root.unshard()
+
+
+def _no_shards(optimizer: Optimizer) -> str:
+    return (
+        f"{type(optimizer).__name__} does not compute on the sharded parameters (DTensors) that strategy='fsdp' gives it. Use "
+        "another optimizer, such as AdamW, or strategy='ddp' or 'ddp_sharded', where a parameter is stepped whole."
+    )
 
 
 def _gather_for_call(module: nn.Module, args: Any) -> None:
