@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from contract_job import quiet
 from small import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainwright as tw
 
 WIDTH = 6
+STRATEGIES = ("ddp", "ddp_sharded", "fsdp")
+ZERO = ("deepspeed_stage_1", "deepspeed_stage_3")
 
 
 def data(samples: int = 24) -> DataLoader[Any]:
@@ -282,6 +285,35 @@ class Other(Late):
         return self.make(self.parameters(), lr=0.1)
 
 
+class Telling(torch.optim.SGD):
+    """Notes what its arithmetic is computed in."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.seen: set[Any] = set()
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen.add((torch.is_autocast_enabled("cpu"), str(torch.get_default_dtype())))
+        return super().step(closure)
+
+
+def arithmetic(strategy: str) -> dict[str, Any]:
+    found = {}
+    for precision in ("bf16-mixed", "bf16-true"):
+        for is_automatic in (True, False):
+            module, seen = Tempered(is_automatic), set()
+            module.configure_optimizers = lambda m=module, s=seen: _telling(m, s)
+            tw.Trainer(strategy=strategy, precision=precision, max_epochs=1, **QUIET).fit(module, data())
+            found[f"{precision} {is_automatic}"] = seen
+    return found
+
+
+def _telling(module: nn.Module, seen: set[Any]) -> Telling:
+    optimizer = Telling(module.parameters(), lr=0.1)
+    optimizer.seen = seen
+    return optimizer
+
+
 class Whole(torch.optim.SGD):
     """Takes its parameters for whole ones."""
 
@@ -291,9 +323,13 @@ class Whole(torch.optim.SGD):
 
 
 def alike(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"buffers": {}, "late": {}, "tempered": {}, "kept": {}, "refused": {}}
-    for strategy in ("ddp", "ddp_sharded", "fsdp"):
+    """Make every check, on this rank."""
+    quiet()
+    found: dict[str, Any] = {"buffers": {}, "late": {}, "tempered": {}, "kept": {}, "arithmetic": {}, "refused": {}}
+    for strategy in (*STRATEGIES, *ZERO):
         found["buffers"][strategy] = buffers(strategy)
+        found["arithmetic"][strategy] = arithmetic(strategy)
+    for strategy in STRATEGIES:
         found["tempered"][strategy] = tempered(strategy)
         found["kept"][strategy] = kept(strategy, folder) if strategy != "fsdp" else {}
     for strategy in ("ddp", "fsdp"):
