@@ -26,7 +26,6 @@ from trainwright.strategies.base import (
     own_to_each_rank,
     refuse_lazy,
 )
-from trainwright.strategies.shared_buffers import SharedBuffers
 
 UNUSED = (
     "the step left out parameters that require gradients ({names}), and ddp waits for those of all of them. Use each parameter "
@@ -91,7 +90,6 @@ class DDPStrategy(Strategy):
         self.bucket_cap_mb = bucket_cap_mb
         self.wrapped: dict[nn.Module, DistributedDataParallel] = {}
         self._automatic = True
-        self._buffers = SharedBuffers()
         self._orders: dict[nn.Module, ReadyOrder] = {}
         self._trained: dict[nn.Module, list[str]] = {}
         self._to_check = False
@@ -118,7 +116,7 @@ class DDPStrategy(Strategy):
         self._trained[module] = trained(module)
         left_out = own_to_each_rank(module)
         broadcast_tensors(_common(module, module.named_buffers()))
-        self._buffers.follow(module, left_out)
+        self.buffers.follow(module, left_out)
         if not self._trained[module]:
             broadcast_tensors(_common(module, module.named_parameters()))
             return
@@ -146,7 +144,7 @@ class DDPStrategy(Strategy):
         for module in modules:
             if module not in self._trained:
                 continue
-            self._buffers.follow(module, own_to_each_rank(module))
+            self.buffers.follow(module, own_to_each_rank(module))
             if trained(module) == self._trained[module]:
                 continue
             if module in self.wrapped:
@@ -162,11 +160,9 @@ class DDPStrategy(Strategy):
         batches. So it is under manual optimization, where `backward` prepares the reducer (a backward inside the wrapper's
         forward comes before the wrapper prepares it, and its gradients would silently not be averaged).
         """
-        if not torch.is_grad_enabled():
-            return super().run(module, name, args, kwargs)
-        self._buffers.begin_step(module)
+        self.buffers.begin_step(module)
         wrapped = self.wrapped.get(module)
-        if wrapped is None or not self._automatic:
+        if wrapped is None or not torch.is_grad_enabled() or not self._automatic:
             return super().run(module, name, args, kwargs)
         context = self.precision.forward_context()
         try:
@@ -188,10 +184,10 @@ class DDPStrategy(Strategy):
                     wrapped.reducer._rebuild_buckets()
                     wrapped.reducer.prepare_for_backward(list(_find_tensors(loss)))  # type: ignore[no-untyped-call]
         self.precision.backward(loss, send, **options)
-        self._buffers.end_backward()
+        self.buffers.end_backward()
 
     def sync_gradients(self, enabled: bool) -> None:
-        self._buffers.ends_window = enabled
+        super().sync_gradients(enabled)
         # The switch behind DDP.no_sync, without a context: forward and backward both read it.
         for wrapped in self.wrapped.values():
             # NOTE: a static graph is learned in the first backward, which has to be a synchronised one; averaging that
@@ -250,7 +246,7 @@ class DDPStrategy(Strategy):
         for order in self._orders.values():
             order.close()
         self._orders.clear()
-        self._buffers.clear()
+        self.buffers.clear()
         self.wrapped.clear()
         self._trained.clear()
 

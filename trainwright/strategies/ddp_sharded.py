@@ -8,7 +8,7 @@ torch 2.13.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,18 +19,10 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_info
-from trainwright.strategies.base import (
-    Optimization,
-    StepForward,
-    Strategy,
-    broadcast_tensors,
-    refuse_lazy,
-    refuse_own_to_each_rank,
-)
+from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, refuse_unshared
 from trainwright.strategies.group_view import GroupView
 from trainwright.strategies.joined_state import join_plain
 from trainwright.strategies.late_reduction import LateReduction
-from trainwright.strategies.shared_buffers import SharedBuffers
 
 
 class ShardedOptimizer(Optimizer):
@@ -181,7 +173,6 @@ class ShardedDDPStrategy(Strategy):
         self.wrapped: dict[nn.Module, Any] = {}
         self._optimizers: dict[int, ShardedOptimizer] = {}
         self._late = LateReduction()
-        self._buffers = SharedBuffers()
         self._automatic = True
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
@@ -192,17 +183,15 @@ class ShardedDDPStrategy(Strategy):
         self.place(module)
         if self.world_size == 1:
             return
-        refuse_lazy(module, self.name)
-        refuse_own_to_each_rank(module, self.name)
+        refuse_unshared(module, self.name)
         broadcast_tensors((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic
         self.wrapped[module] = None  # until its optimizers are there
-        if optimization is not None:
-            self._buffers.follow(module)
+        self.buffers.follow(module)
 
     def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
         for module in modules if self.world_size > 1 else ():
-            self._buffers.follow(module)
+            self.buffers.follow(module)
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
@@ -251,11 +240,9 @@ class ShardedDDPStrategy(Strategy):
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as ShardedDDP's forward while training; without gradients, or under manual optimization, without it."""
-        if not torch.is_grad_enabled():
-            return super().run(module, name, args, kwargs)
-        self._buffers.begin_step(module)
+        self.buffers.begin_step(module)
         wrapped = self.wrapped.get(module)
-        if wrapped is None:
+        if wrapped is None or not torch.is_grad_enabled():
             return super().run(module, name, args, kwargs)
         context = self.precision.forward_context()
         if context is None:
@@ -266,10 +253,10 @@ class ShardedDDPStrategy(Strategy):
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         self._late.begin_backward()
         self.precision.backward(loss, send, **options)
-        self._buffers.end_backward()
+        self.buffers.end_backward()
 
     def sync_gradients(self, enabled: bool) -> None:
-        self._buffers.ends_window = enabled
+        super().sync_gradients(enabled)
         for wrapped in self.wrapped.values():
             if wrapped is not None:
                 wrapped._should_accumulate_grads = not enabled  # the switch behind its no_sync()
@@ -313,11 +300,6 @@ class ShardedDDPStrategy(Strategy):
         torch.nn.utils.clip_grads_with_norm_(parameters, norm, total)
         return total
 
-    def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
-        """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""
-        if self.world_size > 1:
-            broadcast_tensors(buffer for module in modules for buffer in module.buffers())
-
     # -- state -------------------------------------------------------------------------------------------------------
 
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
@@ -356,7 +338,7 @@ class ShardedDDPStrategy(Strategy):
         self.wrapped.clear()
         self._optimizers.clear()
         self._late.clear()
-        self._buffers.clear()
+        self.buffers.clear()
 
 
 def _refuse_mixed(optimizer: Optimizer) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -28,13 +28,11 @@ from trainwright.strategies.base import (
     Strategy,
     broadcast_tensors,
     call_step,
-    refuse_lazy,
-    refuse_own_to_each_rank,
+    refuse_unshared,
     state_tensors,
 )
 from trainwright.strategies.deepspeed_config import build_config, low_precision, read_config, settle
 from trainwright.strategies.deepspeed_engine import make_engine
-from trainwright.strategies.shared_buffers import SharedBuffers
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, owned
 
 STAGES = (1, 2, 3)
@@ -104,7 +102,6 @@ class DeepSpeedStrategy(Strategy):
         self.makes_optimizer = "optimizer" in self.own_config
         self.takes_compile = self.stage < 3  # the compiler sees the parameters before they are gathered
         self.wrapped: dict[nn.Module, None] = {}
-        self._buffers = SharedBuffers()
         self._engines: dict[Optimizer, Any] = {}
         self._parts: dict[nn.Module, list[Any]] = {}
         self._trained: dict[nn.Module, list[str]] = {}
@@ -161,8 +158,7 @@ class DeepSpeedStrategy(Strategy):
         return (self.offload_optimizer and self.device.type != "cpu") or asked
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        refuse_lazy(module, self.name)
-        refuse_own_to_each_rank(module, self.name)
+        refuse_unshared(module, self.name)
         sharded = {name: p for name, p in module.named_parameters() if hasattr(p, "ds_id")}
         if self.stage < 3 or not sharded:
             self.place(module)
@@ -171,8 +167,7 @@ class DeepSpeedStrategy(Strategy):
         whole = [p for p in module.parameters() if not hasattr(p, "ds_id")]
         broadcast_tensors((*whole, *module.buffers()))
         self.wrapped[module] = None
-        if optimization is not None:
-            self._buffers.follow(module)
+        self.buffers.follow(module)
         if self.stage == 3 and zero_state.warn_of_shards not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(zero_state.warn_of_shards)  # type: ignore[no-untyped-call]
         if optimization is None and self.stage == 3 and any(True for _ in module.parameters()):
@@ -268,7 +263,7 @@ class DeepSpeedStrategy(Strategy):
     def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
         """Refuse a change of what is trained (RuntimeError): DeepSpeed has laid out its buffers by then."""
         for module in modules:
-            self._buffers.follow(module)
+            self.buffers.follow(module)
             now = [name for name, p in module.named_parameters() if p.requires_grad]
             if changed := sorted(set(now) ^ set(self._trained.get(module, now))):
                 raise RuntimeError(
@@ -280,8 +275,7 @@ class DeepSpeedStrategy(Strategy):
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step: Callable[[], Any] = partial(call_step, module, name, args, kwargs)
-        if torch.is_grad_enabled():
-            self._buffers.begin_step(module)
+        self.buffers.begin_step(module)
         for engine in self._parts.get(module, []):
             # Not engine(...): it would hang its own prologue on what the step returns, and a manual backward runs before.
             step = partial(engine.module, step)
@@ -298,10 +292,7 @@ class DeepSpeedStrategy(Strategy):
         for engine in self._engines.values():
             # Engines that this loss reached have run their epilogue from their gradient hooks; the others did not.
             engine.optimizer._backward_hook_state.backward_active_depth = 0
-        self._buffers.end_backward()
-
-    def sync_gradients(self, enabled: bool) -> None:
-        self._buffers.ends_window = enabled
+        self.buffers.end_backward()
 
     def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
         engine = self._engines[optimizer]
@@ -365,10 +356,6 @@ class DeepSpeedStrategy(Strategy):
             zero.all_grad_tensors = kept
         self._finished.add(optimizer)
         return [gradient for group in zero.averaged_gradients.values() if group is not None for gradient in group]
-
-    def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
-        """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""
-        broadcast_tensors(buffer for module in modules for buffer in module.buffers())
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -445,5 +432,5 @@ class DeepSpeedStrategy(Strategy):
         self._parts.clear()
         self._trained.clear()
         self._finished.clear()
-        self._buffers.clear()
+        self.buffers.clear()
         self.wrapped.clear()

@@ -6,7 +6,7 @@ Zhao et al., 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Para
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -27,18 +27,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from trainwright.checkpoint.tensors import Piece
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import (
-    Optimization,
-    StepForward,
-    Strategy,
-    broadcast_tensors,
-    refuse_lazy,
-    refuse_own_to_each_rank,
-)
+from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, refuse_unshared
 from trainwright.strategies.late_reduction import LateReduction
 from trainwright.strategies.materialize import innermost_first, materialize
 from trainwright.strategies.sharded_access import explain, open_methods, refuse_sharded_loss
-from trainwright.strategies.shared_buffers import SharedBuffers
 from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, choose_groups
 
 ROOT = "_fsdp_root"
@@ -118,7 +110,6 @@ class FSDPStrategy(Strategy):
         self.wrapped: dict[nn.Module, Root] = {}
         self._sharded = WeakIdKeyDictionary()  # a parameter as it was -> as it is sharded
         self._late = LateReduction()
-        self._buffers = SharedBuffers()
         self._automatic = True
 
     # -- before a run ------------------------------------------------------------------------------------------------
@@ -131,12 +122,10 @@ class FSDPStrategy(Strategy):
             self._shard(module)
         self.wrapped[module] = module.__dict__[ROOT]
         self._late.follow(p for p in module.parameters() if not isinstance(p, DTensor))
-        if optimization is not None:
-            self._buffers.follow(module)
+        self.buffers.follow(module)
 
     def _shard(self, module: nn.Module) -> None:
-        refuse_lazy(module, self.name)
-        refuse_own_to_each_rank(module, self.name)
+        refuse_unshared(module, self.name)
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise ValueError(
                 f"{type(module).__name__} holds sharded parameters already, of torch's fully_shard; leave the sharding to the "
@@ -244,7 +233,7 @@ class FSDPStrategy(Strategy):
             made = [p for p in module.parameters() if not isinstance(p, DTensor) and not self._late.follows(p)]
             broadcast_tensors(made)
             self._late.follow(made)
-            self._buffers.follow(module)
+            self.buffers.follow(module)
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
@@ -269,8 +258,7 @@ class FSDPStrategy(Strategy):
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         root: Any = self.wrapped[module]
-        if torch.is_grad_enabled():
-            self._buffers.begin_step(module)
+        self.buffers.begin_step(module)
         try:
             with self.precision.forward_context() or nullcontext():
                 outputs = root(name, *args, **kwargs)
@@ -287,18 +275,18 @@ class FSDPStrategy(Strategy):
         self._late.begin_backward()
         if self._automatic:
             super().backward(loss, send, **options)
-            self._buffers.end_backward()
+            self.buffers.end_backward()
             return
         # The root's hooks sit on what its step returns, and this backward runs inside of the step: without these the
         # root's group is never reduced.
         for root in self._roots():
             root._get_fsdp_state()._register_pre_backward_hook(loss)
         super().backward(loss, send, **options)
-        self._buffers.end_backward()
+        self.buffers.end_backward()
         self._gather_roots()
 
     def sync_gradients(self, enabled: bool) -> None:
-        self._buffers.ends_window = enabled
+        super().sync_gradients(enabled)
         if not self.sync_every_batch:
             for root in self._roots():
                 root.set_requires_gradient_sync(enabled)
@@ -344,10 +332,6 @@ class FSDPStrategy(Strategy):
             torch.nn.utils.clip_grads_with_norm_(kind, norm, total)
         return total
 
-    def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
-        """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""
-        broadcast_tensors(buffer for module in modules for buffer in module.buffers())
-
     # -- state -------------------------------------------------------------------------------------------------------
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
@@ -373,7 +357,7 @@ class FSDPStrategy(Strategy):
         self._reshard_roots()
         self.wrapped.clear()
         self._late.clear()
-        self._buffers.clear()
+        self.buffers.clear()
 
     def _roots(self) -> Iterator[FSDPModule]:
         return (root for root in self.wrapped.values() if isinstance(root, FSDPModule))

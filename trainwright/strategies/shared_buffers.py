@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainwright.strategies.base import broadcast_tensors
+BROADCAST_BYTES = 32 * 1024 * 1024
 
 
 class SharedBuffers:
@@ -39,8 +41,8 @@ class SharedBuffers:
             self._due.add(module)
 
     def begin_step(self, module: nn.Module) -> None:
-        """Send where it is due. Collective: call before each forward with gradients."""
-        if module not in self._due:
+        """Send where it is due. Collective: call before each forward; one without gradients is left out."""
+        if module not in self._due or not torch.is_grad_enabled():
             return
         self._due.discard(module)
         present = (owner._buffers.get(name) for owner, name in self._slots[module])
@@ -56,3 +58,12 @@ class SharedBuffers:
         self._slots.clear()
         self._due.clear()
         self.ends_window = True
+
+
+def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
+    """Give every rank rank 0's values, in place. Collective: call on every rank."""
+    present = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
+    if present and dist.is_initialized() and dist.get_world_size() > 1:
+        group = dist.group.WORLD
+        assert group is not None
+        dist._broadcast_coalesced(group, present, BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
