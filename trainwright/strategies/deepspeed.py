@@ -28,7 +28,7 @@ from trainwright.strategies.base import (
     Strategy,
     broadcast_tensors,
     call_step,
-    refuse_unshared,
+    check_shared,
     state_tensors,
 )
 from trainwright.strategies.deepspeed_config import build_config, low_precision, read_config, settle
@@ -158,7 +158,7 @@ class DeepSpeedStrategy(Strategy):
         return (self.offload_optimizer and self.device.type != "cpu") or asked
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        refuse_unshared(module, self.name)
+        check_shared(module, self.name)
         sharded = {name: p for name, p in module.named_parameters() if hasattr(p, "ds_id")}
         if self.stage < 3 or not sharded:
             self.place(module)
