@@ -325,7 +325,7 @@ def own_to_each_rank(module: nn.Module) -> frozenset[str]:
     return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def check_shared(module: nn.Module, name: str) -> None:
+def check_alike(module: nn.Module, name: str) -> None:
     """Refuse what cannot be shared out: lazy parameters, and what torch's DDP alone can leave to each rank (ValueError)."""
     refuse_lazy(module, name)
     if names := sorted(own_to_each_rank(module)):

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_info
-from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, check_shared
+from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, check_alike
 from trainwright.strategies.group_view import GroupView
 from trainwright.strategies.joined_state import join_plain
 from trainwright.strategies.late_reduction import LateReduction
@@ -183,7 +183,7 @@ class ShardedDDPStrategy(Strategy):
         self.place(module)
         if self.world_size == 1:
             return
-        check_shared(module, self.name)
+        check_alike(module, self.name)
         broadcast_tensors((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic
         self.wrapped[module] = None  # until its optimizers are there

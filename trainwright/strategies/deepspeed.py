@@ -23,14 +23,7 @@ from trainwright.compiled_names import clean_name
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import zero_state
-from trainwright.strategies.base import (
-    Optimization,
-    Strategy,
-    broadcast_tensors,
-    call_step,
-    check_shared,
-    state_tensors,
-)
+from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, check_alike, state_tensors
 from trainwright.strategies.deepspeed_config import build_config, low_precision, read_config, settle
 from trainwright.strategies.deepspeed_engine import make_engine
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, owned
@@ -158,7 +151,7 @@ class DeepSpeedStrategy(Strategy):
         return (self.offload_optimizer and self.device.type != "cpu") or asked
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        check_shared(module, self.name)
+        check_alike(module, self.name)
         sharded = {name: p for name, p in module.named_parameters() if hasattr(p, "ds_id")}
         if self.stage < 3 or not sharded:
             self.place(module)

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from trainwright.checkpoint.tensors import Piece
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, check_shared
+from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, check_alike
 from trainwright.strategies.late_reduction import LateReduction
 from trainwright.strategies.materialize import innermost_first, materialize
 from trainwright.strategies.sharded_access import explain, open_methods, refuse_sharded_loss
@@ -125,7 +125,7 @@ class FSDPStrategy(Strategy):
         self.buffers.follow(module)
 
     def _shard(self, module: nn.Module) -> None:
-        check_shared(module, self.name)
+        check_alike(module, self.name)
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise ValueError(
                 f"{type(module).__name__} holds sharded parameters already, of torch's fully_shard; leave the sharding to the "
