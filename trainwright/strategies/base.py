@@ -81,7 +81,7 @@ class Strategy:
     takes_compile = True
     """True where torch.compile can trace what its engine does around the modules."""
     keeps_optimizers = True
-    """True where optimizers still have their state when the run that they were made for is over."""
+    """True where optimizers still have their state once the strategy was closed; else an evaluation leaves it open."""
     needs_group = False
     """True where its engine wants a process group, on one process too."""
     communicates_on_host = False
