@@ -255,18 +255,12 @@ class Strategy:
             parameter_name, key = name.rsplit("/", 1)
             by_parameter.setdefault(parameter_name, {})[key] = entry
         for group in optimizer.param_groups:
-            on_device = bool(group.get("fused") or group.get("capturable"))
             for parameter in group["params"]:
                 state = optimizer.state[parameter]
                 state.clear()
                 for key, entry in by_parameter.get(names[parameter], {}).items():
-                    if tuple(parameter.shape) == tuple(entry.shape) and key != "step":
-                        state[key] = torch.zeros_like(parameter, dtype=entry.dtype)
-                    else:
-                        device = parameter.device if on_device or key != "step" else "cpu"
-                        # A fused kernel reads its step as float32; a run in float64 may have stored a wider one.
-                        dtype = torch.float32 if on_device and key == "step" else entry.dtype
-                        state[key] = torch.zeros(entry.shape, dtype=dtype, device=device)
+                    is_part = tuple(parameter.shape) == tuple(entry.shape) and key != "step"
+                    state[key] = made_state(parameter, key, entry, group, is_part)
 
     def piece(self, name: str, value: Tensor, writer: int | None) -> Piece:
         """Return one tensor of the state as a piece; a sharded one as the range that this rank holds."""
@@ -294,6 +288,17 @@ class Strategy:
 
         Called before the first run too. A sharded module stays sharded: whole, it might not fit.
         """
+
+
+def made_state(parameter: Tensor, key: str, entry: TensorEntry, group: Mapping[str, Any], is_part: bool) -> Tensor:
+    """Return a state tensor for a load to fill: like the parameter where it has an element for each, else as it was stored."""
+    if is_part:
+        return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
+    on_device = bool(group.get("fused") or group.get("capturable"))
+    device = parameter.device if on_device or key != "step" else torch.device("cpu")
+    # A fused kernel reads its step as float32; a run in float64 may have stored a wider one.
+    dtype = torch.float32 if on_device and key == "step" else entry.dtype
+    return torch.zeros(entry.shape, dtype=dtype, device=device)
 
 
 def refuse_sharded(module: nn.Module, name: str) -> None:

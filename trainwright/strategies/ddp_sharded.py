@@ -8,7 +8,10 @@ torch 2.13.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +26,14 @@ from trainwright.rank_zero import rank_zero_info
 from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, refuse_lazy
 from trainwright.strategies.group_view import GroupView
 from trainwright.strategies.late_reduction import LateReduction
+from trainwright.strategies.reached_parameters import ReachedParameters
+from trainwright.strategies.step_probe import refuse_uneven_steps
 
 
 class ShardedOptimizer(Optimizer):
     """The user's optimizer with all of the parameters, of which each rank steps its own and sends them to the others.
+
+    What else its class has (methods such as `train` and `eval`) it has too.
 
     Args:
         own: the user's own; from here on its groups hold this rank's parameters only.
@@ -41,6 +48,8 @@ class ShardedOptimizer(Optimizer):
         ]
         self.param_groups = views
         self.defaults = own.defaults
+        self.reached = ReachedParameters()
+        self.reached.follow(parameter for parameters in everyones for parameter in parameters)
         self.wrapped_module: Any = None
         """FairScale's ShardedDDP around the module, under automatic optimization."""
         self.shares_module = False
@@ -52,12 +61,25 @@ class ShardedOptimizer(Optimizer):
         """Return this rank's state by parameter."""
         return self.own.state
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "own" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(self.own, name)
+        return partial(self._call, value) if inspect.ismethod(value) else value
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the user's optimizer; it may change the parameters. Collective."""
+        result = method(*args, **kwargs)
+        self.send()
+        return result
+
     def owner_of(self, parameter: Tensor) -> int:
         """Return the rank that steps a parameter."""
         return int(self.oss._param_to_rank[parameter])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; those that lie in ShardedDDP's buckets stay there, as zeros."""
+        self.reached.forget()
         wrapped, bucketed = self.wrapped_module, set()
         if wrapped is not None and not self.shares_module:
             wrapped.zero_grad(set_to_none=True)
@@ -70,6 +92,23 @@ class ShardedOptimizer(Optimizer):
                 parameter.grad.zero_()
             else:
                 parameter.grad = None
+
+    @contextmanager
+    def without_left_out(self) -> Iterator[None]:
+        """Take the gradients of parameters that no loss has reached away for the context: zeros, in ShardedDDP's buckets."""
+        left_out = [
+            (parameter, parameter.grad)
+            for parameter in (p for group in self.own.param_groups for p in group["params"])
+            if parameter.grad is not None and self.reached.has_left_out(parameter, parameter.grad)
+        ]
+        for parameter, _ in left_out:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in left_out:
+                parameter.grad = gradient
+        self.reached.forget()
 
     def send(self) -> None:
         """Send this rank's parameters to the others. Collective."""
@@ -145,8 +184,7 @@ class ShardedDDPStrategy(Strategy):
     """Data parallelism whose optimizer state is dealt out over the ranks, tensor by tensor.
 
     For any module whose parameters have one dtype, and any optimizer that steps each parameter by itself. Optimizers may not
-    call closures. Gradients that this rank does not step are undefined after a backward, and a parameter that a step leaves out
-    counts as one whose gradient is zero.
+    call closures. Gradients that this rank does not step are undefined after a backward.
 
     Args:
         reduce_buffer_size: elements of a bucket in which small gradients are sent together.
@@ -197,6 +235,7 @@ class ShardedDDPStrategy(Strategy):
         for optimizer in optimizers:
             if not isinstance(optimizer, ShardedOptimizer):
                 _refuse_mixed(optimizer)
+                refuse_uneven_steps(optimizer, self.device, self.name, flat=False)
                 optimizer = ShardedOptimizer(optimizer)
                 self._optimizers[id(optimizer)] = optimizer
             sharded.append(optimizer)
@@ -262,7 +301,8 @@ class ShardedDDPStrategy(Strategy):
         if not isinstance(optimizer, ShardedOptimizer):
             return super().step(optimizer, clip, closure)
         self.unscale(optimizer)
-        result = self.precision.step(optimizer.own, None if clip is None else lambda _: clip(optimizer))
+        with optimizer.without_left_out():
+            result = self.precision.step(optimizer.own, None if clip is None else lambda _: clip(optimizer))
         self._late.reset(optimizer)
         if not result.skipped:
             optimizer.send()
@@ -328,6 +368,7 @@ class ShardedDDPStrategy(Strategy):
         for optimizer in self._optimizers.values():
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 parameter.grad = None  # it may lie in a bucket
+            optimizer.reached.close()
         self.wrapped.clear()
         self._optimizers.clear()
         self._late.clear()
