@@ -80,7 +80,9 @@ class Strategy:
     takes_compile = True
     """True where torch.compile can trace what its engine does around the modules."""
     keeps_optimizers = True
-    """True where optimizers still have their state when the run that they were made for is over."""
+    """True where optimizers still have their state once the strategy was closed; else an evaluation leaves it open."""
+    gradients_are_parameters = True
+    """True where each rank's gradients are its parameters' `.grad`, from which a checkpoint can take them."""
     needs_group = False
     """True where its engine wants a process group, on one process too."""
     communicates_on_host = False

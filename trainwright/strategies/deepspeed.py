@@ -65,6 +65,7 @@ class DeepSpeedStrategy(Strategy):
     takes_closure = False
     needs_group = True
     keeps_optimizers = False
+    gradients_are_parameters = False
 
     def __init__(
         self,
