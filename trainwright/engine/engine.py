@@ -52,7 +52,8 @@ from trainwright.engine.restored import Restored, restored
 from trainwright.precision import Precision, StepResult, resolve_precision
 from trainwright.precision.base import Clipper, Closure, Sender
 from trainwright.strategies import Strategy, resolve_strategy
-from trainwright.strategies.base import Optimization, computed_entries
+from trainwright.strategies.base import Optimization
+from trainwright.strategies.state_entries import computed_entries
 
 _holders: WeakKeyDictionary[nn.Module, ref[Strategy]] = WeakKeyDictionary()
 """The strategy that a module was set up by last, in this process."""

@@ -17,7 +17,7 @@ from trainwright.compiled_names import clean_name, own_name
 from trainwright.engine.named_state import prefix_of
 from trainwright.errors import CheckpointError
 from trainwright.strategies import Strategy
-from trainwright.strategies.base import computed_entries
+from trainwright.strategies.state_entries import computed_entries
 
 KNOWN = ("torch", "torchmetrics", "trainwright", "deepspeed", "fairscale")
 """Packages whose layers and hooks load what a fill in place has loaded already."""

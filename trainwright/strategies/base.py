@@ -7,29 +7,27 @@ are the precision's. A new strategy overrides two to six methods; nothing outsid
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.contents import describe_optimizer, is_extra_state
+from trainwright.checkpoint.contents import describe_optimizer
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name as clean_name
-from trainwright.errors import CheckpointError
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.strategies.materialize import materialize
+from trainwright.strategies.shared_buffers import SharedBuffers
+from trainwright.strategies.shared_buffers import broadcast_tensors as broadcast_tensors
+from trainwright.strategies.state_entries import state_tensors
 
 STORED_NEVER = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
 """Keys of a parameter group that a checkpoint leaves out: its tensors, and how the optimizer is computed here."""
-
-BROADCAST_BYTES = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,9 @@ class Strategy:
     holds_modules = True
     """True where the module's own tensors are what is trained, whole on each rank."""
     keeps_optimizers = True
-    """True where optimizers still have their state when the run that they were made for is over."""
+    """True where optimizers still have their state once the strategy was closed; else an evaluation leaves it open."""
+    gradients_are_parameters = True
+    """True where each rank's gradients are its parameters' `.grad`, from which a checkpoint can take them."""
     needs_group = False
     """True where its engine wants a process group, on one process too."""
     communicates_on_host = False
@@ -99,6 +99,8 @@ class Strategy:
         self.precision = Precision()
         self.wrapped: Mapping[nn.Module, Any] = {}
         """The modules whose forward has to go through `run`, since calling them would leave something out."""
+        self.buffers = SharedBuffers()
+        """Makes those that training steps read and write rank 0's, where a strategy lets it."""
 
     # -- before a run ------------------------------------------------------------------------------------------------
 
@@ -187,6 +189,7 @@ class Strategy:
 
     def sync_gradients(self, enabled: bool) -> None:
         """Say, before a forward, whether the backward that follows it ends an accumulation window."""
+        self.buffers.ends_window = enabled
 
     def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
         """Clip where asked and step; the optimizer may call the closure, which runs the step's forward and backward again."""
@@ -217,7 +220,9 @@ class Strategy:
         return None
 
     def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
-        """Make every rank evaluate the same model (running statistics may differ between ranks)."""
+        """Make every rank evaluate the same model: rank 0's buffers go to all. Collective."""
+        if self.world_size > 1:
+            broadcast_tensors(buffer for module in modules for buffer in module.buffers())
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -324,63 +329,16 @@ def refuse_lazy(module: nn.Module, name: str) -> None:
             )
 
 
-def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a module's state_dict by their names there: those in use, which a load may write into.
-
-    What a layer computes for its state_dict comes as it is. What is lazy is left out: it has no shape yet (see
-    engine/lazy_tensors.py).
-    """
-    yield from ((name, value) for name, value, _ in _entries(module))
+def own_to_each_rank(module: nn.Module) -> frozenset[str]:
+    """Return the parameters and buffers of which torch's DDP is told, on the module, to leave each rank its own."""
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def computed_entries(strategy: Strategy, module: nn.Module) -> list[str]:
-    """Return the names of what a module computes for its state_dict, so that no load can write into it.
-
-    Raises:
-        CheckpointError: there is some, and the module is not whole on each rank.
-    """
-    names = [clean_name(name) for name, _, is_in_use in _entries(module) if not is_in_use]
-    if names and not strategy.holds_modules:
-        raise CheckpointError(
-            f"{names[0]!r} in the state_dict of {type(module).__name__} is computed from what it holds, of which each rank has a "
-            f"part, or a copy in low precision, under strategy={strategy.name!r}. Keep it as a parameter or buffer, or choose "
-            "'ddp'."
+def check_alike(module: nn.Module, name: str) -> None:
+    """Refuse what cannot be shared out: lazy parameters, and what torch's DDP alone can leave to each rank (ValueError)."""
+    refuse_lazy(module, name)
+    if names := sorted(own_to_each_rank(module)):
+        raise ValueError(
+            f"{type(module).__name__}._ddp_params_and_buffers_to_ignore leaves {names[0]!r} to each rank, but "
+            f"strategy={name!r} trains one model; use strategy='ddp', or delete that attribute."
         )
-    return names
-
-
-def _entries(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield the tensors of a module's state_dict, each with its name and whether it is one in use."""
-    in_use: dict[Any, Tensor] = {}
-    for each in (*module.buffers(), *module.parameters()):
-        in_use[each] = in_use[_memory(each)] = each
-    for name, value in module.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor) or is_extra_state(name) or is_lazy(value):
-            continue
-        if value not in in_use and (known := in_use.get(_memory(value))) is not None:
-            value = known  # by other means, such as .data
-        if value not in in_use:
-            place, _, leaf = name.rpartition(".")
-            with suppress(AttributeError):
-                own = module.get_submodule(place).__dict__.get(leaf)
-                if isinstance(own, Tensor) and own.shape == value.shape:  # a Metric puts copies of its states there
-                    yield name, own, True
-                    continue
-        yield name, value, value in in_use
-
-
-def _memory(tensor: Tensor) -> Any:
-    """Return what tells where a tensor's elements lie; unlike any other's where it has none of its own."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if is_lazy(local) or local.layout is not torch.strided or local.is_meta or local.numel() == 0:
-        return ("none", id(tensor))
-    return local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), tuple(tensor.shape)
-
-
-def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
-    """Give every rank rank 0's values, in place. Collective: call on every rank."""
-    present = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
-    if present and dist.is_initialized() and dist.get_world_size() > 1:
-        group = dist.group.WORLD
-        assert group is not None
-        dist._broadcast_coalesced(group, present, BROADCAST_BYTES, 0)  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from trainwright.distributed import collectives
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import zero_gradients, zero_state
-from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, refuse_lazy, state_tensors
+from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, check_alike
 from trainwright.strategies.deepspeed_config import (
     build_config,
     low_precision,
@@ -33,6 +33,7 @@ from trainwright.strategies.deepspeed_config import (
 )
 from trainwright.strategies.deepspeed_engine import make_engine
 from trainwright.strategies.master_optimizer import MasterOptimizer, Share
+from trainwright.strategies.state_entries import state_tensors
 from trainwright.strategies.step_probe import refuse_uneven_steps
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, owned
 
@@ -66,6 +67,7 @@ class DeepSpeedStrategy(Strategy):
     takes_closure = False
     needs_group = True
     keeps_optimizers = False
+    gradients_are_parameters = False
 
     def __init__(
         self,
@@ -155,7 +157,7 @@ class DeepSpeedStrategy(Strategy):
         return (self.offload_optimizer and self.device.type != "cpu") or asked
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        refuse_lazy(module, self.name)
+        check_alike(module, self.name)
         sharded = {name: p for name, p in module.named_parameters() if hasattr(p, "ds_id")}
         if self.stage < 3 or not sharded:
             self.place(module)
@@ -164,6 +166,7 @@ class DeepSpeedStrategy(Strategy):
         whole = [p for p in module.parameters() if not hasattr(p, "ds_id")]
         broadcast_tensors((*whole, *module.buffers()))
         self.wrapped[module] = None
+        self.buffers.follow(module)
         if self.stage == 3 and zero_state.warn_of_shards not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(zero_state.warn_of_shards)  # type: ignore[no-untyped-call]
         if optimization is None and self.stage == 3 and any(True for _ in module.parameters()):
@@ -272,6 +275,7 @@ class DeepSpeedStrategy(Strategy):
     def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
         """Refuse a change of what is trained (RuntimeError): DeepSpeed has laid out its buffers by then."""
         for module in modules:
+            self.buffers.follow(module)
             now = [name for name, p in module.named_parameters() if p.requires_grad]
             if changed := sorted(set(now) ^ set(self._trained.get(module, now))):
                 raise RuntimeError(
@@ -283,6 +287,7 @@ class DeepSpeedStrategy(Strategy):
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step: Callable[[], Any] = partial(call_step, module, name, args, kwargs)
+        self.buffers.begin_step(module)
         for engine in self._parts.get(module, []):
             # Not engine(...): it would hang its own prologue on what the step returns, and a manual backward runs before.
             step = partial(engine.module, step)
@@ -299,6 +304,7 @@ class DeepSpeedStrategy(Strategy):
         for engine in self._engines.values():
             # Engines that this loss reached have run their epilogue from their gradient hooks; the others did not.
             engine.optimizer._backward_hook_state.backward_active_depth = 0
+        self.buffers.end_backward()
 
     def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
         facade = self._taken(optimizer)
@@ -341,10 +347,6 @@ class DeepSpeedStrategy(Strategy):
         loss_scale = float(facade.engine.optimizer.loss_scale)
         zero_gradients.clip_by_value(mine, value, scale, loss_scale)
         return None if norm is None else zero_gradients.clip_by_norm(mine, norm, loss_scale, self.device)
-
-    def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
-        """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""
-        broadcast_tensors(buffer for module in modules for buffer in module.buffers())
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -409,4 +411,5 @@ class DeepSpeedStrategy(Strategy):
         self._parts.clear()
         self._trained.clear()
         self._finished.clear()
+        self.buffers.clear()
         self.wrapped.clear()
