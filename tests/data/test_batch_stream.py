@@ -71,10 +71,11 @@ def test_every_sample_counts_once(world_size: int) -> None:
         rounds = list(zip(*parts, strict=True))
         kept = len(alone) // world_size * world_size if drop_last else len(alone)
         assert [batch for each in rounds for batch in each][:kept] == alone[:kept]
-        if rounds and training[0].last_sizes is not None:
+        if training[0].uneven:
             last = alone[(len(rounds) - 1) * world_size :]
-            assert training[0].last_sizes == [len(batch) for batch in last] + [0] * (world_size - len(last))
-            assert sum(share.last_weight for share in training) == pytest.approx(world_size)
+            sizes = [len(batch) for batch in last] + [0] * (world_size - len(last))
+            assert dict(training[0].uneven) == {len(rounds) - 1: sizes}
+            assert sum(share.weight_at(len(rounds) - 1) for share in training) == pytest.approx(world_size)
         for share, part in zip(training, parts, strict=True):
             assert all(read(share, start=start) == part[start:] for start in range(len(part) + 1))
 
@@ -131,7 +132,7 @@ def test_data_that_the_user_has_shared_out() -> None:
     for loader in (DataLoader(Counting(5), batch_size=2), [[0, 1], [2, 3], [4]]):
         for share in shares(loader, 3, shard=False):
             assert read(share) == [[0, 1], [2, 3], [4]]
-            assert (share.last_weight, share.last_sizes) == (1.0, None)
+            assert (share.weight_at(2), dict(share.uneven)) == (1.0, {})
     assert [share.ends_alike for share in shares([1, 2], 2, shard=False)] == [True, True], "lengths can be compared"
     uncertain = shares(DataLoader(Counting(5)), 2, shard=False)
     assert [share.ends_alike for share in uncertain] == [False, False]

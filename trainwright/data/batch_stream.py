@@ -157,14 +157,14 @@ class BatchStream(Share):
         batches = states.open(state) if side is None else _drawn_aside(side, lambda: states.open(state))
         return states.noting(batches, pass_number, 0 if state is None else self.start_item, state)
 
-    def last_round(self, items: list[Any]) -> Any:
+    def cut_round(self, items: list[Any], number: int) -> Any:
         """Return this rank's batch of a pass's last round; another's, which weighs nothing, where it has none."""
         counted = [count_samples(batch) for batch in items]
         sizes = [size for size in counted if size]
         if len(sizes) < len(counted):
             sizes = [1] * len(items)  # unknown: each batch weighs the same
         if len(items) < self.world_size or len(set(sizes)) > 1:
-            self.real_sizes = sizes + [0] * (self.world_size - len(items))
+            self.uneven[number] = sizes + [0] * (self.world_size - len(items))
         return items[self.rank] if self.rank < len(items) else items[0]
 
 
