@@ -113,21 +113,58 @@ class Device:
             assert self._changed.wait_for(lambda: min(self._joined) >= self._joined[rank] - lead, timeout=30)
 
 
-@pytest.mark.parametrize("lead", [0, 12])
-def test_rounds_in_threads_with_hosts_that_run_ahead(lead: int) -> None:
+class LateStore:
+    """One connection to a store that is late with what it sets, as torch's: `set` returns while the request is on its way.
+
+    Requests of one connection are served in their order, so whatever gives an answer waits for what was set before it.
+    """
+
+    def __init__(self, store: Any, seconds: float) -> None:
+        self._store, self._seconds = store, seconds
+        self._sender = ThreadPoolExecutor(1)
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._sender.submit(self._deliver, key, value)
+
+    def _deliver(self, key: str, value: bytes | str) -> None:
+        time.sleep(self._seconds)
+        self._store.set(key, value)
+
+    def get(self, key: str) -> Any:
+        return self._sender.submit(self._store.get, key).result()
+
+    def add(self, key: str, amount: int) -> Any:
+        return self._sender.submit(self._store.add, key, amount).result()
+
+    def check(self, keys: list[str]) -> Any:
+        return self._sender.submit(self._store.check, keys).result()
+
+    def delete_key(self, key: str) -> Any:
+        return self._sender.submit(self._store.delete_key, key).result()
+
+    def clone(self) -> LateStore:
+        return LateStore(self._store, self._seconds)
+
+
+@pytest.mark.parametrize(("lead", "late_seconds"), [(0, 0.0), (12, 0.0), (0, 0.003)])
+def test_rounds_in_threads_with_hosts_that_run_ahead(lead: int, late_seconds: float) -> None:
     """Every rank asks some time in every round; a device's collectives are queued, the host does not wait for them."""
     world_size, rounds = 4, 40
     store, device = dist.HashStore(), Device(world_size, lead)
+    connections = [
+        [LateStore(store, late_seconds) if late_seconds else store for _ in range(2)] for _ in range(world_size)
+    ]
     ended = threading.Event()
 
     def loop(rank: int) -> list[int]:
         chance = random.Random(rank)
-        book = AppointmentBook(store, rank, world_size, synchronize=functools.partial(device.wait, rank))
+        own, watched = connections[rank]
+        book = AppointmentBook(own, rank, world_size, synchronize=functools.partial(device.wait, rank))
         appointment, idle = book.make("stop"), book.make("idle")
 
         def watch() -> None:
             while not ended.wait(chance.random() * 0.01):
-                book.look(store)
+                book.look(watched)
 
         watcher = threading.Thread(target=watch)
         watcher.start()

@@ -6,8 +6,9 @@
     is_due(step) is True   at the first boundary that is not before the appointment, on every rank alike
 
 Why nobody misses it: between two boundaries lies a collective of the training itself (the all-reduce of the gradients), so
-a rank that has come to a boundary knows that all others have left the one before it. The largest number, m, was posted at
-a boundary before m, as were all others, so at m every rank sees them all. An accelerator's collectives are only queued by
+a rank that has come to a boundary knows that all others have left the one before it, and with it that the store has what
+they posted there (`post` waits for the store's receipt). The largest number, m, was posted at a boundary before m, as were
+all others, so at m every rank sees them all. An accelerator's collectives are only queued by
 the host, which may be many steps ahead of them; while a round is on, a rank waits for its device before it looks.
 """
 
@@ -17,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from trainwright.distributed.agreement import Store
+from trainwright.distributed.store import Store, post
 
 QUESTIONS = "questions"
 """The one key that the watchers look at while nothing is asked: how many questions were posted so far."""
@@ -88,7 +89,7 @@ class Appointment:
         current = self._round
         if not self._wants or self._told_round == current:
             return False
-        store.set(self._question(current), "1")
+        store.set(self._question(current), "1")  # the count of questions that is raised next is its receipt
         self._told_round = current
         return True
 
@@ -110,7 +111,7 @@ class Appointment:
             self._wants = self.is_asked = False
             return True
         if self._posted_round != self._round:
-            store.set(self._post(self._round, self.rank), str(step + 1))
+            post(store, self._post(self._round, self.rank), str(step + 1))
             self._posted_round = self._round
             return False
         if self._agreed_step is None:

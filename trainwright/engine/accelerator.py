@@ -28,7 +28,8 @@ from trainwright.data.seeding import set_rng_state
 from trainwright.data.transfer import map_tensors
 from trainwright.engine.between_ranks import portion
 from trainwright.engine.engine import Engine
-from trainwright.engine.prepared import PreparedLoader, PreparedModule, PreparedOptimizer, PreparedScheduler
+from trainwright.engine.prepared import PreparedModule, PreparedOptimizer, PreparedScheduler
+from trainwright.engine.prepared_loader import PreparedLoader
 from trainwright.engine.window import AccumulationWindow
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from torch.optim import Optimizer
 
 from trainwright.engine.engine import Engine
-from trainwright.engine.prepared import PreparedLoader
+from trainwright.engine.prepared_loader import PreparedLoader
 
 
 class AccumulationWindow(AbstractContextManager[None]):

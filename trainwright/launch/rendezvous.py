@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -18,9 +19,10 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from trainwright.distributed.agreement import FailureBoard, Store
 from trainwright.distributed.environment import STORE_PREFIX
+from trainwright.distributed.failures import FailureBoard
 from trainwright.distributed.network import is_own_name, listen_at, resolve
+from trainwright.distributed.store import Store, post
 from trainwright.errors import LaunchError
 from trainwright.launch.lifeline import Lifeline
 from trainwright.launch.nodes import Nodes
@@ -150,7 +152,7 @@ class StaticRendezvous(RendezvousHandler):
 
     def say_finished(self) -> None:
         """Tell the other nodes that all processes of this one have ended well."""
-        self._agents.set(f"finished/{self.nodes.rank}", "1")
+        post(self._agents, f"finished/{self.nodes.rank}", "1")  # this launcher may end right after
 
     def all_finished(self) -> bool:
         """Whether the processes of all nodes have ended well."""
@@ -166,7 +168,8 @@ class StaticRendezvous(RendezvousHandler):
             return
         try:
             if self._has_met:
-                self._agents.set(f"left/{self.nodes.rank}", "1")
+                with suppress(RuntimeError):  # the main node may have gone, and its store
+                    post(self._agents, f"left/{self.nodes.rank}", "1")
             deadline = time.monotonic() + LEAVE_SECONDS
             while self._has_met and self.nodes.rank == 0 and time.monotonic() < deadline:
                 gone = self.lifeline.lost()
