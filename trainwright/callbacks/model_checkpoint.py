@@ -72,6 +72,7 @@ class ModelCheckpoint(Callback):
 
     runs_last = True
     reads_outputs = False
+    counts_rounds = True
 
     def __init__(
         self,

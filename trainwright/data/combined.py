@@ -264,7 +264,7 @@ class ShardedCombination:
         )
 
     def _part_with_ghosts(self, batches: list[Any], place: int) -> None:
-        """Find out whether the batches are those of a ghost; take away those that other ranks alone have, where they are not."""
+        """Find out whether the batches are those of a ghost; where they are not, take away those that others alone have."""
         pairs = zip(self.parts, batches, strict=True)
         is_real = [batch is not END and self._is_real(part, place) for part, batch in pairs]
         if not (all if self.combination == "min_size" else any)(is_real):

@@ -216,7 +216,7 @@ class IndexStream(Share):
             self.uneven[number] = sizes
 
     def short_rounds(self, end: int) -> dict[int, int] | None:
-        """Return how many samples each round before batch number `end` has that is no full one; None where that is not known."""
+        """Return how many samples the rounds before batch number `end` have that are no full ones; None where unknown."""
         items = self.source_length
         if not self.is_split or self._trimmed or items is None:
             return None

@@ -157,12 +157,17 @@ class Accelerator:
         return self._window
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Send a loss backward, divided by the length of its window; the keyword arguments are those of Tensor.backward."""
+        """Send a loss backward, divided by the length of its window, and weighted by its samples in an uneven last round.
+
+        The keyword arguments are those of Tensor.backward.
+        """
         if not isinstance(loss, Tensor):
             raise TypeError(f"backward was given a {type(loss).__name__}; accepted is a loss tensor.")
         window = self._window
         if window.length > 1:
             loss = loss / window.length
+        if self._active and (weight := self._active[-1].weight) != 1.0:
+            loss = loss * weight
         window.has_gradients = True
         self.engine.backward(loss, **options)
 

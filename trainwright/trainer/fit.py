@@ -37,13 +37,12 @@ from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.module import Module
 from trainwright.precision.base import Clipper, StepResult
 from trainwright.profilers.instrumentation import is_measuring
-from trainwright.trainer.evaluate import Evaluation, discarded, evaluate, sanity_check
+from trainwright.trainer.evaluate import Evaluation, sanity_check
 from trainwright.trainer.hooks import JUDGED, HookTable
 from trainwright.trainer.optimization import (
     count_empty,
     read_loss,
     read_outputs,
-    round_weight,
     step,
     step_schedulers,
     weigh,
@@ -51,11 +50,13 @@ from trainwright.trainer.optimization import (
 from trainwright.trainer.resume import check_state
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
 from trainwright.trainer.state import TrainerState
-from trainwright.trainer.stop import EvaluationAbandoned, abandonable
+from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.training_data import begin_data, load_training_data, place_in_data, seek
+from trainwright.trainer.uneven_round import UnevenRound
+from trainwright.trainer.validation import validate, validation_is_due
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Set
+    from collections.abc import Iterator, Mapping
 
     from trainwright.trainer.trainer import Trainer
 
@@ -95,8 +96,12 @@ class TrainingRun:
     """Batches of this rank in an epoch, limits included; None where that shows only when the loader ends."""
     most_batches: int | None = None
     """A limit of the batches; None for none."""
-    round_ends: Set[int] = frozenset()
-    """The batches, beside the epoch's last, after which a loader has ended and its last round may weigh otherwise."""
+    uneven: Mapping[int, list[int]] = field(default_factory=dict)
+    """By batch number, the samples of each rank in the rounds that are not shared evenly, of those read so far; a live view."""
+    uneven_round: UnevenRound | None = None
+    """The batch at hand, where it is one of an uneven round."""
+    pulled: PulledBatches | None = None
+    """Where training_step takes its batches from; None where the loop gives them."""
     validate_every: int | None = None
     """Batches between two validations; None for validations at an epoch's end, or by time."""
     window_has_gradients: bool = False
@@ -133,6 +138,25 @@ class TrainingRun:
         by_time = self.trainer.validation_clock is not None
         return self.validation is not None and (self.validate_every is not None or by_time)
 
+    @property
+    def weight(self) -> float:
+        """Return this rank's part in the round of the batch at hand, beside an equal part."""
+        index = self.state.batch if self.pulled is None else self.pulled.count - 1
+        return self.loader.weight_at(index) if index in self.uneven else 1.0
+
+    def begin_uneven_round(self, index: int) -> None:
+        """Begin a batch of an uneven round, in which this rank may have no sample."""
+        collector = self.trainer.logbook.collector
+        assert collector is not None
+        is_ghost = self.loader.weight_at(index) == 0.0
+        self.uneven_round = UnevenRound(collector, self.module, self.trainer.callbacks, is_ghost)
+
+    def end_uneven_round(self) -> None:
+        """End the batch of an uneven round, if it is one."""
+        if self.uneven_round is not None:
+            self.uneven_round.end()
+            self.uneven_round = None
+
     def write_row(self) -> None:
         """Write the row of a step that is due for one; a save writes it before, since no resumed run would."""
         self.row_is_due = False
@@ -160,7 +184,7 @@ class TrainingRun:
         return bool(self.engine.reduce(torch.tensor([int(has_batch)]), "min").item())
 
     def _pulled(self, pairs: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
-        batches = PulledBatches(pairs, self.transfer, self.state.batch, self.trainer.logbook)
+        self.pulled = batches = PulledBatches(pairs, self.transfer, self.state.batch, self.trainer.logbook)
         while not batches.is_at_end:
             taken = batches.count
             yield batches, batches.holds_last
@@ -208,19 +232,25 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
     hooks.call("on_train_end")
 
 
+def begin_epoch(run: TrainingRun) -> None:
+    """Do what comes before an epoch's first batch, or before the first one of what is left of it. Collective."""
+    trainer, engine = run.trainer, run.engine
+    begin_data(run)
+    run.hooks.call("on_train_epoch_start")
+    trainer.logbook.take_up_epoch()
+    run.accumulate = trainer.accumulate_grad_batches
+    engine.follow_parameters()
+    engine.sync_gradients(True)
+    if trainer.settings.fused_optimizers:
+        for optimizer in trainer.optimizers:
+            use_fused(optimizer, [run.module])  # a hook may have added groups
+
+
 def fit_epoch(run: TrainingRun) -> None:
     """Train one epoch, or what is left of it. Collective."""
     trainer, state, hooks, logbook = run.trainer, run.state, run.hooks, run.trainer.logbook
     collector = logbook.collector or logbook.start(run.module, training=True, stage="train")
-    begin_data(run)
-    hooks.call("on_train_epoch_start")
-    logbook.take_up_epoch()
-    run.accumulate = trainer.accumulate_grad_batches
-    run.engine.follow_parameters()
-    run.engine.sync_gradients(True)
-    if trainer.settings.fused_optimizers:
-        for optimizer in trainer.optimizers:
-            use_fused(optimizer, [run.module])  # a hook may have added groups
+    begin_epoch(run)
     batch_start, batch_end = hooks["on_train_batch_start"], hooks["on_train_batch_end"]
     stop, may_end = trainer.stop_appointment, trainer.settings.max_steps != -1
     assert stop is not None
@@ -233,6 +263,8 @@ def fit_epoch(run: TrainingRun) -> None:
     for batch, is_last in () if is_stopped else run.batches():
         collector.batch, collector.hook = batch, "training_step"
         index, run.is_last_batch, run.is_within_batch = state.batch, is_last, True
+        if index in run.uneven:
+            run.begin_uneven_round(index)
         if batch_start:
             collector.hook = "on_train_batch_start"
             if -1 in [hook(batch, index) for hook in batch_start]:
@@ -251,11 +283,15 @@ def fit_epoch(run: TrainingRun) -> None:
         stepped = state.step != steps_before
         state.batches_that_stepped += stepped
         run.row_is_due = bool(stepped and log_every and state.batches_that_stepped % log_every == 0)
+        if run.uneven_round is not None:
+            run.uneven_round.put_back()
         if batch_end:
             collector.hook, given = "on_train_batch_end", read_outputs(outputs) if hooks.outputs_are_read else {}
             for hook in batch_end:
                 hook(given, batch, index)
         run.is_within_batch = False
+        if run.uneven_round is not None:
+            run.end_uneven_round()
         if run.row_is_due:
             run.write_row()
         if run.waiting_saves and not run.is_within_window:
@@ -268,6 +304,7 @@ def fit_epoch(run: TrainingRun) -> None:
         refuse_short_epoch(run, is_last or is_stopped)
         is_last = is_last or (run.num_batches is None and not is_stopped)  # one of unknown length is over when it ends
     collector.batch, run.is_within_batch = None, False
+    run.end_uneven_round()
     if not trainer.signal_stop.number:  # else the resumed run does what is left of the epoch
         finish_epoch(run, is_complete=is_last)
 
@@ -298,51 +335,6 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     trainer.logbook.flush()
 
 
-def validation_is_due(run: TrainingRun, at_end: bool = False, is_complete: bool = True) -> bool:
-    """Return whether a validation is due after the batch at hand, or `at_end` of an epoch."""
-    settings, state = run.trainer.settings, run.state
-    every = settings.check_val_every_n_epoch
-    if run.validation is None or state.validated_at == state.total_batches:
-        return False
-    if every is not None and (state.epoch + 1) % every:
-        return False
-    if at_end and not is_complete:
-        return True  # the run ends here
-    if run.trainer.validation_clock is not None:
-        return not at_end and run.trainer.validation_clock.is_due(state.step)
-    if run.validate_every is None:
-        return at_end
-    count = state.total_batches if every is None else state.batch
-    has_passed = count // run.validate_every > (count - run.num_taken) // run.validate_every
-    return has_passed or (at_end and run.num_batches is None and every is not None)
-
-
-def validate(run: TrainingRun, within: bool, counts: bool = True) -> None:
-    """Run a validation, `within` the epoch or at its end, and step the schedulers that follow validations. Collective.
-
-    One of a run that was stopped within an epoch `counts` not: one that had gone on would not have made it.
-    """
-    assert run.validation is not None
-    trainer, state = run.trainer, run.state
-    trainer.is_mid_epoch_validation, trainer.is_stop_validation = within, not counts
-    if run.optimizer is not None and not run.is_within_window:
-        run.own.get("on_validation_model_zero_grad", run.optimizer.zero_grad)()
-
-    def count() -> None:
-        if not counts:
-            return
-        state.validations += 1
-        state.validated_at = state.total_batches
-        step_schedulers(run, "validation", state.validations, plateau=False)
-        step_schedulers(run, "validation", state.validations, plateau=True)
-
-    with abandonable(run):
-        evaluate(run.validation, before_end=count)
-    if within:  # an epoch's end asks for itself
-        trainer.agree_on_stop()
-    trainer.is_mid_epoch_validation = trainer.is_stop_validation = False
-
-
 def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
     """Run one batch through training_step, backward and, at its window's end, the optimizer; return its outputs."""
     engine, optimizer = run.engine, run.optimizer
@@ -361,14 +353,8 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
             run.window_has_gradients = False
         else:
             clear_gradients(run, index)
-    weight = round_weight(run, index) if is_last or (run.round_ends and index in run.round_ends) else 1.0
-    if weight == 0.0:  # this rank has no sample of its own in the last round
-        with discarded(run.module, run.trainer.logbook.collector):
-            outputs = engine.run(run.module, "training_step", *arguments)
-    else:
-        outputs = engine.run(run.module, "training_step", *arguments)
-    if run.pulls and batch.is_at_end:
-        weight = round_weight(run, batch.count - 1)
+    outputs = engine.run(run.module, "training_step", *arguments)
+    weight = run.weight if run.uneven else 1.0
     loss = outputs if type(outputs) is Tensor else read_loss(outputs, engine.world_size)
     if loss is None:
         count_empty(run)

@@ -441,10 +441,12 @@ class Trainer(Status):
         strategy.clip_gradients(inner, None if algorithm == "value" else limit, limit if algorithm == "value" else None)
 
     def manual_backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
-        """Send a loss backward under manual optimization, and tell the hooks."""
-        self.hooks.call("on_before_backward", loss)
+        """Send a loss backward under manual optimization, weighted as its round is, and tell the hooks."""
         if self.run is not None:
             self.run.is_within_window = True  # until an optimizer steps: gradients are in no checkpoint
+            if self.run.uneven and (weight := self.run.weight) != 1.0:
+                loss = loss * weight
+        self.hooks.call("on_before_backward", loss)
         self.engine.backward(loss, send, **options)
         self.hooks.call("on_after_backward")
 
