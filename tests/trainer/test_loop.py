@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import pairwise
@@ -14,7 +16,7 @@ import pytest
 import torch
 from small import QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trainwright as tw
 
@@ -375,6 +377,30 @@ def test_loaders_are_made_again() -> None:
         trainer.fit(module)
         assert module.made == made
         assert trainer.global_step == (8 if every == 0 else 2 + 2 + 4 + 4)
+
+
+def test_loaders_that_were_made_again_are_let_go_of() -> None:
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    counts: list[int] = []
+
+    class Data(TensorDataset):
+        pass
+
+    class Own(Classifier):
+        def train_dataloader(self) -> Any:
+            data = Data(*make_loader(8).dataset.tensors)  # type: ignore[attr-defined]
+            alive.add(data)
+            return DataLoader(data, batch_size=4)
+
+        def val_dataloader(self) -> Any:
+            return self.train_dataloader()
+
+        def on_train_epoch_end(self) -> None:
+            gc.collect()
+            counts.append(len(alive))
+
+    tw.Trainer(max_epochs=4, reload_dataloaders_every_n_epochs=1, **QUIET).fit(Own())
+    assert counts == [2, 2, 2, 2]
 
 
 # -- steps ---------------------------------------------------------------------------------------------------------------

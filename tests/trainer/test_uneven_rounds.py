@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torchmetrics
 from jobs import run_job
@@ -111,7 +111,7 @@ def trained(module: Mean, loader: Any) -> dict[str, Any]:
     return {
         "w": round(float(module.w.detach()), 4),
         "metrics": metrics,
-        "kept": [sorted(sum(each, [])) for each in zip(*collectives.gather_object(kept), strict=True)],
+        "kept": [sorted(chain.from_iterable(each)) for each in zip(*collectives.gather_object(kept), strict=True)],
         "seen": [
             sum(each)
             for each in zip(
@@ -184,7 +184,7 @@ def evaluated(loader: Any, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="all_gather: in a last round")
         (metrics,) = trainer().validate(module, loader, verbose=False)
-    samples = sorted(sum(collectives.gather_object(module.samples), []))
+    samples = sorted(chain.from_iterable(collectives.gather_object(module.samples)))
     return {name: round(value, 4) for name, value in metrics.items()}, samples
 
 

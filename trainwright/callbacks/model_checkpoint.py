@@ -20,6 +20,7 @@ from trainwright.callbacks.checkpoint_place import choose_place, is_taken, remov
 from trainwright.callbacks.checkpoint_retention import PendingSave
 from trainwright.callbacks.checkpoint_score import MonitoredScore
 from trainwright.callbacks.checkpoint_settings import KEY_SETTINGS, check_choices, check_top_k, checked_intervals
+from trainwright.callbacks.checkpoint_weights import WeightsCheck
 from trainwright.callbacks.decision import decided
 from trainwright.callbacks.stopped_run import save_failed_run, save_stopped_run
 from trainwright.checkpoint.replacement import is_replaceable
@@ -63,11 +64,12 @@ class ModelCheckpoint(Callback):
         async_save: hold the loop only until all is copied to host memory; a thread writes and commits meanwhile. The next save
             and the end of the run wait for it and raise its error. What a save takes the place of goes once it has committed.
 
-    A checkpoint whose metric is not finite never counts among the best; as long as there are none, the newest is kept. The
-    newest checkpoint, and the one that the run was resumed from, are never deleted before another one is there. A save that
-    is due within an accumulation window is made when the window ends. Nothing is saved with fast_dev_run. Rank 0 decides for
-    all, by its own metrics and files. A fit that begins anew keeps its own best ones, and leaves the files of an earlier fit
-    alone.
+    Weights that are not finite (NaN or infinity in a trained parameter or a norm's running statistics, on whatever rank) are
+    not saved, and the run says so: the checkpoints that are there stay. A checkpoint whose metric is not finite never counts
+    among the best; as long as there are none, the newest is kept. The newest checkpoint, and the one that the run was resumed
+    from, are never deleted before another one is there. A save that is due within an accumulation window is made when the
+    window ends. Nothing is saved with fast_dev_run. Rank 0 decides for all, by its own metrics and files. A fit that begins
+    anew keeps its own best ones, and leaves the files of an earlier fit alone.
     """
 
     runs_last = True
@@ -112,6 +114,7 @@ class ModelCheckpoint(Callback):
         self.async_save = async_save
         self._is_fitting = False
         self._score = MonitoredScore(monitor)
+        self._weights = WeightsCheck()
         self._watches_batches = self.every_n_train_steps > 0 or self.train_time_interval is not None
         self._begin()
 
@@ -199,6 +202,11 @@ class ModelCheckpoint(Callback):
         """Return the folder that was asked for; None where it is the default one, also when a run has chosen that."""
         return None if self.dirpath == self._default_dirpath else self.dirpath
 
+    @property
+    def keeps_any(self) -> bool:
+        """Return whether it is to keep any checkpoint."""
+        return bool(self.save_top_k or self.save_last)
+
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._saved_at, self._step_seen, self._has_begun = time.monotonic(), trainer.global_step, True
         if trainer.resume_source is not None:
@@ -284,7 +292,7 @@ class ModelCheckpoint(Callback):
         Return the path, also of a checkpoint of this very position that is there already; "" where nothing is to be saved.
         Collective: call on every rank.
         """
-        if not self._is_fitting or not (self.save_top_k or self.save_last):
+        if not self._is_fitting or not self.keeps_any:
             return ""
         return save_stopped_run(self, trainer, name)
 
@@ -293,11 +301,11 @@ class ModelCheckpoint(Callback):
     def _save(self, trainer: Trainer) -> None:
         """Save, if rank 0 finds it worth it. Collective."""
         self._is_put_off = False
-        if not self.save_top_k and not self.save_last:
+        if not self.keeps_any:
             return
         self._conclude(trainer)
         plan = decided(trainer.engine, "a save of ModelCheckpoint", lambda: self._plan(trainer))
-        if plan is None:
+        if plan is None or self._weights.refuses(trainer, self.last_model_path):
             return
         path, place, score, is_best, dropped = plan
         # The state that is saved with it knows of itself: a resumed run finds its own checkpoint among the kept ones.

@@ -5,7 +5,7 @@ resumed run reads again what it has had, and says so. What the source draws whil
 (seed, epoch): the order is a function of the two, and reading again leaves the generators of training where they were.
 
 On several ranks each one reads the whole stream and keeps its share (share.py), so that all know alike where it ends. The
-last round of training is not split: each rank weighs by the samples of its own batch, and one that has none works on the
+last round is neither split nor padded: each rank weighs by the samples of its own batch, and one that has none works on the
 round's first batch with no weight.
 """
 
@@ -78,8 +78,6 @@ class BatchStream(Share):
         super().set_epoch(seed, epoch, start_batch, place)
         if self.states is not None:
             self._from = self.states.begin(self.place(self.start_batch), state)
-        if isinstance(self.source, DataLoader) and (sampler := distributed_sampler(self.source)) is not None:
-            sampler.set_epoch(epoch)
 
     @property
     def source_length(self) -> int | None:
@@ -149,7 +147,7 @@ class BatchStream(Share):
         if self._generator is not None:
             self._generator.manual_seed(seed)
         if isinstance(self.source, DataLoader) and isinstance(self.source.dataset, SeededIterable):
-            self.source.dataset.set_seed(derive_seed(seed, self.seed_rank))
+            self.source.dataset.set_pass(derive_seed(seed, self.seed_rank), self.epoch)
         side = SideGenerators(seed) if self._draws else None
         if self.states is None:
             return iter(self.source) if side is None else _drawn_aside(side, lambda: iter(self.source))
@@ -162,7 +160,7 @@ class BatchStream(Share):
         counted = [count_samples(batch) for batch in items]
         sizes = [size for size in counted if size]
         if len(sizes) < len(counted):
-            sizes = [1] * len(items)  # unknown: each batch weighs the same
+            sizes = [sys.maxsize] * len(items)  # unknown: each batch weighs the same, and all of it is its rank's
         if len(items) < self.world_size or len(set(sizes)) > 1:
             self.uneven[number] = sizes + [0] * (self.world_size - len(items))
         return items[self.rank] if self.rank < len(items) else items[0]

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.datapipes.datapipe import IterDataPipe
 
 from trainwright.data.batch_stream import END, BatchStream, distributed_sampler
+from trainwright.data.epoch_listeners import tell_epoch
 from trainwright.data.index_stream import IndexStream, in_dataset_order
 from trainwright.data.seeding import SideGenerators, derive_seed
 from trainwright.data.share import Mode, Place
@@ -33,6 +34,7 @@ from trainwright.data.source_state import (
     tells_state,
 )
 from trainwright.data.workers import SeededDataset, SeededIterable, WorkerStart, holding_signals, note_begun
+from trainwright.rank_zero import rank_zero_warn
 
 
 class ShardedLoader:
@@ -111,6 +113,9 @@ class ShardedLoader:
         clone.__dict__["generator"] = self._base_seeds = torch.Generator()
         if pin_memory:
             clone.__dict__["pin_memory"] = True
+        if loader.num_workers > 0 and getattr(loader, "in_order", True) is False:
+            clone.__dict__["in_order"] = True  # which batches were had is told by how many they were
+            _say_that_order_is_kept()
         is_pipe = isinstance(loader.dataset, IterDataPipe)
         if isinstance(loader.dataset, IterableDataset) and tells_state(loader.dataset) and not is_pipe:
             dataset = StatefulIterable(loader.dataset)
@@ -196,6 +201,7 @@ class ShardedLoader:
             self.share.set_epoch(seed, epoch, start_batch, place)
         if self._base_seeds is not None:
             self._base_seeds.manual_seed(derive_seed(seed, epoch, self.rank))
+        tell_epoch(self.loader, epoch)
 
     def __iter__(self) -> Iterator[Any]:
         if self.stream is None:
@@ -237,10 +243,9 @@ class ShardedLoader:
     def note_indices(self) -> deque[list[Any]] | None:
         """Return where the next `iter` notes the dataset's indices of each batch, in the order of the batches.
 
-        Workers read ahead, so it may be some batches ahead too. None where the loader has no indices, or gives batches in
-        another order than it drew them in.
+        Workers read ahead, so it may be some batches ahead too. None where the loader has no indices.
         """
-        if self.stream is None or getattr(self.loader, "in_order", True) is False:
+        if self.stream is None:
             return None
         self.stream.noted = deque()
         return self.stream.noted
@@ -387,8 +392,8 @@ def _refuse_what_cannot_be_shared(loader: Iterable[Any], world_size: int) -> Non
         reason = f"{type(loader).__name__} has an __iter__ of its own"
     if reason:
         raise TypeError(
-            f"this loader cannot be shared by {world_size} ranks: {reason}. Pass a torch DataLoader over a map-style "
-            "dataset, run on one device, or give each rank data of its own and set use_distributed_sampler=False."
+            f"this loader cannot be shared by {world_size} ranks: {reason}. Pass a torch DataLoader, run on one device, or "
+            "give each rank data of its own and set use_distributed_sampler=False (or leave the loader out of prepare)."
         )
 
 
@@ -396,7 +401,16 @@ def _say_how_it_is_shared(loader: DataLoader[Any], world_size: int) -> None:
     """Warn: a dataset that splits itself by rank would be split twice, which nothing else would show."""
     warnings.warn(
         f"a {type(loader.dataset).__name__} is an IterableDataset: each of the {world_size} ranks reads it whole and keeps "
-        f"one batch in {world_size}. If it splits itself by rank, set use_distributed_sampler=False.",
+        f"one batch in {world_size}. If it splits itself by rank, set use_distributed_sampler=False (or leave its loader out of "
+        "prepare).",
+        stacklevel=2,
+    )
+
+
+def _say_that_order_is_kept() -> None:
+    rank_zero_warn(
+        "the loader has in_order=False, which is not heeded: batches come in the order in which they were drawn, so that a run "
+        "can resume within an epoch and predictions stand in the order of the dataset.",
         stacklevel=2,
     )
 

@@ -6,6 +6,7 @@ What a method does on several ranks is the strategy's; the Engine itself asks fo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -27,7 +28,7 @@ from trainwright.checkpoint.contents import (
 from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
 from trainwright.checkpoint.opening import Verify
 from trainwright.checkpoint.outcomes import Outcomes
-from trainwright.checkpoint.store import Checkpoint, open_checkpoint
+from trainwright.checkpoint.store import SAVE, Checkpoint, is_checkpoint, open_checkpoint
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.checkpoint.writer import CheckpointWriter
 from trainwright.data.index_stream import Mode
@@ -38,15 +39,18 @@ from trainwright.distributed.environment import Environment, open_process_group,
 from trainwright.engine.between_ranks import broadcast, first_here
 from trainwright.engine.command_line import fill_open
 from trainwright.engine.devices import check_nodes, device_index, resolve_device_type, resolve_num_processes
+from trainwright.engine.finiteness import Finiteness
 from trainwright.engine.handover import start_job
 from trainwright.engine.lazy_tensors import check_lazy_shapes, give_shapes, lazy_tensors, refuse_lazy_tensors
-from trainwright.engine.model_layout import refuse_unlike_models
-from trainwright.engine.named_state import model_pieces, named_optimizers, optimizer_pieces
+from trainwright.engine.model_layout import refuse_unlike_models, trained_names
+from trainwright.engine.named_state import model_pieces, named_optimizers, optimizer_pieces, stray_pieces
+from trainwright.engine.replaced import ReplacedParameters
 from trainwright.engine.replica_settings import refuse_unlike_optimizers
 from trainwright.engine.restored import Restored, restored
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult, resolve_precision
 from trainwright.precision.base import Clipper, Closure, Sender
+from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy, resolve_strategy
 from trainwright.strategies.base import Optimization
 
@@ -130,6 +134,14 @@ class Engine:
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.optimization = Optimization()
+        self.finiteness = Finiteness(
+            self.agreement,
+            self.timeout_seconds,
+            lambda: (self.modules, model_pieces(self.strategy, self.modules)),
+        )
+        self.replaced = ReplacedParameters()
+        self._trained: list[list[str]] = []
+        """Which parameters required gradients when the strategy was told last, of each module."""
 
     @property
     def precision(self) -> Precision:
@@ -170,28 +182,38 @@ class Engine:
         if holder is not None and (earlier := holder()) not in (None, self.strategy):
             earlier.close()  # of another Trainer; what its engine has hung on the module would work on
         _holders[module] = ref(self.strategy)
-        self.precision.convert_module(module)
-        self.strategy.setup_module(module, optimization)
+        with self.replaced.followed(module):
+            self.precision.convert_module(module)
+            self.strategy.setup_module(module, optimization)
         self.modules.append(module)
+        self._trained = trained_names(self.modules)
 
-    def follow_parameters(self) -> None:
-        """Let the strategy know which parameters require gradients now. Collective: call at each epoch's start.
+    def follow_parameters(self, *, if_changed: bool = False) -> None:
+        """Let the strategy know which parameters there are and require gradients now. Collective: call at each epoch's start.
+
+        With `if_changed` nothing is done, and nothing communicated, unless others require gradients than before.
 
         Raises:
             ValueError: on every rank alike, where they were not frozen or unfrozen alike.
         """
+        if if_changed and trained_names(self.modules) == self._trained:
+            return
         for module in self.modules:
             refuse_unlike_models(module, self.agreement, self.timeout_seconds)
         self.strategy.follow_parameters(self.modules)
+        self._trained = trained_names(self.modules)
 
     def prepare_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Let the strategy prepare the optimizers of the prepared modules; return those to step, in the same order. Collective.
 
         Raises:
-            ValueError: on every rank alike, where the ranks have optimizers of different kinds or options.
+            ValueError: one would train nothing, or has stepped parameters that the strategy has replaced; on every rank alike,
+                where the ranks have optimizers of different kinds or options.
         """
+        self.replaced.update(each for each in optimizers if each not in self.optimizers)
         refuse_unlike_optimizers(optimizers, self.agreement, self.timeout_seconds)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
+        self.finiteness.begin()
         return self.optimizers
 
     def prepare_loader(self, loader: Iterable[Any], mode: Mode) -> ShardedLoader:
@@ -204,7 +226,7 @@ class Engine:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def run(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a named step of a prepared module, or its "forward", in the precision's context."""
         return self.strategy.run(module, name, args, kwargs)
 
@@ -289,6 +311,8 @@ class Engine:
         which of several saves of one step is the later. With overwrite a whole checkpoint at the path is replaced, once the
         new one is there.
 
+        Weights that are not finite are stored with a warning, but take the place of no other checkpoint.
+
         Raises:
             CheckpointError: on every rank alike, for the one in flight before too; nothing is left at the path then.
         """
@@ -297,19 +321,20 @@ class Engine:
         self.finish_save()
         refuse_lazy_tensors(path, self.modules)
         pieces = model_pieces(self.strategy, self.modules)
+        self._look_at_weights(path, overwrite)
         if edit is not None:
             edited: list[Piece] = []
             state, left = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
             subject = f"checkpoint {path} was not written"
-            Outcomes(self.agreement, "a save", subject, path, self.timeout_seconds).settle(
-                lambda: edited.extend(left())
-            )
+            Outcomes(self.agreement, SAVE, subject, path, self.timeout_seconds).settle(lambda: edited.extend(left()))
             pieces = edited
         sections = {"model": pieces}
         extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
         contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **state}
         if not weights_only:
             sections["optimizer"] = optimizer_pieces(self.strategy, named_optimizers(self.modules, self.optimizers))
+            if strays := stray_pieces(self.strategy, self.modules, self.optimizers):
+                sections["parameters"] = strays
             contents["precision"] = self.precision.state_dict()
             contents["strategy"] = self.strategy.state
             contents["optimizers"] = [
@@ -332,6 +357,14 @@ class Engine:
             blocking=blocking,
             overwrite=overwrite,
         )
+
+    def _look_at_weights(self, path: str, overwrite: bool) -> None:
+        """Refuse to let weights that are not finite take a checkpoint's place, and say where they take none. Collective."""
+        fault = self.finiteness.fault_at_save()
+        if fault and overwrite and json.loads(self.agreed(json.dumps(is_checkpoint(path)), SAVE)):
+            raise CheckpointError(f"checkpoint {path} was not written: {fault}, and the one that is there stays.")
+        if fault:
+            rank_zero_warn(f"{fault}; checkpoint {path} is written with them.", stacklevel=3)
 
     def finish_save(self) -> None:
         """Wait until a save that was begun with blocking=False has committed. Collective: call on every rank.
@@ -394,6 +427,7 @@ class Engine:
         present, lazy = model_pieces(self.strategy, self.modules), lazy_tensors(self.modules)
         shapes: dict[str, tuple[int, ...]] = {}
         pieces: list[Piece] = []
+        strays = [] if weights_only else stray_pieces(self.strategy, self.modules, self.optimizers)
         extra: list[dict[str, Any]] = []
         seed = int(state.get("seed", self.seed))
         told = Restored(state, None, None, [])
@@ -409,6 +443,8 @@ class Engine:
             extra.extend(fitting_extra_states(self.modules, state, checkpoint.path, strict))
             if not weights_only:
                 self._check_optimizers(checkpoint, state)
+                there = checkpoint.tensors("parameters") if "parameters" in checkpoint.sections else {}
+                check_model(checkpoint.path, {name: each.shape for name, each in there.items()}, strays, strict=True)
                 told = restored(checkpoint, state, seed, self.rank, self.world_size)
 
         # One rank's refusal is every rank's, in the words of the lowest.
@@ -422,6 +458,8 @@ class Engine:
             fill(pieces, tensors)
         else:
             checkpoint.read_into("model", pieces)
+        if strays:
+            checkpoint.read_into("parameters", strays)
         for module, states in zip(self.modules, extra, strict=True):
             set_extra_states(module, states)
         same_job = (checkpoint.header.get("strategy"), checkpoint.world_size) == (self.strategy.name, self.world_size)

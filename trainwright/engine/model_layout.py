@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from itertools import chain, zip_longest
 
 from torch import Tensor, nn
@@ -52,6 +53,11 @@ def layout_of(module: nn.Module) -> list[Row]:
     parameters = ((clean_name(name), described(each, "parameter")) for name, each in module.named_parameters())
     buffers = ((clean_name(name), described(each, "buffer")) for name, each in module.named_buffers())
     return list(chain(parameters, buffers))
+
+
+def trained_names(modules: Iterable[nn.Module]) -> list[list[str]]:
+    """Return the names of each module's parameters that require gradients."""
+    return [[name for name, each in module.named_parameters() if each.requires_grad] for module in modules]
 
 
 def _told(row: Row | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -11,14 +11,16 @@ from trainwright.checkpoint.tensors import Piece
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import clean_name
 
+STRAY = "parameter"
+"""What a parameter is called that no module holds; the optimizer's number and its place there follow."""
 Named = list[tuple[Optimizer, dict[Tensor, str]]]
 """Each optimizer, with the names of all parameters."""
 
 
 def model_pieces(strategy: Strategy, modules: Sequence[nn.Module]) -> list[Piece]:
-    """Return this rank's share of the modules' tensors; those after the first have the module's number before their names."""
+    """Return this rank's share of the modules' tensors."""
     return [
-        _prefixed(piece, f"{number}." if number else "")
+        _prefixed(piece, _prefix(number))
         for number, module in enumerate(modules)
         for piece in strategy.model_pieces(module)
     ]
@@ -38,11 +40,40 @@ def named_optimizers(modules: Iterable[nn.Module], optimizers: Sequence[Optimize
     names: dict[Tensor, str] = {}
     for number, module in enumerate(modules):
         for name, parameter in module.named_parameters():
-            names.setdefault(parameter, (f"{number}." if number else "") + clean_name(name))
+            names.setdefault(parameter, _prefix(number) + clean_name(name))
+    for number, position, stepped in _stepped(optimizers):
+        names.setdefault(stepped, f"{STRAY} {number}.{position}")
+    return [(optimizer, names) for optimizer in optimizers]
+
+
+def stray_pieces(strategy: Strategy, modules: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> list[Piece]:
+    """Return this rank's share of the parameters that optimizers step and no module holds."""
+    own: set[Tensor] = {parameter for module in modules for parameter in module.parameters()}
+    holder = nn.Module()
+    for number, position, parameter in _stepped(optimizers):
+        if parameter in own:
+            continue
+        own.add(parameter)
+        name = f"{STRAY} {number}"
+        if not hasattr(holder, name):
+            holder.add_module(name, nn.Module())
+        if isinstance(parameter, nn.Parameter):
+            holder.get_submodule(name).register_parameter(str(position), parameter)
+        else:
+            holder.get_submodule(name).register_buffer(str(position), parameter)
+    return strategy.model_pieces(holder)
+
+
+def _stepped(optimizers: Iterable[Optimizer]) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield each parameter with its optimizer's number and its place in that."""
     for number, optimizer in enumerate(optimizers):
         for position, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            names.setdefault(parameter, f"parameter {number}.{position}")  # not the module's own
-    return [(optimizer, names) for optimizer in optimizers]
+            yield number, position, parameter
+
+
+def _prefix(number: int) -> str:
+    """Return what stands before the names of a module; torch lets none of the first one's own begin with a dot."""
+    return f".{number}." if number else ""
 
 
 def _prefixed(piece: Piece, prefix: str) -> Piece:

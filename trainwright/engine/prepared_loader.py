@@ -10,21 +10,23 @@ from trainwright.data.share import Place
 from trainwright.data.source_state import SourceState
 from trainwright.data.transfer import to_device
 from trainwright.engine.engine import Engine
+from trainwright.engine.iterations import Iterations
 
 
 class PreparedLoader:
     """This rank's share of a loader, batch by batch on the device; each iteration is the next epoch.
 
     Every rank has equally many batches. Of the last ones some may be smaller, and a rank that is left without a sample works on
-    another's: `last_sizes` tells how many samples each rank has.
+    another's: `last_sizes` tells how many samples each rank has. What else the loader has (`dataset`, `batch_size`,
+    `sampler`), this one has: it is that of the whole loader, as it was given.
 
     Args:
         engine: whose share, and which device.
         loader: the user's own, to be had back as `.loader`.
-        active: the loaders that are being iterated, the innermost last; this one is among them while it is.
+        iterations: told of each pass over it.
     """
 
-    def __init__(self, engine: Engine, loader: Any, active: list[PreparedLoader]) -> None:
+    def __init__(self, engine: Engine, loader: Any, iterations: Iterations) -> None:
         self.loader = loader
         self.epoch = 0
         """The number of the epoch that the next batch belongs to."""
@@ -32,30 +34,39 @@ class PreparedLoader:
         """Whether the batch at hand is the epoch's last."""
         self._sharded = engine.prepare_loader(loader, "train")
         self._engine = engine
-        self._active = active
+        self._iterations = iterations
         self._start = self._batch = 0
         self._places: Sequence[Place] = ()
         self._sources: Sequence[SourceState | None] = ()
         self._is_begun = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the loader has."""
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_begun:
             self.epoch += 1  # the epoch before was left in its middle
         self._is_begun = True
         self._batch, self._start, self.is_at_end = self._start, 0, False
+        self._engine.follow_parameters(if_changed=True)
         device = self._engine.device
         self._sharded.set_epoch(self._engine.seed, self.epoch, self._batch, self._places, self._sources)
         self._places = self._sources = ()
         length, on_host = self._sharded.exact_length, device.type == "cpu"
-        self._active.append(self)
+        iteration, is_left = self._iterations.begin(self), True
         try:
             for batch, is_last in with_last(self._sharded, self._batch, length):
                 self.is_at_end = is_last
                 self._batch += 1
+                self._iterations.give(iteration)
                 yield batch if on_host else to_device(batch, device)
             self.epoch, self._batch, self._is_begun, self.is_at_end = self.epoch + 1, 0, False, False
+            is_left = False
         finally:
-            self._active.remove(self)
+            self._iterations.end(iteration, is_left)
 
     def __len__(self) -> int:
         return len(self._sharded)

@@ -56,7 +56,8 @@ class SingleDtypePrecision(Precision):
             if not isinstance(batch, MutableMapping):
                 return type(batch)(mapped)  # type: ignore[call-arg]
             clone = copy.copy(batch)
-            clone.update(mapped)
+            for key, value in mapped.items():
+                clone[key] = value  # not by update, which transformers' ModelOutput forbids
             return clone
         if isinstance(batch, tuple) and hasattr(batch, "_fields"):
             return type(batch)(*(self.convert_batch(each) for each in batch))

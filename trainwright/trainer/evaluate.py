@@ -59,6 +59,7 @@ class Evaluation:
         loaders = self.source.load()
         for _, loader in self.loaders:
             loader.close()
+            self.trainer.open_loaders.remove(loader)
         self.loaders = evaluation_loaders(
             loaders,
             rank=engine.rank,

@@ -14,8 +14,9 @@ from trainwright.checkpoint.store import encode_state
 from trainwright.data.datamodule import DataModule
 from trainwright.engine.engine import Opened
 from trainwright.errors import CheckpointError
-from trainwright.hyperparameters import HyperParameters, plain_hyper_parameters
+from trainwright.hyperparameters import HyperParameters, stored_hyper_parameters
 from trainwright.module import Module, is_overridden
+from trainwright.plain_forms import LEFT_OUT
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.metric_merging import merged
 from trainwright.trainer.training_data import place_in_data
@@ -73,7 +74,7 @@ def check_state(trainer: Trainer) -> None:
         CheckpointError: on every rank alike; the text says where it stands and of what kind it is.
     """
     engine = trainer.engine
-    if trainer.fast_dev_run or not any(each.save_top_k or each.save_last for each in trainer.checkpoint_callbacks):
+    if trainer.fast_dev_run or not any(each.keeps_any for each in trainer.checkpoint_callbacks):
         return
 
     def look() -> None:
@@ -112,17 +113,20 @@ def rank_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[str, Any]:
-    plain, left_out = plain_hyper_parameters(owner, is_plain)
+    plain, forms = stored_hyper_parameters(owner, is_plain)
+    left_out = [name for name, form in forms.items() if form["form"] == LEFT_OUT]
     if left_out and not owner.__dict__.get("_has_warned_of_hyper_parameters"):
         owner.__dict__["_has_warned_of_hyper_parameters"] = True
         rank_zero_warn(
-            f"the hyper-parameters {', '.join(left_out)} of the {kind} are no plain data, so checkpoints and loggers are "
-            f"without them. Call save_hyperparameters(ignore={left_out!r}), and pass them to load_from_checkpoint.",
+            f"the hyper-parameters {', '.join(left_out)} of the {kind} have no plain form, so checkpoints and loggers are "
+            f"without them, and load_from_checkpoint wants them as arguments. Call save_hyperparameters(ignore={left_out!r}) "
+            "where the constructor's defaults are right.",
             stacklevel=2,
         )
-    if not plain:
+    if not plain and not forms:
         return {}
-    return {f"{prefix}hyper_parameters": plain, f"{prefix}hparams_name": owner._hparams_name}
+    stored = {f"{prefix}hyper_parameters": plain, f"{prefix}hparams_name": owner._hparams_name}
+    return {**stored, f"{prefix}hyper_parameter_forms": forms} if forms else stored
 
 
 def edit_with_hooks(trainer: Trainer, name: str) -> Edit | None:
