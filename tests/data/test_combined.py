@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from trainwright.data.combined import CombinedLoader, ShardedCombination, evaluation_loaders, shard
 from trainwright.data.loaders import ShardedLoader, with_last
+from trainwright.data.proportions import in_proportion
 
 MODES: list[Any] = ["min_size", "max_size", "max_size_cycle", "sequential"]
 Pair = namedtuple("Pair", "left right")
@@ -243,6 +244,26 @@ def test_training_rounds_are_alike_and_lose_nothing(mode: Any) -> None:
                 seen.update(numbers_of_one or [])
         if mode != "min_size":
             assert seen == {*range(first), *range(100, 100 + second)}
+
+
+@pytest.mark.parametrize("mode", MODES[:3])
+def test_combined_loaders_are_cut_in_one_proportion_or_it_is_said(mode: Any) -> None:
+    def parts(sizes: tuple[int, int], world_size: int) -> list[list[Any]]:
+        loaders = {"a": numbers(0, sizes[0], 2), "b": numbers(100, sizes[1], 2)}
+        shares = [combination(loaders, mode, rank=rank, world_size=world_size) for rank in range(world_size)]
+        got = [read(share) for share in shares]
+        last = len(got[0]) - 1
+        return [[part[last], share.weight_at(last)] for part, share in zip(got, shares, strict=True)]
+
+    whole = {"a": [4], "b": [104, 105, 106]}
+    assert parts((5, 7), 2) == [[whole, 2.0], [whole, 0.0]], "no more in all than two full batches"
+    assert parts((6, 8), 2) == [[{"a": [4], "b": [104, 105]}, 1.0], [{"a": [5], "b": [106, 107]}, 1.0]]
+    assert in_proportion([3, 6], 2, [4, 4]) == [[2, 1], [4, 2]]
+    with pytest.warns(UserWarning, match="one proportion: they have 2 and 1 of loader 'a', 2 and 2 of loader 'b'"):
+        combination({"a": numbers(0, 7, 2), "b": numbers(100, 8, 2)}, mode, world_size=2).set_epoch(1, 0)
+    unknown = {"a": unsized(0, 7, 2), "b": numbers(100, 8, 2)}
+    with pytest.warns(UserWarning, match="they have 2 and 1 of loader 'a', equally many of loader 'b'"):
+        read(combination(unknown, mode, world_size=2))
 
 
 @pytest.mark.filterwarnings(NO_PROPORTION)

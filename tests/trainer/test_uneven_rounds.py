@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torchmetrics
 from jobs import run_job
@@ -17,6 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trainwright as tw
 from trainwright.distributed import collectives
+from trainwright.trainer.metrics import MetricCollector
+from trainwright.trainer.uneven_round import Communication, UnevenRound
 
 
 def numbers(count: int, size: int, first: int = 1, **options: Any) -> DataLoader[Any]:
@@ -341,6 +345,7 @@ def ranks_job(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_several_ranks_are_one_process(tmp_path: Path) -> None:
     tw.seed_everything(1)
     alone = compared()
@@ -358,3 +363,82 @@ def test_several_ranks_are_one_process(tmp_path: Path) -> None:
     assert right["single"] == [8.5, [[2.0, 3.0]]], "a batch that is not its own leaves nothing"
     assert left["iterable"] == right["iterable"] == ({"n": 5.0, "mean": 3.0, "metric": 3.0}, [1.0, 2.0, 3.0, 4.0, 5.0])
     assert left["iterables"] == right["iterables"] == (5.0, 3.0, [1.0, 2.0, 3.0, 4.0, 5.0])
+
+
+class Traced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("queue", torch.zeros(3))
+        self.synced = torchmetrics.MeanMetric(dist_sync_on_step=True)
+        self.metrics = torchmetrics.MetricCollection([torchmetrics.SumMetric(), torchmetrics.CatMetric()])
+        self.best: float | None = None
+        self.rows = deque([1], maxlen=2)
+        self.counts: Counter[str] = Counter(a=1)
+        self.nested = {"a": [1], "b": {2}}
+        self.seen = self.steps = 0
+        self.total = torch.zeros(())
+
+    def leave(self) -> None:
+        """Leave every kind of trace."""
+        self.norm(torch.randn(4, 2))
+        self.queue = torch.ones(3)
+        self.queue[0] = 5.0
+        self.metrics.update(torch.tensor([1.0, 2.0]))
+        self.synced.update(torch.tensor([8.0]))
+        self.best = 3.0
+        self.rows.extend([2, 3])
+        self.counts["a"] += 1
+        self.nested["a"].append(2)  # type: ignore[union-attr]
+        self.nested["b"].add(3)  # type: ignore[union-attr]
+        self.nested["c"] = []
+        self.seen += 2
+        self.steps += 1
+        self.total += 1.0
+
+    def traces(self) -> Any:
+        sums = [float(each) for each in (self.queue.sum(), self.norm.running_mean.abs().sum(), self.total)]  # type: ignore[union-attr, operator]
+        states = [{name: str(getattr(each, name)) for name in each._defaults} for each in self.metrics.values()]
+        plain = self.best, list(self.rows), dict(self.counts), str(self.nested), self.seen
+        return sums, states, plain, str(self.synced.mean_value), [each._update_count for each in self.metrics.values()]
+
+
+@pytest.mark.parametrize("is_ghost", [False, True])
+def test_a_ghost_leaves_no_trace(is_ghost: bool) -> None:
+    module, callback, follower = Traced(), Collecting(), Collecting()
+    follower.counts_rounds = True
+    module.leave()
+    before, rows, nested = module.traces(), module.rows, module.nested
+    collector = MetricCollector(module, training=True)
+    uneven = UnevenRound(collector, module, [callback, follower], is_ghost)
+    assert (collector.is_uneven, collector.silent) == (True, is_ghost)
+    for _ in range(2):  # in the step, and in the hooks after it
+        module.leave()
+        for each in (callback, follower):
+            each.samples.append(1.0)
+            each.seen += 2
+        uneven.put_back()
+        assert (module.traces() == before) is is_ghost
+    uneven.end()
+    assert (collector.is_uneven, collector.silent) == (False, False)
+    assert (module.traces() == before) is is_ghost
+    assert module.rows is rows
+    assert module.nested is nested
+    assert (callback.samples, callback.seen) == (([], 0) if is_ghost else ([1.0, 1.0], 4))
+    assert follower.seen == 4
+    assert module.steps >= 2, "a count of batches goes on"
+    module.synced.update(torch.tensor([8.0]))
+    assert module.synced._update_count > 1
+
+
+def test_a_count_of_collectives_that_nobody_tells() -> None:
+    told = Communication()
+    told.learn([1, 1, 1, 1], always=False)
+    assert (told.in_step, told.in_hooks) == (False, False)
+    told.learn([1, 1, 2, 2], always=False)
+    assert (told.in_step, told.in_hooks) == (True, False)
+    told.learn([1, 2, 2, 2], always=True)
+    assert (told.in_step, told.in_hooks) == (True, True)
+    unknown = Communication()
+    unknown.learn([None, None, None, None], always=False)
+    assert (unknown.in_step, unknown.in_hooks) == (True, False)

@@ -211,7 +211,7 @@ class IndexStream(Share):
         if own:
             return samples[start : start + own]
         part = samples[: sizes[0]]  # the first rank's, which weighs nothing here
-        return part * 2 if len(part) == 1 < self.source.batch_size else part
+        return part * 2 if len(part) == 1 < self.source.batch_size and number not in self.cuts else part
 
     def _note_sizes(self, sizes: list[int], number: int) -> None:
         if len(set(sizes)) > 1:

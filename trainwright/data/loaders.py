@@ -401,8 +401,8 @@ def _say_how_it_is_shared(loader: DataLoader[Any], world_size: int) -> None:
     """Warn: a dataset that splits itself by rank would be split twice, which nothing else would show."""
     warnings.warn(
         f"a {type(loader.dataset).__name__} is an IterableDataset: each of the {world_size} ranks reads it whole and keeps "
-        f"one batch in {world_size}. If it splits itself by rank, set use_distributed_sampler=False (or leave its loader out of "
-        "prepare).",
+        f"one batch in {world_size}. If it splits itself by rank, set use_distributed_sampler=False (or leave its loader out "
+        "of prepare).",
         stacklevel=2,
     )
 

@@ -159,10 +159,12 @@ def _of_attributes(
     undo = [restore for value in own.values() for restore in _of_collection(value, seen)]
 
     def restore() -> None:
-        for name, value in own.items():
+        for name, value in list(own.items()):
             now = attributes.get(name)
             if now is not value and not _counts_on(value, now):
                 attributes[name] = value
+            else:
+                own[name] = now
 
     return [*undo, restore]
 
@@ -177,7 +179,11 @@ def _of_collection(value: Any, seen: set[int]) -> list[Callable[[], None]]:
 
     def restore() -> None:
         value.clear()
-        (value.extend if isinstance(value, (list, deque)) else value.update)(held)
+        if isinstance(value, MutableMapping):
+            for key, each in held:
+                value[key] = each
+        else:
+            (value.update if isinstance(value, set) else value.extend)(held)
 
     return [*undo, restore]
 
