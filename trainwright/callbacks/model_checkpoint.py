@@ -67,9 +67,11 @@ class ModelCheckpoint(Callback):
     Weights that are not finite (NaN or infinity in a trained parameter or a norm's running statistics, on whatever rank) are
     not saved, and the run says so: the checkpoints that are there stay. A checkpoint whose metric is not finite never counts
     among the best; as long as there are none, the newest is kept. The newest checkpoint, and the one that the run was resumed
-    from, are never deleted before another one is there. A save that is due within an accumulation window is made when the
-    window ends. Nothing is saved with fast_dev_run. Rank 0 decides for all, by its own metrics and files. A fit that begins
-    anew keeps its own best ones, and leaves the files of an earlier fit alone.
+    from, are never deleted before another one is there. A validation's metric is the score of the weights that got it alone: a
+    save by steps or time that follows one counts among the best when the next validation has scored its weights, and is made
+    again then. A save that is due while gradients wait for a step of manual optimization is made after that. Nothing is saved
+    with fast_dev_run. Rank 0 decides for all, by its own metrics and files. A fit that begins anew keeps its own best ones,
+    and leaves the files of an earlier fit alone.
     """
 
     runs_last = True
@@ -126,7 +128,7 @@ class ModelCheckpoint(Callback):
         self.best_model_score: Tensor | None = None
         self.kth_value: Tensor | None = None
         self.current_score: Tensor | None = None
-        self._has_begun = self._is_validated = self._has_validated = self._is_put_off = False
+        self._has_begun = self._is_validated = self._has_validated = self._is_put_off = self._awaits_score = False
         self._step_seen = self._step_saved = -1
         self._place = ""
         """Where the newest one was written, before it got its path."""
@@ -154,6 +156,7 @@ class ModelCheckpoint(Callback):
             "last_model_path": self.last_model_path,
             "place": self._place,
             "is_put_off": self._is_put_off,
+            "awaits_score": self._awaits_score,
             "replaced": self._replaced,
             "current_score": None if self.current_score is None else float(self.current_score),
         }
@@ -167,6 +170,7 @@ class ModelCheckpoint(Callback):
         self.best_k_models = {path: _scalar(score) for path, score in state["best_k_models"].items() if is_ours(path)}
         last, place = state["last_model_path"], state.get("place", "")
         self._place, self._is_put_off = place, bool(state.get("is_put_off"))
+        self._awaits_score = bool(state.get("awaits_score"))
         self.last_model_path = last if is_ours(last) else ""
         self._replaced = [path for path in state.get("replaced", []) if is_ours(path)]
         self._unrenamed = (place, last, state["best_k_models"].get(last)) if place != last else ("", "", None)
@@ -226,6 +230,7 @@ class ModelCheckpoint(Callback):
         if self._watches_batches and trainer.global_step != self._step_seen and self._is_fitting:
             self._step_seen = trainer.global_step
             if self._is_due(trainer):
+                self._awaits_score = self._score.is_to_come(trainer)
                 self._is_put_off = trainer.is_within_window
                 if not self._is_put_off:
                     self._save(trainer)
@@ -248,13 +253,12 @@ class ModelCheckpoint(Callback):
         if not self._is_fitting or trainer.sanity_checking:
             return
         self._has_validated = True
+        awaited, self._awaits_score = self._awaits_score and not self._score.is_to_come(trainer), False
         if not trainer.is_mid_epoch_validation:
             self._is_validated = True  # the epoch's end saves
-        elif not self.save_on_train_epoch_end and self._is_chosen(trainer):
-            if trainer.is_within_window:
-                self._is_put_off = True
-            else:
-                self._save(trainer)
+            self._is_put_off = self._is_put_off or awaited
+        elif awaited or (not self.save_on_train_epoch_end and self._is_chosen(trainer)):
+            self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         is_validated, self._is_validated = self._is_validated, False
@@ -359,7 +363,7 @@ class ModelCheckpoint(Callback):
         if not is_best and not is_stopgap and not self.save_last:
             return None
         if is_stopgap:
-            self._score.warn_of_value(trainer, score)
+            self._score.warn_of_value(trainer, score, self._awaits_score)
         dropped = []
         if is_best and -1 < self.save_top_k <= len(self.best_k_models):
             dropped.append(max(self.best_k_models, key=lambda each: self._rank(self.best_k_models[each])))
@@ -409,7 +413,10 @@ class ModelCheckpoint(Callback):
 
     def _choose_path(self, trainer: Trainer, dropped: list[str]) -> tuple[str, str]:
         """Return the path of this save, and where to write it: elsewhere if it replaces what has that path. Rank 0's."""
-        values: dict[str, Any] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        values: dict[str, Any] = {
+            name: math.nan if self.monitor is not None and trainer.logbook.is_outdated(name) else float(value)
+            for name, value in trainer.callback_metrics.items()
+        }
         values.update(epoch=trainer.current_epoch, step=trainer.global_step)
         if self.monitor is not None and self.monitor not in values:  # nor are others like it
             values = {**{name: math.nan for name, _ in re.findall(FIELD, self.filename)}, **values}

@@ -12,7 +12,7 @@ import torch
 
 from trainwright.data.combined import ShardedCombination, evaluation_loaders
 from trainwright.data.loaders import ShardedLoader, refuse_length, with_last
-from trainwright.data.seeding import isolate_rng
+from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.distributed import collectives
 from trainwright.distributed.appointments import Appointment
 from trainwright.module import Module, is_overridden
@@ -50,13 +50,15 @@ class Evaluation:
     """This rank's share of each loader, and the name that the user gave it."""
     is_loaded: bool = False
     communication: Communication = field(default_factory=Communication)
+    generators: dict[str, Any] | None = None
+    """What the loaders' hook draws from where fit calls it first, in a sanity check or later: those of fit's start."""
 
     def load(self) -> None:
         """Load and share out the loaders, unless they are there already. Collective."""
         if self.is_loaded:
             return
         engine = self.trainer.engine
-        loaders = self.source.load()
+        loaders = self._made()
         for _, loader in self.loaders:
             loader.close()
             self.trainer.open_loaders.remove(loader)
@@ -77,6 +79,14 @@ class Evaluation:
         counts = [self.limit_of(loader) for _, loader in self.loaders]
         setattr(self.trainer, COUNTS[self.stage], [float("inf") if count is None else count for count in counts])
 
+    def _made(self) -> Any:
+        if self.generators is None:
+            return self.source.load()
+        with isolate_rng():
+            set_rng_state(self.generators)
+            self.generators = None
+            return self.source.load()
+
     def _refuse_empty(self) -> None:
         """Refuse a loader that was given and has no batch on any rank (ValueError); a hook may return one."""
         for place, (name, loader) in enumerate(self.loaders):
@@ -92,7 +102,7 @@ class Evaluation:
     def reload(self) -> None:
         """Call the hook that makes the loaders again, where there is one. Collective."""
         if self.source.owner is not None:
-            self.is_loaded = False
+            self.is_loaded, self.generators = False, None
             self.load()
 
     def limit_of(self, loader: Share, most: int | None = None) -> int | None:

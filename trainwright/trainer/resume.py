@@ -12,6 +12,7 @@ from trainwright.checkpoint.opening import Checkpoint
 from trainwright.checkpoint.outcomes import Outcomes
 from trainwright.checkpoint.store import encode_state
 from trainwright.data.datamodule import DataModule
+from trainwright.data.seeding import isolate_rng
 from trainwright.engine.engine import Opened
 from trainwright.errors import CheckpointError
 from trainwright.hyperparameters import HyperParameters, stored_hyper_parameters
@@ -109,7 +110,13 @@ def rank_state(trainer: Trainer) -> dict[str, Any]:
     """Return what a checkpoint holds of this rank alone: within an epoch, what was logged in it and where its data stands."""
     assert trainer.module is not None
     metrics = trainer.logbook.epoch_state(trainer.module, trainer.is_evaluating)
-    return {"metrics": metrics, "sources": [place_in_data(trainer)[1]]}
+    own_stop = trainer.should_stop and not any(each._has_asked_to_stop for each in trainer.callbacks)
+    return {
+        "metrics": metrics,
+        "sources": [place_in_data(trainer)[1]],
+        "epoch_rng": None if trainer.state.epoch_ended else trainer.state.epoch_generators,
+        "should_stop": own_stop,
+    }
 
 
 def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[str, Any]:
@@ -141,6 +148,14 @@ def edit_with_hooks(trainer: Trainer, name: str) -> Edit | None:
 def open_with_hooks(trainer: Trainer, checkpoint: Checkpoint) -> Opened:
     """Read a verified checkpoint and show its contents to on_load_checkpoint, which may still build layers then. Collective."""
     return trainer.engine.open(checkpoint, edit=edit_with_hooks(trainer, "on_load_checkpoint"))
+
+
+def open_to_resume(trainer: Trainer, checkpoint: Checkpoint) -> Opened:
+    """Open a checkpoint and take the state of the parts; what that draws does not shift what the run draws. Collective."""
+    with isolate_rng():
+        opened = open_with_hooks(trainer, checkpoint)
+        restore_parts(trainer, opened)
+    return opened
 
 
 def restore_parts(trainer: Trainer, opened: Opened) -> None:
@@ -176,6 +191,10 @@ def restore(trainer: Trainer, opened: Opened) -> dict[str, Any] | None:
     trainer.state.load_state_dict(state["position"])
     trainer.state.places = state["position"].get("places", ())
     trainer.state.sources = restored.sources[0] if restored.sources else ()
+    own = restored.rank_state or {}
+    trainer.state.epoch_generators = own.get("epoch_rng")
+    if own.get("should_stop"):
+        _stay_stopped(trainer, opened.checkpoint.path)
     schedulers = state.get("lr_schedulers", [])  # as many as in this run, unless a hook has taken them out
     for config, saved in zip(trainer.lr_scheduler_configs, schedulers, strict=False):
         config.scheduler.load_state_dict(saved)
@@ -198,6 +217,15 @@ def restore(trainer: Trainer, opened: Opened) -> dict[str, Any] | None:
             f"{trainer.state.step}"
         )
     return restored.rng
+
+
+def _stay_stopped(trainer: Trainer, path: str) -> None:
+    """Let a run stay stopped that the user's own code had stopped: nobody may ask again where it goes on."""
+    trainer.should_stop = True
+    trainer.print(
+        f"trainer.should_stop had been set when {path} was saved, so the run ends as it would have ended; to train on, set "
+        "trainer.should_stop = False in on_train_start."
+    )
 
 
 def _unfinished_metrics(trainer: Trainer, checkpoint: Checkpoint, own: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 def validation_is_due(run: TrainingRun, at_end: bool = False, is_complete: bool = True) -> bool:
-    """Return whether a validation is due after the batch at hand, or `at_end` of an epoch."""
+    """Return whether a validation is due after the batch at hand, or `at_end` of an epoch.
+
+    Within an accumulation window nobody asks: what falls due there is due at the window's end, so that a validation scores
+    weights that a checkpoint can hold, and that a run can go on from.
+    """
     settings, state = run.trainer.settings, run.state
     every = settings.check_val_every_n_epoch
     if run.validation is None or state.validated_at == state.total_batches:
@@ -27,7 +31,7 @@ def validation_is_due(run: TrainingRun, at_end: bool = False, is_complete: bool 
     if run.validate_every is None:
         return at_end
     count = state.total_batches if every is None else state.batch
-    has_passed = count // run.validate_every > (count - run.num_taken) // run.validate_every
+    has_passed = count // run.validate_every > max(0, count - state.unchecked_batches) // run.validate_every
     return has_passed or (at_end and run.num_batches is None and every is not None)
 
 
@@ -39,7 +43,7 @@ def validate(run: TrainingRun, within: bool, counts: bool = True) -> None:
     assert run.validation is not None
     trainer, state = run.trainer, run.state
     trainer.is_mid_epoch_validation, trainer.is_stop_validation = within, not counts
-    if run.optimizer is not None and not run.is_within_window:
+    if run.optimizer is not None:
         run.own.get("on_validation_model_zero_grad", run.optimizer.zero_grad)()
 
     def count() -> None:
