@@ -16,7 +16,7 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.uneven_round import discarded
 
 if TYPE_CHECKING:
-    from trainwright.trainer.fit import TrainingRun
+    from trainwright.trainer.training_run import TrainingRun
 
 TOO_MANY_EMPTY = 10
 """Batches at a run's beginning after which it is said that nothing is trained."""

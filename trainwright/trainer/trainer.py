@@ -31,7 +31,7 @@ from trainwright.strategies import Strategy
 from trainwright.trainer.checkpoint_choice import choose_checkpoint
 from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation, evaluate
-from trainwright.trainer.fit import TrainingRun, fit
+from trainwright.trainer.fit import fit
 from trainwright.trainer.handover import hand_over
 from trainwright.trainer.hooks import HookTable
 from trainwright.trainer.inputs import (
@@ -52,6 +52,7 @@ from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Batches, Status
 from trainwright.trainer.stop import SignalStop, save_end
 from trainwright.trainer.table import format_table
+from trainwright.trainer.training_run import TrainingRun
 
 
 class Trainer(Status):

@@ -10,8 +10,8 @@ from trainwright.data.source_state import SourceState
 from trainwright.trainer.evaluate import limited
 
 if TYPE_CHECKING:
-    from trainwright.trainer.fit import TrainingRun
     from trainwright.trainer.trainer import Trainer
+    from trainwright.trainer.training_run import TrainingRun
 
 
 def load_training_data(run: TrainingRun) -> None:
