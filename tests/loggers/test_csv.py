@@ -52,6 +52,20 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         fsspec.filesystem("memory").rm("/", recursive=True)
 
 
+def test_a_folder_stays_where_it_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given, following, alone = tw.CSVLogger("given"), tw.CSVLogger(), tw.CSVLogger()
+    trainer = tw.Trainer(logger=[given, following], default_root_dir="root", accelerator="cpu")
+    monkeypatch.chdir("/")
+    assert trainer.default_root_dir == f"{tmp_path}/root"
+    assert [each.save_dir for each in (given, following, alone)] == [
+        f"{tmp_path}/given",
+        f"{tmp_path}/root",
+        str(tmp_path),
+    ]
+    assert tw.CSVLogger("~/logs").save_dir == os.path.expanduser("~/logs")
+
+
 def test_each_run_has_a_folder_of_its_own(place: str) -> None:
     runs = [started(place) for _ in range(3)]
     assert [logger.log_dir for logger in runs] == [f"{place}/trainwright_logs/version_{n}" for n in range(3)]
@@ -71,7 +85,7 @@ def test_runs_that_start_at_once_claim_different_folders(tmp_path: Path) -> None
 def test_other_ranks_know_the_folder_and_write_nothing(tmp_path: Path) -> None:
     writer = started(tmp_path)
     other = tw.CSVLogger(str(tmp_path))
-    other.start(lambda text: str(writer.log_dir), is_writer=False)
+    other.start(lambda text: writer.save_dir if text else str(writer.log_dir), is_writer=False)
     other.log_metrics({"a": 1.0}, 1)
     other.log_hyperparams({"lr": 1})
     other.close()
@@ -251,7 +265,7 @@ def test_the_thread_ends_when_nothing_is_to_be_done(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"save_dir": 3}, TypeError, r"CSVLogger\(save_dir=3\) is a int; accepted is a path"),
+        ({"save_dir": 3}, TypeError, r"CSVLogger\(save_dir=3\) is a int; accepted are a path"),
         ({"version": 1.5}, TypeError, r"version=1\.5\) is a float; accepted are int, str or None"),
         ({"flush_logs_every_n_steps": 0}, ValueError, "must be at least 1"),
         ({"flush_logs_every_n_steps": "1"}, TypeError, "is no int"),

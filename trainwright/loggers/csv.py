@@ -20,7 +20,7 @@ class CSVLogger(FolderLogger):
     written by a thread: when 100 wait, every ten seconds or so, at an epoch's end, and at the end of the run.
 
     Args:
-        save_dir: a path or an fsspec URL.
+        save_dir: a path or an fsspec URL; by default the trainer's default_root_dir.
         name: the folder of all runs.
         version: the run's own folder; by default version_<n> with the next n that is free.
         prefix: stands before the name of every metric, with a dash.
@@ -31,7 +31,7 @@ class CSVLogger(FolderLogger):
 
     def __init__(
         self,
-        save_dir: str | os.PathLike[str] = ".",
+        save_dir: str | os.PathLike[str] | None = None,
         name: str | None = "trainwright_logs",
         version: int | str | None = None,
         prefix: str = "",

@@ -124,6 +124,8 @@ def arranged_loggers(logger: Any, root: str, settings: Settings) -> list[Logger]
             )
     if settings.fast_dev_run:
         return [SilentLogger()] if logger is not False else []
+    for each in loggers:
+        each.use_root(root)
     return [CSVLogger(root)] if logger is None or logger is True else loggers
 
 
