@@ -95,18 +95,24 @@ def test_one_process(tmp_path: Path) -> None:
     script = (
         "from pathlib import Path\n"
         "from contract_job import quiet\n"
-        "from deepspeed_job import MAKERS, Plain, fitted\n"
+        "from deepspeed_job import MAKERS, DeepSpeedStrategy, Moves, Plain, configured_loop, fitted\n"
         "quiet()\n"
+        "config = {'gradient_clipping': 0.01, 'gradient_accumulation_steps': 4}\n"
         "for stage in (2, 3):\n"
         "    strategy, path = f'deepspeed_stage_{stage}', Path(f'{stage}.ckpt')\n"
         "    fitted(strategy, Plain(MAKERS['sgd']), 2, path, accumulate_grad_batches=2, gradient_clip_val=0.3)\n"
+        "    fitted(strategy, Moves(), 2, Path(f'{stage}-moves.ckpt'), max_epochs=2)\n"
+        "    configured_loop(DeepSpeedStrategy(stage=stage, config=config), Path(f'{stage}-loop.ckpt'))\n"
     )
     run_alone(script, tmp_path)
     module = deepspeed_job.Plain(deepspeed_job.MAKERS["sgd"])
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
     deepspeed_job.fitted("single_device", module, 2, tmp_path / "plain.ckpt", **settings)
+    deepspeed_job.fitted("single_device", deepspeed_job.Moves(), 2, tmp_path / "plain-moves.ckpt", max_epochs=2)
+    deepspeed_job.configured_loop("single_device", tmp_path / "plain-loop.ckpt")
     for stage in (2, 3):
-        assert_same_weights(tmp_path / f"{stage}.ckpt", tmp_path / "plain.ckpt")
+        for kind in ("", "-moves", "-loop"):
+            assert_same_weights(tmp_path / f"{stage}{kind}.ckpt", tmp_path / f"plain{kind}.ckpt")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from inspect import ismethod
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.optim import Optimizer
 
 from trainwright.precision.base import Precision, Sender
 from trainwright.precision.mixed import MixedPrecision
+from trainwright.strategies import zero_state
 from trainwright.strategies.group_view import GroupView
 
 
@@ -49,6 +52,23 @@ class ZeroOptimizer(Optimizer):
     def state(self) -> Any:  # type: ignore[override]
         """Return this rank's state, by flat master."""
         return self.stepped.state
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the stepped optimizer has of its own; a method may change masters, and the weights follow. Collective."""
+        if name in ("stepped", "engine"):  # not there yet
+            raise AttributeError(name)
+        found = getattr(self.stepped, name)
+        return partial(self._follow, found) if ismethod(found) else found
+
+    def _follow(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self.engine is None:
+            return method(*args, **kwargs)
+        zero = self.engine.optimizer
+        stage = 3 if hasattr(zero, "fp16_partitioned_groups") else 2
+        with zero_state.masters_in_groups(zero, stage):
+            result = method(*args, **kwargs)
+        zero_state.refresh_from_masters(zero, stage)
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that wait in DeepSpeed's buckets; no parameter has one of its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -99,6 +100,25 @@ def refresh(parameters: Sequence[Any]) -> None:
         if hasattr(parameter, "ds_tensor") and parameter.ds_status.name == "AVAILABLE":
             parameter.partition(has_been_updated=False)
             parameter.all_gather()
+
+
+@contextmanager
+def masters_in_groups(zero: Any, stage: int) -> Iterator[None]:
+    """Let the stepped optimizer's groups hold its float32 masters; stage 3 puts each there for its own step alone."""
+    if stage < 3:
+        yield
+        return
+    groups = zero.optimizer.param_groups
+    before = [group["params"] for group in groups]
+    for group in groups:
+        group["params"] = []
+    for sub_group, master in enumerate(zero.fp32_partitioned_groups_flat):
+        groups[zero.sub_group_to_group_id[sub_group]]["params"].append(master)
+    try:
+        yield
+    finally:
+        for group, parameters in zip(groups, before, strict=True):
+            group["params"] = parameters
 
 
 def refresh_from_masters(zero: Any, stage: int) -> None:
