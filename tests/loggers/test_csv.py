@@ -9,6 +9,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,21 @@ def test_runs_that_start_at_once_claim_different_folders(tmp_path: Path) -> None
     with ThreadPoolExecutor(8) as pool:
         folders = list(pool.map(lambda number: claim_folder(str(tmp_path / "runs"), None), range(12)))
     assert sorted(folders) == sorted(f"{tmp_path}/runs/version_{number}" for number in range(12))
+
+
+def test_a_run_in_a_given_folder_begins_a_table_of_its_own(place: str) -> None:
+    for number in range(3):
+        logger = started(place, version="baseline")
+        with pytest.warns(UserWarning, match=r"metrics\.csv is of an earlier run") if number else nullcontext():
+            logger.log_metrics({"a": float(number)}, 1)
+            logger.flush()
+        logger.log_metrics({"a": float(number)}, 2)
+        logger.close()
+        assert [row["a"] for row in rows(logger)] == [str(float(number))] * 2
+    folder = f"{place}/trainwright_logs/baseline"
+    for number in range(2):
+        with fsspec.open(f"{folder}/metrics-{number}.csv", "r", newline="") as file:
+            assert [row["a"] for row in csv.DictReader(file)] == [str(float(number))] * 2
 
 
 def test_other_ranks_know_the_folder_and_write_nothing(tmp_path: Path) -> None:
@@ -168,16 +184,25 @@ def test_hyper_parameters_become_json(place: str) -> None:
         logger.log_hyperparams(3)  # type: ignore[arg-type]
 
 
-def test_a_run_goes_on_in_the_folder_of_a_given_version(place: str) -> None:
-    for value in (1.0, 2.0):
-        logger = started(place, version="mine")
-        logger.log_metrics({"epoch": 0, "a": value}, 1)
-        logger.close()
+def resumed(place: Any, state: dict[str, Any], **kwargs: Any) -> tw.CSVLogger:
+    logger = tw.CSVLogger(str(place), **kwargs)
+    logger.load_state_dict(state)
+    logger.start(lambda text: text, is_writer=True)
+    return logger
+
+
+def test_a_resumed_run_goes_on_in_the_folder_of_a_given_version(place: str) -> None:
+    logger = started(place, version="mine")
+    logger.log_metrics({"epoch": 0, "a": 1.0}, 1)
+    logger.flush()
+    state = logger.state_dict()
+    logger.log_metrics({"epoch": 0, "a": 2.0}, 1)
+    logger.close()
     with fsspec.open(logger.metrics_path, "r") as file:
         text = file.read()
     with fsspec.open(logger.metrics_path, "w") as file:
         file.write(text[:-3])  # the writer was killed amid a line: nobody knows which number it was to be
-    logger = started(place, version="mine")
+    logger = resumed(place, state, version="mine")
     logger.log_metrics({"epoch": 0, "a": 3.0}, 1)
     logger.close()
     assert [row["a"] for row in rows(logger)] == ["1.0", "3.0"]
@@ -210,6 +235,7 @@ def test_half_a_row_is_taken_back_when_the_disk_is_full(tmp_path: Path) -> None:
     logger = started(tmp_path, flush_logs_every_n_steps=1000)
     logger.log_metrics({"a": 1.0}, 0)
     logger.flush()
+    state = logger.state_dict()
     child = os.fork()
     if child == 0:
         import resource
@@ -217,7 +243,7 @@ def test_half_a_row_is_taken_back_when_the_disk_is_full(tmp_path: Path) -> None:
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
-        again = started(tmp_path, version=0)
+        again = resumed(tmp_path, state, version=0)
         outcome = "written"
         for step in range(1, 100):
             again.log_metrics({"a": 1.0}, step)

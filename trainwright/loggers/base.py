@@ -34,9 +34,6 @@ class Logger:
         `agreed(text)` returns rank 0's text on every rank.
         """
 
-    def use_root(self, root: str) -> None:
-        """Take the trainer's default_root_dir, where the logger was given no folder of its own."""
-
     def log_hyperparams(self, params: Mapping[str, Any] | argparse.Namespace) -> None:
         """Keep the hyper-parameters of the run; called once by the trainer."""
 

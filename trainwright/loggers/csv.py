@@ -102,8 +102,27 @@ class CSVLogger(FolderLogger):
     def _open(self) -> MetricsFile:
         if self._file is None:
             position, self._position = self._position, {}
+            if self._is_first_here and "rows" not in position:
+                set_aside(self.metrics_path)
+            self._is_first_here = False
             self._file = MetricsFile(self.metrics_path, position.get("rows"))
         return self._file
+
+
+def set_aside(path: str) -> None:
+    """Give the table of an earlier run another name: its rows are none of the run that begins."""
+    filesystem, inside = fsspec.core.url_to_fs(path)
+    if not filesystem.exists(inside):
+        return
+    number, stem = 0, inside.removesuffix(".csv")
+    while filesystem.exists(f"{stem}-{number}.csv"):
+        number += 1
+    filesystem.mv(inside, f"{stem}-{number}.csv")
+    warnings.warn(
+        f"{path} is of an earlier run; it is kept as {stem}-{number}.csv, and this run begins a table of its own. Leave out "
+        "version= for a folder of each run's own.",
+        stacklevel=2,
+    )
 
 
 class MetricsFile:

@@ -71,6 +71,8 @@ class FolderLogger(Logger):
         self._writes_hparams = True
         self._is_writer = True
         self._is_new = False
+        self._is_first_here = False
+        """Whether this is the first run of the logger in a folder that was given: an earlier run may have written there."""
         self._step = 0
         self._written_at = 0.0
         self._writer = BackgroundWriter()
@@ -88,6 +90,7 @@ class FolderLogger(Logger):
         return f"{root}{self.name}".rstrip("/") if self.name else root.removesuffix("/")
 
     def use_root(self, root: str) -> None:
+        """Take the trainer's default_root_dir, where no folder was given."""
         if self._follows_root and self._folder is None:
             self.save_dir = root
 
@@ -152,6 +155,7 @@ class FolderLogger(Logger):
     def _start(self, agreed: Callable[[str], str], is_writer: bool, shared: str | None) -> None:
         self._is_writer = is_writer
         self._is_new = self._folder is None and self.version is None
+        self._is_first_here = self._folder is None and self.version is not None and not self._goes_on
         if self._folder is not None:
             self._goes_on = False
             return  # the next run of a trainer goes on in its folder
