@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from inspect import ismethod
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from trainwright.precision.base import Precision, Sender
 from trainwright.precision.mixed import MixedPrecision
-from trainwright.strategies import zero_state
 from trainwright.strategies.group_view import GroupView
+from trainwright.strategies.master_optimizer import MasterOptimizer, StateByParameter
 
 
 class Part(nn.Module):
@@ -32,48 +32,49 @@ class Part(nn.Module):
 
 
 class ZeroOptimizer(Optimizer):
-    """The optimizer with the module's own parameters in its groups, after DeepSpeed has put flat masters there.
+    """The user's optimizer with the module's own parameters in its groups, while DeepSpeed steps flat masters.
+
+    What else its class has (methods such as `train` and `eval`) it has too.
 
     Args:
-        stepped: the optimizer that DeepSpeed steps.
-        parameters: the module's own, a list for each group; as they stand in the groups where it is not given.
+        master: what the engine steps.
+        engine: DeepSpeed's engine.
+        refresh: lets the weights follow their masters. Collective.
     """
 
-    def __init__(self, stepped: Optimizer, parameters: Sequence[Sequence[Tensor]] | None = None) -> None:
-        given = [group["params"] for group in stepped.param_groups] if parameters is None else parameters
-        views: list[Any] = [GroupView(group, own) for group, own in zip(stepped.param_groups, given, strict=True)]
+    def __init__(self, master: MasterOptimizer, engine: Any, refresh: Callable[[], None]) -> None:
+        own = master.own
+        views: list[Any] = [
+            GroupView(group, given) for group, given in zip(own.param_groups, master.given, strict=True)
+        ]
         self.param_groups = views
-        self.defaults = stepped.defaults
-        self.stepped = stepped
-        self.engine: Any = None
-        self.__class__ = type(type(stepped).__name__, (ZeroOptimizer,), {})  # a checkpoint names the optimizer's class
+        self.defaults = own.defaults
+        self.master, self.engine = master, engine
+        self._refresh = refresh
+        self.__class__ = type(type(own).__name__, (ZeroOptimizer,), {})  # a checkpoint names the optimizer's class
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Return this rank's state, by flat master."""
-        return self.stepped.state
+        """Return this rank's state by parameter."""
+        return StateByParameter(self.master)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the stepped optimizer has of its own; a method may change masters, and the weights follow. Collective."""
-        if name in ("stepped", "engine"):  # not there yet
-            raise AttributeError(name)
-        found = getattr(self.stepped, name)
-        return partial(self._follow, found) if ismethod(found) else found
+        if name.startswith("_") or "master" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(self.master.own, name)
+        return partial(self._call, value) if inspect.ismethod(value) else value
 
-    def _follow(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if self.engine is None:
-            return method(*args, **kwargs)
-        zero = self.engine.optimizer
-        stage = 3 if hasattr(zero, "fp16_partitioned_groups") else 2
-        with zero_state.masters_in_groups(zero, stage):
-            result = method(*args, **kwargs)
-        zero_state.refresh_from_masters(zero, stage)
+    def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the user's optimizer; it may change the masters. Collective."""
+        result = method(*args, **kwargs)
+        self._refresh()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that wait in DeepSpeed's buckets; no parameter has one of its own."""
         zero = self.engine.optimizer
         zero.zero_grad()
+        self.master.forget()
         if hasattr(zero, "all_grad_tensors"):  # stages 1 and 2
             zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
             zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
