@@ -214,6 +214,7 @@ class Engine:
         self.replaced.update(each for each in optimizers if each not in self.optimizers)
         refuse_unlike_optimizers(optimizers, self.agreement, self.timeout_seconds)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
+        self.precision.follow(self.optimizers)
         self.finiteness.begin()
         return self.optimizers
 
