@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
-from trainwright.distributed import collectives
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_info
-from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, refuse_lazy
+from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, check_alike
 from trainwright.strategies.group_view import GroupView
+from trainwright.strategies.joined_state import join_plain
 from trainwright.strategies.late_reduction import LateReduction
 from trainwright.strategies.reached_parameters import ReachedParameters
 from trainwright.strategies.step_probe import refuse_uneven_steps
@@ -221,10 +221,15 @@ class ShardedDDPStrategy(Strategy):
         self.place(module)
         if self.world_size == 1:
             return
-        refuse_lazy(module, self.name)
+        check_alike(module, self.name)
         broadcast_tensors((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic
         self.wrapped[module] = None  # until its optimizers are there
+        self.buffers.follow(module)
+
+    def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
+        for module in modules if self.world_size > 1 else ():
+            self.buffers.follow(module)
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
@@ -261,6 +266,7 @@ class ShardedDDPStrategy(Strategy):
             self.wrapped[module] = _make_wrapper(
                 StepForward(module),
                 [each.oss for each in theirs],
+                broadcast_buffers=False,  # see SharedBuffers
                 sync_models_at_startup=False,  # done already
                 reduce_buffer_size=self.reduce_buffer_size,
                 reduce_fp16=self.reduce_fp16,
@@ -273,6 +279,7 @@ class ShardedDDPStrategy(Strategy):
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as ShardedDDP's forward while training; without gradients, or under manual optimization, without it."""
+        self.buffers.begin_step(module)
         wrapped = self.wrapped.get(module)
         if wrapped is None or not torch.is_grad_enabled():
             return super().run(module, name, args, kwargs)
@@ -283,9 +290,12 @@ class ShardedDDPStrategy(Strategy):
             return wrapped(name, *args, **kwargs)
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
+        self._late.begin_backward()
         self.precision.backward(loss, send, **options)
+        self.buffers.end_backward()
 
     def sync_gradients(self, enabled: bool) -> None:
+        super().sync_gradients(enabled)
         for wrapped in self.wrapped.values():
             if wrapped is not None:
                 wrapped._should_accumulate_grads = not enabled  # the switch behind its no_sync()
@@ -330,11 +340,6 @@ class ShardedDDPStrategy(Strategy):
         torch.nn.utils.clip_grads_with_norm_(parameters, norm, total)
         return total
 
-    def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
-        """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""
-        if self.world_size > 1:
-            broadcast_tensors(buffer for module in modules for buffer in module.buffers())
-
     # -- state -------------------------------------------------------------------------------------------------------
 
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
@@ -356,8 +361,10 @@ class ShardedDDPStrategy(Strategy):
     def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
         described = super().describe_optimizer(optimizer, names)
         if isinstance(optimizer, ShardedOptimizer):
-            for plain in collectives.gather_object(described["plain"]):
-                described["plain"].update(plain)
+            mine = {names[p] for group in optimizer.own.param_groups for p in group["params"]}
+            # A load has given this rank the others' too, as they were then.
+            own = {name: state for name, state in described["plain"].items() if name in mine}
+            described["plain"] = join_plain(own, f"the state of {type(optimizer).__name__}", self.rank, self.device)
         return described
 
     def close(self) -> None:
@@ -372,6 +379,7 @@ class ShardedDDPStrategy(Strategy):
         self.wrapped.clear()
         self._optimizers.clear()
         self._late.clear()
+        self.buffers.clear()
 
 
 def _refuse_mixed(optimizer: Optimizer) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -19,11 +19,10 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name
-from trainwright.distributed import collectives
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import zero_gradients, zero_state
-from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, refuse_lazy, state_tensors
+from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, check_alike, state_tensors
 from trainwright.strategies.deepspeed_config import (
     build_config,
     low_precision,
@@ -32,6 +31,7 @@ from trainwright.strategies.deepspeed_config import (
     settle,
 )
 from trainwright.strategies.deepspeed_engine import make_engine
+from trainwright.strategies.joined_state import join_plain
 from trainwright.strategies.master_optimizer import MasterOptimizer, Share
 from trainwright.strategies.step_probe import refuse_uneven_steps
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, owned
@@ -65,6 +65,7 @@ class DeepSpeedStrategy(Strategy):
     takes_closure = False
     needs_group = True
     keeps_optimizers = False
+    gradients_are_parameters = False
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class DeepSpeedStrategy(Strategy):
         return (self.offload_optimizer and self.device.type != "cpu") or asked
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        refuse_lazy(module, self.name)
+        check_alike(module, self.name)
         sharded = {name: p for name, p in module.named_parameters() if hasattr(p, "ds_id")}
         if self.stage < 3 or not sharded:
             self.place(module)
@@ -163,6 +164,7 @@ class DeepSpeedStrategy(Strategy):
         whole = [p for p in module.parameters() if not hasattr(p, "ds_id")]
         broadcast_tensors((*whole, *module.buffers()))
         self.wrapped[module] = None
+        self.buffers.follow(module)
         if self.stage == 3 and zero_state.warn_of_shards not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(zero_state.warn_of_shards)  # type: ignore[no-untyped-call]
         if optimization is None and self.stage == 3 and any(True for _ in module.parameters()):
@@ -271,6 +273,7 @@ class DeepSpeedStrategy(Strategy):
     def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
         """Refuse a change of what is trained (RuntimeError): DeepSpeed has laid out its buffers by then."""
         for module in modules:
+            self.buffers.follow(module)
             now = [name for name, p in module.named_parameters() if p.requires_grad]
             if changed := sorted(set(now) ^ set(self._trained.get(module, now))):
                 raise RuntimeError(
@@ -282,6 +285,7 @@ class DeepSpeedStrategy(Strategy):
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step: Callable[[], Any] = partial(call_step, module, name, args, kwargs)
+        self.buffers.begin_step(module)
         for engine in self._parts.get(module, []):
             # Not engine(...): it would hang its own prologue on what the step returns, and a manual backward runs before.
             step = partial(engine.module, step)
@@ -298,6 +302,7 @@ class DeepSpeedStrategy(Strategy):
         for engine in self._engines.values():
             # Engines that this loss reached have run their epilogue from their gradient hooks; the others did not.
             engine.optimizer._backward_hook_state.backward_active_depth = 0
+        self.buffers.end_backward()
 
     def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
         facade = self._taken(optimizer)
@@ -341,10 +346,6 @@ class DeepSpeedStrategy(Strategy):
         zero_gradients.clip_by_value(mine, value, scale, loss_scale)
         return None if norm is None else zero_gradients.clip_by_norm(mine, norm, loss_scale, self.device)
 
-    def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
-        """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""
-        broadcast_tensors(buffer for module in modules for buffer in module.buffers())
-
     # -- state -------------------------------------------------------------------------------------------------------
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
@@ -372,8 +373,10 @@ class DeepSpeedStrategy(Strategy):
 
     def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
         described = super().describe_optimizer(optimizer, names)
-        for plain in collectives.gather_object(described["plain"]):
-            described["plain"].update(plain)
+        facade = self._taken(optimizer)
+        mine = {names[parameter] for parameter in facade.master.views}
+        own = {name: state for name, state in described["plain"].items() if name in mine}
+        described["plain"] = join_plain(own, f"the state of {type(optimizer).__name__}", self.rank, self.device)
         return described
 
     def after_load(
@@ -408,4 +411,5 @@ class DeepSpeedStrategy(Strategy):
         self._parts.clear()
         self._trained.clear()
         self._finished.clear()
+        self.buffers.clear()
         self.wrapped.clear()
