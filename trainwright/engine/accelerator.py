@@ -186,9 +186,7 @@ class Accelerator:
         """Send a loss backward, divided by the length of its window; the keyword arguments are those of Tensor.backward."""
         if not isinstance(loss, Tensor):
             raise TypeError(f"backward was given a {type(loss).__name__}; accepted is a loss tensor.")
-        window = self._windows.at_hand
-        if window.length > 1:
-            loss = loss / window.length
+        loss = self._windows.at_hand.divide(loss)
         self._windows.note_backward()
         self.engine.backward(loss, **options)
 
