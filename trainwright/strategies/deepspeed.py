@@ -23,7 +23,7 @@ from trainwright.distributed import collectives
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import zero_gradients, zero_state
-from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, check_alike, state_tensors
+from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, check_alike
 from trainwright.strategies.deepspeed_config import (
     build_config,
     low_precision,
@@ -33,6 +33,7 @@ from trainwright.strategies.deepspeed_config import (
 )
 from trainwright.strategies.deepspeed_engine import make_engine
 from trainwright.strategies.master_optimizer import MasterOptimizer, Share
+from trainwright.strategies.state_entries import state_tensors
 from trainwright.strategies.step_probe import refuse_uneven_steps
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, owned
 
@@ -62,6 +63,7 @@ class DeepSpeedStrategy(Strategy):
 
     name = "deepspeed"
     is_parallel = True
+    holds_modules = False
     takes_closure = False
     needs_group = True
     keeps_optimizers = False

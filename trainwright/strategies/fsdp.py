@@ -84,6 +84,7 @@ class FSDPStrategy(Strategy):
     is_parallel = True
     forward_is_collective = True
     takes_closure = False
+    holds_modules = False
     needs_group = True
 
     def __init__(

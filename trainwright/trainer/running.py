@@ -154,6 +154,7 @@ def _agree_on_hooks(trainer: Trainer) -> None:
 def _start_loggers(trainer: Trainer, choice: Choice, locks: FolderLocks) -> None:
     """Let the loggers choose their folders, and hold those of the checkpoints before anything is written. Collective."""
     engine, path = trainer.engine, choice.path or ""
+    trainer.default_root_dir = engine.agreed(trainer.default_root_dir, "the start of the loggers")
     locks.take(started=False)
     if choice.continues:
         call = "the start of the loggers"
