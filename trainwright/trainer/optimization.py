@@ -13,10 +13,10 @@ from trainwright.callbacks.decision import decided
 from trainwright.data.transfer import map_tensors
 from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.trainer.evaluate import discarded
+from trainwright.trainer.uneven_round import discarded
 
 if TYPE_CHECKING:
-    from trainwright.trainer.fit import TrainingRun
+    from trainwright.trainer.training_run import TrainingRun
 
 TOO_MANY_EMPTY = 10
 """Batches at a run's beginning after which it is said that nothing is trained."""
@@ -77,13 +77,6 @@ def explain_second_backward(error: RuntimeError) -> None:
         ) from error
 
 
-def round_weight(run: TrainingRun, index: int) -> float:
-    """Return this rank's weight in the round of a batch: not 1 in a re-split last round, unless a limit came before it."""
-    if index in run.round_ends:
-        return float(run.loader.weight_at(index))
-    return run.loader.last_weight if run.loader.length in (None, index + 1) else 1.0
-
-
 def read_outputs(outputs: Any) -> dict[str, Any]:
     """Return what training_step returned as on_train_batch_end is given it: a dict without graphs, the loss under "loss"."""
     if outputs is None:
@@ -94,7 +87,7 @@ def read_outputs(outputs: Any) -> dict[str, Any]:
 
 
 def weigh(run: TrainingRun, loss: Tensor, index: int, place: int, weight: float) -> Tensor:
-    """Return the loss as it goes backward: divided by its window's length, and by its share of a re-split last round."""
+    """Return the loss as it goes backward: divided by its window's length, and by its share of an uneven round."""
     if loss.numel() != 1:
         raise RuntimeError(
             f"training_step returned a loss of shape {tuple(loss.shape)}; accepted is one element. Reduce it, for example with "
