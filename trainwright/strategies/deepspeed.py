@@ -127,8 +127,6 @@ class DeepSpeedStrategy(Strategy):
                 f"the DeepSpeed config says {told}, and the Trainer {precision.name}: the config's is used.",
                 stacklevel=4,
             )
-        if device_type == "cpu" and (told or precision.name).startswith("16"):
-            rank_zero_warn("DeepSpeed has no float16 on the CPU: bfloat16 is used in its place.", stacklevel=4)
         if device_type == "cpu" and (self.offload_optimizer or self.offload_parameters):
             rank_zero_warn(
                 "offloading moves to the host what a GPU holds, and this run computes on the CPU: nothing is moved."
@@ -140,6 +138,8 @@ class DeepSpeedStrategy(Strategy):
         if self._asked_precision is not None and not name.startswith(self._asked_precision.partition("-")[0]):
             name = self._asked_precision
         if device.type == "cpu" and name.startswith("16"):
+            # Said here, in the job: what `check` says, the process that launches the job has said before.
+            rank_zero_warn("DeepSpeed has no float16 on the CPU: bfloat16 is used in its place.", stacklevel=4)
             name = "bf16" + name.removeprefix("16")
         self.precision = ZeroPrecision(name, device.type, precision, self._scalers)
 
