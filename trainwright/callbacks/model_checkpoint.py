@@ -28,6 +28,7 @@ from trainwright.checkpoint.store import is_checkpoint, same_place, sweep_tempor
 from trainwright.data.seeding import rng_state
 from trainwright.duration import to_seconds
 from trainwright.loggers.position import CHECKPOINTS
+from trainwright.paths import absolute
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -38,7 +39,8 @@ class ModelCheckpoint(Callback):
     """Saves during fit, by default at each epoch's end after its validation, and keeps the best.
 
     Args:
-        dirpath: where to save, a path or an fsspec URL; by default `checkpoints` in the logger's folder of the run.
+        dirpath: where to save, a path (made absolute here) or an fsspec URL; by default `checkpoints` in the logger's folder
+            of the run.
         filename: a template of the name, with {epoch}, {step} and metrics, such as "{epoch}-{val_acc:.3f}".
         monitor: the metric to judge by; None keeps the newest.
         verbose: print the path of each save.
@@ -106,7 +108,7 @@ class ModelCheckpoint(Callback):
         self.train_time_interval = (
             None if train_time_interval is None else to_seconds(train_time_interval, name="train_time_interval")
         )
-        self.dirpath = os.fspath(dirpath).rstrip("/") if dirpath is not None else None
+        self.dirpath = absolute(dirpath).rstrip("/") if dirpath is not None else None
         self._default_dirpath: str | None = None
         self.filename = filename if filename is not None else "{epoch}-{step}"
         self.monitor, self.verbose, self.mode = monitor, verbose, mode
