@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence, Set
 from itertools import accumulate, islice
 from typing import Any
 
-from trainwright.data.batch_stream import END
 from trainwright.data.collection import is_collection
 from trainwright.data.combined_loader import Combination, combined_length
 from trainwright.data.combined_loader import CombinedLoader as CombinedLoader
@@ -17,6 +16,7 @@ from trainwright.data.loaders import ShardedLoader
 from trainwright.data.seeding import derive_seed
 from trainwright.data.share import Mode, Place
 from trainwright.data.source_state import SourceState
+from trainwright.data.stated_reader import END
 
 
 class ShardedCombination:
@@ -64,6 +64,8 @@ class ShardedCombination:
         """The weights of the rounds that were reached of those that end a loader ("sequential" only), by batch number."""
         self._sizes: list[list[int] | None] = []
         """The `last_sizes` of the loaders that gave the batch at hand."""
+        self._left: list[SourceState | None] = []
+        """What each loader's source was left at by the epoch before, or stands at in this one."""
         self._places: list[Place] = []
         """Where each loader begins; empty where the start says it."""
         self._first_batches: list[int] = []
@@ -96,7 +98,7 @@ class ShardedCombination:
                 f"the place in the data is one of {len(places)} loaders, but there are {len(self.parts)} now; go on with the "
                 "loaders that it was saved with, or from a checkpoint of an epoch's end."
             )
-        self._seed, self.epoch, self.start_batch = seed, epoch, start_batch
+        self._seed, self.epoch, self.start_batch, self._left = seed, epoch, start_batch, list(states)
         self._sizes, self._places, self._first_batches = [], list(places), []
         self._weights.clear()
         is_sequential = self.combination == "sequential"
@@ -106,7 +108,7 @@ class ShardedCombination:
                 state = states[index] if states else None
                 part.set_epoch(self._seed_of(index), epoch, places[index]["batch"], [places[index]], [state])
             else:
-                part.set_epoch(self._seed_of(index), epoch, start)
+                part.set_epoch(self._seed_of(index), epoch, start, (), states[index : index + 1])
             part.share.most = None
         if is_sequential:
             return
@@ -134,6 +136,15 @@ class ShardedCombination:
     def states(self, batch: int) -> list[SourceState | None]:
         """Return the state of each loader's source there; None for one that has none."""
         return [part.state_at(place) for part, place in zip(self.parts, self.places(batch), strict=True)]
+
+    def left(self, batch: int) -> list[SourceState | None]:
+        """Return what an epoch of so many batches leaves each loader's source at, for the next one; None without a state."""
+        return [part.left_at(place) for part, place in zip(self.parts, self.places(batch), strict=True)]
+
+    def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
+        """Choose after which batches the sources' states are wanted; see ShardedLoader."""
+        for part in self.parts:
+            part.plan_states(batches)
 
     @property
     def starts_beyond(self) -> bool:
@@ -182,7 +193,7 @@ class ShardedCombination:
             return part.start_batch
         length = part.exact_length
         start = min(left, length) if length is not None else 0
-        part.set_epoch(self._seed_of(index), self.epoch, start)
+        part.set_epoch(self._seed_of(index), self.epoch, start, (), [] if start else self._left[index : index + 1])
         return start
 
     def _side_by_side(self) -> Iterator[Any]:

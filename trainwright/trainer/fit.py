@@ -52,7 +52,7 @@ from trainwright.trainer.resume import check_state
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.stop import EvaluationAbandoned, abandonable
-from trainwright.trainer.training_data import begin_data, load_training_data, place_in_data, seek
+from trainwright.trainer.training_data import begin_data, foreseen_saves, leave_data, load_training_data, seek
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
@@ -141,6 +141,7 @@ class TrainingRun:
     def batches(self) -> Iterator[tuple[Any, bool]]:
         """Yield (batch on its device, whether it is the epoch's last), from the state's position on."""
         start, transfer = self.state.batch, self.transfer
+        self.loader.plan_states(foreseen_saves(self))
         # Only loaders that the ranks did not get from us may end on one rank before another.
         all_have = self._all_have if self.num_batches is None and not self.loader.ends_alike else None
         pairs = with_last(self.loader, start, self.num_batches, self.most_batches, all_have=all_have)
@@ -199,10 +200,10 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
     with suppress(EvaluationAbandoned):
         while not trainer.is_done:
             fit_epoch(run)
-            if not state.epoch_ended:
-                state.places, state.sources = place_in_data(trainer)  # stopped within it: a resumed run goes on there
+            is_over = state.epoch_ended
+            leave_data(run)
+            if not is_over:
                 break
-            state.next_epoch()
     trainer.signal_stop.settle()
     trainer.logbook.collector = None
     hooks.call("on_train_end")
