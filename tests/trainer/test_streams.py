@@ -244,7 +244,7 @@ def test_a_stream_goes_on_in_workers(kind: Any, reader: str, tmp_path: Path) -> 
     for limit in (None, 4):
         if kind is Endless and limit is None:
             continue
-        whole = cut_everywhere(kind, READERS[reader], tmp_path / str(limit), every=3, limit_train_batches=limit)
+        whole = cut_everywhere(kind, READERS[reader], tmp_path / str(limit), every=7, limit_train_batches=limit)
         if limit is None:
             assert all(sorted(whole.numbers(epoch)) == list(range(14)) for epoch in range(3))
         elif kind is Endless:

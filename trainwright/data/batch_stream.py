@@ -132,6 +132,8 @@ class BatchStream(Share):
         """Return the batches of one pass from one of them on, for all ranks."""
         if isinstance(self.source, Sequence):
             return islice(iter(self.source), start, None)
+        if isinstance(self.source, Iterator):
+            return islice(self._read_once(self.source, pass_number), start, None)
         if self.states is not None:
             return self._stated(self.states, pass_number, start)
         self._say_what_is_read_again(pass_number, start, "tells no state to go on from")
@@ -141,6 +143,17 @@ class BatchStream(Share):
     def _kind(self) -> str:
         dataset = getattr(self.source, "dataset", self.source)
         return type(getattr(dataset, "dataset", dataset)).__name__
+
+    def _read_once(self, source: Iterator[Any], pass_number: int) -> Iterator[Any]:
+        is_empty = True
+        for batch in self._opened(pass_number, lambda: source):
+            is_empty = False
+            yield batch
+        if is_empty:
+            raise RuntimeError(
+                f"the {type(source).__name__} that was given has no batch, or none left: it can be read only once. Pass a list, "
+                "a DataLoader or an object whose __iter__ begins anew, or ask for no more than it has (max_epochs=1)."
+            )
 
     def _say_what_is_read_again(self, pass_number: int, batches: int, why: str) -> None:
         if batches and pass_number == self.start_pass and self.rank == self.seed_rank == 0:

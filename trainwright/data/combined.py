@@ -49,10 +49,11 @@ class ShardedCombination:
         self._has_ghosts = mode == "ghost" and world_size > 1
         part_mode: Mode = "evaluate" if self._has_ghosts else mode
         for name, leaf in zip(loader.names, loader.flattened, strict=True):
-            if isinstance(leaf, Iterator):
+            if isinstance(leaf, Iterator) and self.combination == "max_size_cycle":
                 raise TypeError(
-                    f"the collection's {name or 'loader'} is a {type(leaf).__name__}, which can be read only once; pass a "
-                    "list, a DataLoader, or an object whose __iter__ begins anew."
+                    f"the collection's {name or 'loader'} is a {type(leaf).__name__}, which can be read only once, but "
+                    "max_size_cycle begins shorter loaders anew; pass a list, a DataLoader, or an object whose __iter__ begins "
+                    "anew, or choose another mode."
                 )
         self.parts = [
             ShardedLoader(each, rank=rank, world_size=world_size, mode=part_mode, **options)

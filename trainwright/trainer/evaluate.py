@@ -55,7 +55,8 @@ class Evaluation:
         if self.is_loaded:
             return
         engine = self.trainer.engine
-        loaders = self.source.load()
+        in_fit, are_made = self.trainer.stage == "fit", self.source.owner is not None
+        loaders = self.source.load(not in_fit or self.trainer.settings.validates_once(are_made))
         for _, loader in self.loaders:
             loader.close()
             self.trainer.open_loaders.remove(loader)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def load_training_data(run: TrainingRun) -> None:
     """Load and share out the training data, unless it is there already. Collective."""
     if run.loader is None:
-        take_training_data(run, run.source.load())
+        take_training_data(run, _loaded(run))
 
 
 def reload_data(run: TrainingRun) -> None:
@@ -29,10 +29,14 @@ def reload_data(run: TrainingRun) -> None:
     every, epoch = run.trainer.settings.reload_dataloaders_every_n_epochs, run.state.epoch
     if every and epoch and epoch % every == 0:
         if run.source.owner is not None:
-            take_training_data(run, run.source.load())
+            take_training_data(run, _loaded(run))
             run.state.sources = ()
         if run.validation is not None:
             run.validation.reload()
+
+
+def _loaded(run: TrainingRun) -> Any:
+    return run.source.load(run.trainer.settings.trains_once(run.source.owner is not None))
 
 
 def begin_data(run: TrainingRun) -> None:
