@@ -20,7 +20,7 @@ from trainwright.compiled_names import register_clean_names
 from trainwright.data.transfer import map_leaves, to_device
 from trainwright.distributed import collectives
 from trainwright.hyperparameters import HyperParameters, build, classonly, read_hyper_parameters
-from trainwright.metric_kinds import is_collection
+from trainwright.metric_kinds import is_collection, is_metric
 from trainwright.module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
@@ -181,6 +181,11 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log each value of a flat dict, or each metric of a MetricCollection; the other arguments are those of `log`."""
+        if is_metric(dictionary):
+            raise TypeError(
+                f"log_dict was given a {type(dictionary).__name__}, which is one Metric; log it with self.log(name, metric): "
+                "what it computes is logged as name_key then."
+            )
         items: Callable[..., Any] = dictionary.items
         for name, value in items(keep_base=False, copy_state=False) if is_collection(dictionary) else items():
             self.log(name, value, *args, **kwargs)
@@ -262,20 +267,31 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         """Return each tensor of a nested structure with those of all ranks, stacked along a new first dimension.
 
         Numbers become tensors. On one process a tensor is returned as it is. With sync_grads the gradients go back to the rank
-        that they belong to.
+        that they belong to. Where the last round leaves the ranks unequally many samples, those that have fewer rows fill up
+        with their own, and a warning says so.
         Collective: call on every rank, with equal shapes.
+
+        Raises:
+            ValueError, TypeError: the shapes or dtypes of the ranks differ elsewhere, or a group was given.
         """
         if group is not None:
             raise ValueError("all_gather was given a group; accepted is None: all ranks of the job take part.")
         gather = collectives.all_gather_with_gradients if sync_grads else collectives.all_gather
         is_alone = self.trainer.world_size == 1
+        collector = self.trainer.logbook.collector
+        is_uneven = collector is not None and collector.batch is not None and collector.is_uneven
 
         def joined(leaf: Any) -> Any:
             if isinstance(leaf, (int, float)):
                 leaf = torch.tensor(leaf, device=self.device)
             if is_alone or not isinstance(leaf, Tensor):
                 return leaf
-            collectives.refuse_unequal(leaf)
+            if is_uneven:
+                leaf, rows = collectives.filled_up(leaf)
+                if collector is not None and len(set(rows)) > 1:
+                    collector.warn_of_rows(rows)
+            else:
+                collectives.refuse_unequal(leaf)
             return torch.stack(gather(leaf))
 
         return map_leaves(joined, data)
@@ -326,11 +342,14 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         Raises:
             CheckpointError: no checkpoint, a damaged one, one of another model, or one that holds more than plain data and
                 tensors.
-            TypeError: the constructor needs an argument that was not saved.
+            TypeError: the constructor needs an argument that was not saved, or was trained with one that could not be saved.
         """
         weights = read_weights(str(checkpoint_path), verify)
-        stored = weights.hyper_parameters if hparams_file is None else read_hyper_parameters(hparams_file)
-        module = build(cls, stored, kwargs, weights.hparams_name)
+        if hparams_file is None:
+            forms = weights.hyper_parameter_forms
+            module = build(cls, weights.hyper_parameters, kwargs, weights.hparams_name, forms)
+        else:
+            module = build(cls, read_hyper_parameters(hparams_file), kwargs, weights.hparams_name)
         module.configure_model()
         contents = {**weights.contents, "state_dict": weights.state_dict}
         module.on_load_checkpoint(contents)

@@ -74,5 +74,5 @@ def test_more_than_one_pass_is_refused() -> None:
     once = batches(8)
     trainer, module = fit(make_loader(8))
     trainer.validate(module, once)
-    with pytest.raises(RuntimeError, match="none left: it can be read only once"):
+    with pytest.raises(RuntimeError, match="none left: it can be read once"):
         trainer.validate(module, once)

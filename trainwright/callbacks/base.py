@@ -21,6 +21,9 @@ class Callback:
     reads_outputs = True
     """False: on_train_batch_end does not look at the outputs, which are then not made ready for it."""
 
+    counts_rounds = False
+    """True: what it keeps is of steps and not of samples, and stays as it is where its rank has no sample in a round."""
+
     @property
     def state_key(self) -> str:
         """Return the name under which a checkpoint keeps this callback's state; unlike for unlike settings."""
@@ -38,6 +41,14 @@ class Callback:
 
     def _on_restored(self, trainer: Trainer) -> None:
         """Called once the state of a run that goes on is back: a callback that had ended it sets should_stop again."""
+
+    def _make_up(self, trainer: Trainer) -> None:
+        """Called after on_train_start where a run goes on, with the checkpoint's generators: do what it was ended before."""
+
+    @property
+    def _has_asked_to_stop(self) -> bool:
+        """Whether this callback has set should_stop, and sees to it again in a run that goes on."""
+        return False
 
     def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
         """Called before a checkpoint is written, with its contents; keys may be added or removed (see Module's)."""

@@ -37,6 +37,7 @@ class TQDMProgressBar(Callback):
 
     runs_last = True  # at an epoch's end its own metrics are there
     reads_outputs = False
+    counts_rounds = True
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ class Timer(Callback):
     """
 
     reads_outputs = False
+    counts_rounds = True
 
     def __init__(
         self,
@@ -76,6 +77,10 @@ class Timer(Callback):
         if stage == "fit":
             self._offset, self._is_over = 0.0, False
             self._start["train"] = self._end["train"] = None
+
+    @property
+    def _has_asked_to_stop(self) -> bool:
+        return self._is_over
 
     def _on_restored(self, trainer: Trainer) -> None:
         if self._duration is not None:

@@ -111,6 +111,11 @@ class AccumulationWindows:
         self.has_gradients = False
         """Whether gradients wait for a step."""
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether gradients wait, or a window has begun and not ended."""
+        return self.has_gradients or any(each.is_open for each in self._windows.values())
+
     def of(self, models: tuple[nn.Module, ...]) -> AccumulationWindow:
         """Return the window of these models."""
         window = self._windows.get(models)

@@ -13,10 +13,10 @@ from trainwright.callbacks.decision import decided
 from trainwright.data.transfer import map_tensors
 from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.trainer.evaluate import discarded
+from trainwright.trainer.uneven_round import discarded
 
 if TYPE_CHECKING:
-    from trainwright.trainer.fit import TrainingRun
+    from trainwright.trainer.training_run import TrainingRun
 
 TOO_MANY_EMPTY = 10
 """Batches at a run's beginning after which it is said that nothing is trained."""
@@ -58,11 +58,23 @@ def count_empty(run: TrainingRun) -> None:
         )
 
 
-def round_weight(run: TrainingRun, index: int) -> float:
-    """Return this rank's weight in the round of a batch: not 1 in a re-split last round, unless a limit came before it."""
-    if index in run.round_ends:
-        return float(run.loader.weight_at(index))
-    return run.loader.last_weight if run.loader.length in (None, index + 1) else 1.0
+def refuse_empty_epoch(run: TrainingRun) -> None:
+    """Refuse, at the end of a run's first epoch, a training_step that has returned None for each batch (RuntimeError)."""
+    if run.num_empty and run.num_empty == run.state.total_batches and run.optimizer is not None:
+        raise RuntimeError(
+            f"training_step returned None for all {run.num_empty} batches of the first epoch, so nothing was trained; return "
+            "the loss (did you forget the return statement?), or set automatic_optimization = False and step yourself."
+        )
+
+
+def explain_second_backward(error: RuntimeError) -> None:
+    """Raise what torch says of a graph that was sent backward twice in this framework's words; do nothing of other errors."""
+    if "backward through the graph a second time" in str(error):
+        raise RuntimeError(
+            "the loss that training_step returned leads to a graph that a backward has already freed. If training_step calls "
+            "loss.backward() itself, leave that out, or set automatic_optimization = False and step there too; if it keeps a "
+            "tensor from an earlier batch (a hidden state), detach it."
+        ) from error
 
 
 def read_outputs(outputs: Any) -> dict[str, Any]:
@@ -75,7 +87,7 @@ def read_outputs(outputs: Any) -> dict[str, Any]:
 
 
 def weigh(run: TrainingRun, loss: Tensor, index: int, place: int, weight: float) -> Tensor:
-    """Return the loss as it goes backward: divided by its window's length, and by its share of a re-split last round."""
+    """Return the loss as it goes backward: divided by its window's length, and by its share of an uneven round."""
     if loss.numel() != 1:
         raise RuntimeError(
             f"training_step returned a loss of shape {tuple(loss.shape)}; accepted is one element. Reduce it, for example with "
@@ -94,6 +106,20 @@ def weigh(run: TrainingRun, loss: Tensor, index: int, place: int, weight: float)
     if run.num_batches is not None:
         length = min(length, run.num_batches - (index - place))
     return loss / length
+
+
+def hold_over_end(run: TrainingRun) -> None:
+    """Let what waits for a step under manual optimization wait over an epoch's end, where it is saved with its gradients."""
+    if run.is_within_window and not run.engine.strategy.gradients_are_parameters:
+        rank_zero_warn(
+            f"gradients wait over the end of epoch {run.state.epoch} for a step, and strategy={run.engine.strategy.name!r} "
+            "cannot save them: a run that goes on from there is without them. Step before the epoch ends "
+            "(trainer.is_last_batch).",
+            stacklevel=2,
+        )
+    elif run.is_within_window:
+        run.state.holds_gradients = True
+    run.is_within_window = False
 
 
 def step(

@@ -11,8 +11,8 @@ from trainwright.data.stateful_iterable import ONCE
 from trainwright.trainer.evaluate import limited
 
 if TYPE_CHECKING:
-    from trainwright.trainer.fit import TrainingRun
     from trainwright.trainer.trainer import Trainer
+    from trainwright.trainer.training_run import TrainingRun
 
 
 def load_training_data(run: TrainingRun) -> None:
@@ -82,7 +82,7 @@ def take_training_data(run: TrainingRun, loaders: Any) -> None:
             "the training loader has no batch (its dataset is empty, drop_last dropped all, or limit_train_batches is too "
             "small); give it data."
         )
-    run.round_ends = loader.round_ends
+    run.uneven = loader.uneven
     run.validate_every = _validation_interval(trainer, length) if run.validation is not None else None
     _measure(run)
 
@@ -132,7 +132,7 @@ def foreseen_saves(run: TrainingRun) -> list[tuple[int, int]]:
     trainer, state, window = run.trainer, run.state, run.accumulate
 
     def after(steps: int) -> int:
-        return (state.batch // window + steps) * window
+        return state.batch + steps * window
 
     pairs = [] if run.most_batches is None else [(ONCE, run.most_batches)]
     if trainer.max_steps > state.step:
