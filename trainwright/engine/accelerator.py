@@ -26,6 +26,7 @@ from trainwright.checkpoint.opening import Verify
 from trainwright.data.seeding import set_rng_state
 from trainwright.engine import gathering
 from trainwright.engine.between_ranks import portion
+from trainwright.engine.divided_loss import in_float32
 from trainwright.engine.engine import Engine
 from trainwright.engine.iterations import Iterations
 from trainwright.engine.preparations import Preparations, kind_of
@@ -183,12 +184,17 @@ class Accelerator:
         return self._windows.of(models)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Send a loss backward, divided by the length of its window; the keyword arguments are those of Tensor.backward."""
+        """Send a loss backward, divided by the length of its window, and weighted by its samples in an uneven last round.
+
+        The keyword arguments are those of Tensor.backward.
+        """
         if not isinstance(loss, Tensor):
             raise TypeError(f"backward was given a {type(loss).__name__}; accepted is a loss tensor.")
-        window = self._windows.at_hand
-        if window.length > 1:
-            loss = loss / window.length
+        loss = self._windows.at_hand.divide(loss)
+        if self.num_processes > 1:
+            iteration, _ = self._iterations.at_hand()
+            if iteration is not None and (weight := iteration.loader.weight) != 1.0:
+                loss = in_float32(loss) * weight
         self._windows.note_backward()
         self.engine.backward(loss, **options)
 
