@@ -142,6 +142,11 @@ class ShardedCombination:
             for stream, cut in zip(sizes, cuts, strict=True):
                 stream.cuts[number] = cut
 
+    def read_ahead(self) -> None:
+        """Expect that a batch is read before the one before it is done."""
+        for part in self.parts:
+            part.read_ahead()
+
     def places(self, batch: int) -> list[Place]:
         """Return where each loader stands after so many batches of this rank in the epoch."""
         return [self._place_of(index, batch) for index in range(len(self.parts))]
@@ -154,7 +159,7 @@ class ShardedCombination:
             had = begun[index + 1] - begun[index]
             size, order = share.item_size, share.order
             return {"batch": had, "passes": 1, "items": 0, "size": size, "order": order, "digest": 0}
-        if index < len(begun):
+        if index < len(begun) and begun[index] <= batch:  # else it was only read ahead
             return share.place(batch - begun[index])
         return share.place(share.start_batch)
 

@@ -206,6 +206,10 @@ class ShardedLoader:
             return self.share.items()
         return self._drawn_aside(self.stream) if self._draws_aside else iter(self._source)
 
+    def read_ahead(self) -> None:
+        """Expect that a batch is read before the one before it is done: what is drawn for it must not stand in between."""
+        self.is_read_ahead = True
+
     @property
     def _draws_aside(self) -> bool:
         """Return whether each batch is drawn aside: this process fetches it, and too early for the training's generators."""

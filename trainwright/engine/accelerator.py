@@ -26,6 +26,7 @@ from trainwright.checkpoint.opening import Verify
 from trainwright.data.seeding import set_rng_state
 from trainwright.engine import gathering
 from trainwright.engine.between_ranks import portion
+from trainwright.engine.divided_loss import in_float32
 from trainwright.engine.engine import Engine
 from trainwright.engine.iterations import Iterations
 from trainwright.engine.preparations import Preparations, kind_of
@@ -189,13 +190,11 @@ class Accelerator:
         """
         if not isinstance(loss, Tensor):
             raise TypeError(f"backward was given a {type(loss).__name__}; accepted is a loss tensor.")
-        window = self._windows.at_hand
-        if window.length > 1:
-            loss = loss / window.length
+        loss = self._windows.at_hand.divide(loss)
         if self.num_processes > 1:
             iteration, _ = self._iterations.at_hand()
             if iteration is not None and (weight := iteration.loader.weight) != 1.0:
-                loss = loss * weight
+                loss = in_float32(loss) * weight
         self._windows.note_backward()
         self.engine.backward(loss, **options)
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainwright.callbacks.decision import decided
 from trainwright.data.transfer import map_tensors
+from trainwright.engine.divided_loss import divisor_of, in_float32
 from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.uneven_round import discarded
@@ -98,14 +99,17 @@ def weigh(run: TrainingRun, loss: Tensor, index: int, place: int, weight: float)
             "training_step returned a loss that no parameter requiring a gradient led to; compute it from the module's "
             "parameters, outside of torch.no_grad and without .detach() or .item()."
         )
+    dtype = loss.dtype
     if weight != 1.0:
-        loss = loss * weight
+        loss = in_float32(loss) * weight
     if run.accumulate == 1:
         return loss
-    length = run.accumulate
-    if run.num_batches is not None:
-        length = min(length, run.num_batches - (index - place))
-    return loss / length
+    if not run.window_has_gradients:
+        length = run.accumulate
+        if run.num_batches is not None:
+            length = min(length, run.num_batches - (index - place))
+        run.divisor = divisor_of(length, dtype)
+    return in_float32(loss) / run.divisor
 
 
 def hold_over_end(run: TrainingRun) -> None:
@@ -135,10 +139,10 @@ def step(
     if optimizer is None:  # training without an optimizer still counts its steps
         state.step += 1
         return
-    if run.num_batches is None and window_length < run.accumulate:
-        # The window ended early, which was not known when its losses were divided: it weighs by its own length.
+    if run.accumulate > 1 and run.divisor != window_length:
+        # The window ended early, which was not known when its losses were divided, or its length is not exact in their dtype.
         run.engine.strategy.unscale(optimizer)
-        run.engine.strategy.clip_gradients(optimizer, None, None, run.accumulate / window_length)
+        run.engine.strategy.clip_gradients(optimizer, None, None, run.divisor / window_length)
     if run.before_step:
         run.engine.strategy.unscale(optimizer)
         run.hooks.call("on_before_optimizer_step", optimizer)

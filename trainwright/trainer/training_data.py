@@ -65,6 +65,8 @@ def take_training_data(run: TrainingRun, loaders: Any) -> None:
         **trainer.loader_options,
         in_order=bool(trainer.given_settings.overfit_batches),
     )
+    if run.pulls:  # one batch ahead, to know which is the last
+        loader.read_ahead()
     trainer.open_loaders.append(loader)
     limit = settings.limit_train_batches
     trainer.train_dataloader = loaders

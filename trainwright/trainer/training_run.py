@@ -75,6 +75,8 @@ class TrainingRun:
     window_has_gradients: bool = False
     is_within_window: bool = False
     """True while gradients wait for further batches of their window."""
+    divisor: float = 1.0
+    """What the losses of the open window are divided by."""
     window_place: int = 0
     """How many batches the open window has had. Windows count from where the run goes on: no checkpoint stands within one."""
     num_empty: int = 0
