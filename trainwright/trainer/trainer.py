@@ -179,8 +179,7 @@ class Trainer(Status):
         self.datamodule: DataModule | None = None
         self.stage: str | None = None
         self.run: TrainingRun | None = None
-        self.hooks = HookTable(self, Module(), [])
-        """Who is called in the present or the latest run; nobody before the first."""
+        self.hooks = HookTable(self, Module(), [])  # nobody's before the first run
         self.optimizers: list[Optimizer] = []
         self.prepared_optimizers: list[PreparedOptimizer] = []
         self.lr_scheduler_configs: list[SchedulerConfig] = []
