@@ -287,6 +287,12 @@ class Strategy:
         `state` is what `state` was when the checkpoint was saved, if that was under this strategy and as many ranks.
         """
 
+    def after_run(self) -> None:
+        """Leave the modules as their user's own, whatever ended the run; their state can be asked for until `close`.
+
+        Nothing is sent: a rank may be gone. What an engine has sharded stays sharded.
+        """
+
     def close(self) -> None:
         """Give back what this strategy holds; the process group is closed by its owner.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -25,8 +25,9 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import zero_state
 from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, refuse_lazy, state_tensors
 from trainwright.strategies.deepspeed_config import build_config, low_precision, read_config, settle
-from trainwright.strategies.deepspeed_engine import make_engine
+from trainwright.strategies.deepspeed_engine import make_engine, scale_losses
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, owned
+from trainwright.strategies.zero_traces import ZeroTraces
 
 STAGES = (1, 2, 3)
 
@@ -34,10 +35,10 @@ STAGES = (1, 2, 3)
 class DeepSpeedStrategy(Strategy):
     """ZeRO, by one DeepSpeed engine for each optimizer; on one process too.
 
-    Weights are trained in the precision's low dtype with float32 masters, under mixed precisions and "true" ones alike; the
-    loss scale is the engine's, and so are clipping by norm and the reduction of gradients. On the CPU DeepSpeed has no
-    float16, so that bfloat16 is used there. Optimizers may not call closures; what is trained may not change after the
-    optimizers are made.
+    Under mixed precisions the weights are float32 and autocast computes in the low dtype, as on one process; under 16-true
+    and bf16-true the weights have the low dtype, and are trained through float32 masters: half the memory for weights. On the
+    CPU DeepSpeed has no such float16, and takes bfloat16. The loss scale is the engine's, and so are clipping by norm and the
+    reduction of gradients. Optimizers may not call closures; what is trained may not change after they are made.
 
     Args:
         stage: 1, 2 or 3; None is the config's, else 2.
@@ -98,6 +99,9 @@ class DeepSpeedStrategy(Strategy):
         self._engines: dict[Optimizer, Any] = {}
         self._parts: dict[nn.Module, list[Any]] = {}
         self._trained: dict[nn.Module, list[str]] = {}
+        self._traces: list[ZeroTraces] = []
+        self._left: dict[Any, list[zero_state.Share]] = {}
+        """The shares of engines whose module is the user's own again; what they hold can still be saved."""
         self._finished: set[Optimizer] = set()
         """The optimizers whose gradients are this rank's share already, before their step."""
 
@@ -115,7 +119,7 @@ class DeepSpeedStrategy(Strategy):
                 f"the DeepSpeed config says {told}, and the Trainer {precision.name}: the config's is used.",
                 stacklevel=4,
             )
-        if device_type == "cpu" and (told or precision.name).startswith("16"):
+        if device_type == "cpu" and (told or precision.name) == "16-true":
             rank_zero_warn("DeepSpeed has no float16 on the CPU: bfloat16 is used in its place.", stacklevel=4)
         if device_type == "cpu" and (self.offload_optimizer or self.offload_parameters):
             rank_zero_warn(
@@ -127,8 +131,8 @@ class DeepSpeedStrategy(Strategy):
         name = precision.name
         if self._asked_precision is not None and not name.startswith(self._asked_precision.partition("-")[0]):
             name = self._asked_precision
-        if device.type == "cpu" and name.startswith("16"):
-            name = "bf16" + name.removeprefix("16")
+        if device.type == "cpu" and name == "16-true":
+            name = "bf16-true"
         self.precision = ZeroPrecision(name, device.type, precision, self._scalers)
 
     def _scalers(self) -> list[Any]:
@@ -168,7 +172,7 @@ class DeepSpeedStrategy(Strategy):
     def _refuse_other_dtype(self, sharded: Mapping[str, Any]) -> None:
         """Refuse what an earlier run has sharded in another precision's dtype (ValueError)."""
         told = self.precision.name
-        low = torch.bfloat16 if told.startswith("bf16") else torch.float16 if told.startswith("16") else None
+        low = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(told)
         for name, parameter in sharded.items():
             is_low = parameter.ds_tensor.dtype in (torch.bfloat16, torch.float16)
             if parameter.ds_tensor.dtype != low and (low is not None or is_low):
@@ -250,7 +254,12 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def _initialize(self, part: Part, optimizer: Optimizer | None, trained: Any = None) -> Any:
-        return make_engine(part, optimizer, trained, self._config(), self.device.type)
+        self._traces.append(ZeroTraces(list(part.members)))
+        with self._traces[-1]:
+            engine = make_engine(part, optimizer, trained, self._config(), self.device.type)
+        if self.precision.name == "16-mixed" and (optimizer is not None or trained is not None):
+            scale_losses(engine)
+        return engine
 
     def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
         """Refuse a change of what is trained (RuntimeError): DeepSpeed has laid out its buffers by then."""
@@ -410,18 +419,29 @@ class DeepSpeedStrategy(Strategy):
         schedulers = [engine.lr_scheduler for engine in self._engines.values()]
         return {"lr_schedulers": [None if each is None else each.state_dict() for each in schedulers]}
 
-    def _shares(self, engine: Any) -> Iterator[zero_state.Share]:
-        return zero_state.shares_of(engine.optimizer, self.stage, self.rank)
+    def _shares(self, engine: Any) -> Iterable[zero_state.Share]:
+        left = self._left.get(engine)
+        return zero_state.shares_of(engine.optimizer, self.stage, self.rank) if left is None else left
 
-    def close(self) -> None:
-        """Give the engines back; what stage 3 has sharded stays so, and trained weights stay in their low dtype's values."""
+    def after_run(self) -> None:
+        if self.stage < 3:  # a sharded module can still be called, for which the engine gathers it
+            self._left = {engine: list(self._shares(engine)) for engine in self._engines.values()}
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Take everything of the engines off the modules. What stage 3 has sharded stays so: whole, it might not fit."""
         for engine in {id(engine): engine for engines in self._parts.values() for engine in engines}.values():
             engine.destroy()
-        for module in self.wrapped:
-            if self.stage < 3 and self.precision.autocast_dtype is not None:
-                module.float()
-        self._engines.clear()
+        for traces in reversed(self._traces):
+            traces.remove()
         self._parts.clear()
+        self._traces.clear()
+
+    def close(self) -> None:
+        """Give the engines back; what stage 3 has sharded stays so."""
+        self._let_go()
+        self._engines.clear()
+        self._left.clear()
         self._trained.clear()
         self._finished.clear()
         self.wrapped.clear()

@@ -47,11 +47,35 @@ def make_engine(
         ) from error
     finally:
         setattr(kind, name, broadcast)
+    _make_printable(part)
     for parameter in scalars:
         parameter.ds_shape = torch.Size([])  # type: ignore[attr-defined]
         if parameter.numel() == 1:
             parameter.data = parameter.data.reshape(())
     return engine
+
+
+def _make_printable(part: nn.Module) -> None:
+    """Let modules that print all their attributes (EmbeddingBag) be printed, which methods of their own among these forbid."""
+    for module in part.modules():
+        for name in ("ds_external_parameters", "all_parameters"):
+            method = module.__dict__.get(name)
+            if getattr(method, "__self__", None) is module:
+                module.__dict__[name] = lambda *args, call=method: call(*args)
+
+
+def scale_losses(engine: Any) -> None:
+    """Give an engine that keeps float32 weights the loss scale that its configuration has for float16."""
+    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+
+    zero = engine.optimizer
+    zero.loss_scaler = CreateLossScaler(
+        dtype=torch.float16,
+        static_loss_scale=engine.loss_scale(),
+        dynamic_scaling=engine.dynamic_loss_scale(),
+        dynamic_loss_args=engine.dynamic_loss_scale_args(),
+    )
+    zero.dynamic_loss_scale = zero.loss_scaler.dynamic
 
 
 def _refuse_what_cannot_be_sharded(parameters: list[nn.Parameter]) -> None:

@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.precision.base import Precision
-from trainwright.precision.mixed import MixedPrecision
 from trainwright.strategies.group_view import GroupView
 
 
@@ -86,14 +84,11 @@ class ZeroPrecision(Precision):
         self.name = name
         self._scalers = scalers
         self._inner = asked
-        if name.endswith("-mixed"):
-            # Weights are of the low dtype; autocast lets what wants float32 have it, and casts inputs for the rest.
-            self._inner = MixedPrecision("bf16-mixed", device_type) if name == "bf16-mixed" else asked
-            self.autocast_dtype = torch.bfloat16 if name == "bf16-mixed" else torch.float16
-        elif name != asked.name:
+        if name != asked.name:
             from trainwright.precision import resolve_precision
 
             self._inner = resolve_precision(name, device_type)
+        self.autocast_dtype = self._inner.autocast_dtype
         self.converts_batch = self._inner.converts_batch
 
     def convert_module(self, module: nn.Module) -> None:
