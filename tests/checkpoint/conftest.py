@@ -38,7 +38,7 @@ class Seat:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank = meeting, rank
 
-    def exchange(self, payload: bytes, *, timeout_seconds: float) -> list[bytes]:
+    def exchange(self, payload: bytes, *, call: str, timeout_seconds: float) -> list[bytes]:
         return self.meeting.exchange(self.rank, payload)
 
 

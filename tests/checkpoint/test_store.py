@@ -299,7 +299,7 @@ def test_an_exchange_that_fails_drops_the_temporary(tmp_path: Path) -> None:
     class Lost:
         calls = 0
 
-        def exchange(self, payload: bytes, *, timeout_seconds: float) -> list[bytes]:
+        def exchange(self, payload: bytes, *, call: str, timeout_seconds: float) -> list[bytes]:
             self.calls += 1
             if self.calls == 2:
                 raise TimeoutError("rank 1 did not answer")

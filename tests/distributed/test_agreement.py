@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from trainwright.distributed import agreement as agreement_module
-from trainwright.distributed.agreement import (
+from trainwright.distributed import failures as failures_module
+from trainwright.distributed.agreement import Agreement
+from trainwright.distributed.failures import (
     PEER_FAILED_EXIT_CODE,
-    Agreement,
     FailureBoard,
     PeerWatch,
     is_echo,
     summarize,
     write_error_file,
 )
+from trainwright.distributed.whereabouts import Whereabouts
 
 
 def make_store() -> Any:
@@ -38,7 +39,10 @@ def run_ranks(world_size: int, work: Callable[[Agreement], Any]) -> list[Any]:
 
 def test_all_ranks_get_all_payloads_in_order() -> None:
     def work(agreement: Agreement) -> list[list[bytes]]:
-        return [agreement.exchange(b"%d/%d" % (agreement.rank, call), timeout_seconds=10) for call in range(20)]
+        return [
+            agreement.exchange(b"%d/%d" % (agreement.rank, call), call="a test", timeout_seconds=10)
+            for call in range(20)
+        ]
 
     expected = [[b"%d/%d" % (rank, call) for rank in range(3)] for call in range(20)]
     assert run_ranks(3, work) == [expected] * 3
@@ -50,7 +54,7 @@ def test_the_store_does_not_grow() -> None:
 
     def work(agreement: Agreement) -> None:
         for _ in range(50):
-            agreement.exchange(b"\x00\xff", timeout_seconds=10)
+            agreement.exchange(b"\x00\xff", call="a test", timeout_seconds=10)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, agreements))
@@ -59,12 +63,12 @@ def test_the_store_does_not_grow() -> None:
 
 def test_who_has_left_is_not_waited_for() -> None:
     def work(agreement: Agreement) -> bytes | str:
-        agreement.exchange(b"both", timeout_seconds=10)
+        agreement.exchange(b"both", call="a test", timeout_seconds=10)
         if agreement.rank == 1:
             agreement.leave()
             return b""
         try:
-            return agreement.exchange(b"alone", timeout_seconds=60)[1]
+            return agreement.exchange(b"alone", call="a test", timeout_seconds=60)[1]
         except RuntimeError as error:
             return str(error)
 
@@ -72,13 +76,88 @@ def test_who_has_left_is_not_waited_for() -> None:
     assert str(said).startswith("rank 1 has come to the end of its script, and rank 0 waits for it")
 
 
+def test_ranks_in_different_calls_are_told_apart() -> None:
+    """No rank takes what another has posted in another call for its answer; all of them say the same."""
+
+    def work(agreement: Agreement) -> list[str]:
+        said = []
+        for call in ("a save of step 4" if agreement.rank == 1 else "the agreement on a stop", "both"):
+            try:
+                said += [text.decode() for text in agreement.exchange(b"here", call=call, timeout_seconds=10)]
+            except RuntimeError as error:
+                said.append(str(error))
+        return said
+
+    results = run_ranks(3, work)
+    assert results == [results[0]] * 3
+    assert results[0][0].startswith(
+        "the ranks have come to different calls: rank 0 to the agreement on a stop, rank 1 to a save of step 4. All ranks"
+    )
+    assert results[0][1:] == ["here"] * 3  # they still pair up
+
+
+def test_a_rank_that_has_passed_a_call_is_not_waited_for() -> None:
+    store = make_store()
+    places = [Whereabouts(rank) for rank in range(2)]
+    first, second = (Agreement(store, rank, 2, whereabouts=places[rank]) for rank in range(2))
+    batch = [3, 3]
+    blocked, ended = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.01):
+            places[1].answer(store)
+
+    def go_on() -> list[bytes]:
+        with second.following(lambda: ((batch[1],), f"fit, batch {batch[1]}")):
+            met = second.exchange(b"1", call="both", timeout_seconds=10)
+            batch[1] += 1
+            blocked.wait(30)
+            return met
+
+    with ThreadPoolExecutor(2) as pool, first.following(lambda: ((batch[0],), f"fit, batch {batch[0]}")):
+        pool.submit(watch)
+        other = pool.submit(go_on)
+        assert first.exchange(b"0", call="both", timeout_seconds=10) == [b"0", b"1"]
+        with pytest.raises(
+            RuntimeError,
+            match=r"rank 0 makes a call that rank 1 has left out: a save \(fit, batch 3\)\. Rank 1 is past that \(fit, batch 4",
+        ):
+            first.exchange(b"0", call="a save", timeout_seconds=60)
+        blocked.set()
+        ended.set()
+        assert other.result() == [b"0", b"1"]
+
+
+def test_a_rank_that_is_only_slow_is_waited_for() -> None:
+    store = make_store()
+    places = [Whereabouts(rank) for rank in range(2)]
+    first, second = (Agreement(store, rank, 2, whereabouts=places[rank]) for rank in range(2))
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.01):
+            places[1].answer(store)
+
+    def arrive_late() -> None:
+        while not store.check(["where/1"]):  # it has been asked where it is
+            time.sleep(0.01)
+        second.exchange(b"1", call="both", timeout_seconds=10)
+
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(watch)
+        other = pool.submit(arrive_late)
+        assert first.exchange(b"0", call="both", timeout_seconds=30) == [b"0", b"1"]
+        other.result()
+        ended.set()
+
+
 def test_rank_0_broadcasts() -> None:
     def work(agreement: Agreement) -> bytes:
-        return agreement.broadcast(b"word" if agreement.rank == 0 else None, 10)
+        return agreement.broadcast(b"word" if agreement.rank == 0 else None, call="a test", timeout_seconds=10)
 
     assert run_ranks(3, work) == [b"word"] * 3
     with pytest.raises(TypeError, match="payload=None on rank 0"):
-        Agreement(None, 0, 1).broadcast(None, 1)
+        Agreement(None, 0, 1).broadcast(None, call="a test", timeout_seconds=1)
 
 
 def test_channels_do_not_mix() -> None:
@@ -88,7 +167,9 @@ def test_channels_do_not_mix() -> None:
         # Threads of different ranks reach their channels in different orders.
         with ThreadPoolExecutor(2) as pool:
             turns = order if agreement.rank == 0 else order[::-1]
-            done = {text: pool.submit(channel.exchange, text, timeout_seconds=10) for channel, text in turns}
+            done = {
+                text: pool.submit(channel.exchange, text, call="a test", timeout_seconds=10) for channel, text in turns
+            }
             return [*done[b"first"].result(), *done[b"second"].result()]
 
     assert run_ranks(2, work) == [[b"first", b"first", b"second", b"second"]] * 2
@@ -101,7 +182,7 @@ def test_channels_of_one_name_pair_up_by_their_order() -> None:
         replies = []
         for text in (b"old", b"new"):
             channel = agreement.channel("saves")
-            replies += channel.exchange(text + bytes(str(agreement.rank), "ascii"), timeout_seconds=10)
+            replies += channel.exchange(text + bytes(str(agreement.rank), "ascii"), call="a test", timeout_seconds=10)
         return replies
 
     assert run_ranks(2, work) == [[b"old0", b"old1", b"new0", b"new1"]] * 2
@@ -110,15 +191,15 @@ def test_channels_of_one_name_pair_up_by_their_order() -> None:
 def test_a_wait_can_be_given_up() -> None:
     channel = Agreement(make_store(), 0, 2).channel("saves")
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(channel.exchange, b"", timeout_seconds=60)
+        waiting = pool.submit(channel.exchange, b"", call="a test", timeout_seconds=60)
         channel.give_up()
         with pytest.raises(RuntimeError, match="waits for the others no longer"):
             waiting.result(timeout=20)
 
 
 def test_a_missing_rank_is_named() -> None:
-    with pytest.raises(TimeoutError, match=r"rank 0 waited 0.05 s for rank\(s\) \[1\] of 2"):
-        Agreement(make_store(), 0, 2).exchange(b"", timeout_seconds=0.05)
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 0.05 s in a test for rank\(s\) \[1\] of 2"):
+        Agreement(make_store(), 0, 2).exchange(b"", call="a test", timeout_seconds=0.05)
 
 
 def test_more_than_one_rank_needs_a_store() -> None:
@@ -172,7 +253,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         if threading.current_thread() is threading.main_thread():
             raise Left
 
-    monkeypatch.setattr(agreement_module, "leave", leave)
+    monkeypatch.setattr(failures_module, "leave", leave)
     return codes
 
 

@@ -73,7 +73,7 @@ def test_gather_and_reduce_on_one_process() -> None:
     accelerator = tw.Accelerator(cpu=True)
     assert accelerator.gather({"a": torch.ones(2), "b": (torch.tensor(3.0), "text")}) == {
         "a": pytest.approx(torch.ones(2)),
-        "b": (torch.tensor([3.0]), "text"),
+        "b": (torch.tensor([3.0]), ["text"]),
     }
     assert accelerator.reduce(torch.tensor(2.0), "mean") == 2.0
     accelerator.wait_for_everyone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,14 @@ class FreezesAlone(Classifier):
             self.net[0].requires_grad_(False)
 
 
+class Chosen(Classifier):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.rank = dist.get_rank()
+        self.more = nn.Dropout(dropout / 10)
+
+
 TOLD = {
     "shape": "rank 0 has 'extra.weight', a parameter of shape (3, 3) and torch.float32 where rank 1 has 'extra.weight', "
     "a parameter of shape (4, 3) and torch.float32",
@@ -75,6 +84,17 @@ def job(folder: Path) -> dict[str, Any]:
     with pytest.raises(ValueError) as caught:
         trainer.fit(FreezesAlone(), make_loader())
     told["frozen later"] = f"{trainer.global_step} {caught.value}"
+    net = make_net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, betas=(0.9, 0.99 + 0.001 * dist.get_rank()))
+    with pytest.raises(ValueError) as caught:
+        tw.Accelerator(cpu=True).prepare(net, optimizer)
+    told["options"] = str(caught.value)
+    with pytest.raises(ValueError) as caught:
+        tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(lr=0.1 + dist.get_rank()), make_loader())
+    told["rates"] = str(caught.value)
+    with pytest.warns(UserWarning, match="of different settings") if dist.get_rank() == 0 else nullcontext() as warned:
+        tw.Trainer(max_epochs=1, **QUIET).fit(Chosen(0.1 + dist.get_rank()), make_loader())
+    told["settings"] = [str(each.message) for each in warned or ()]
     took = time.monotonic() - began
     trainer = tw.Trainer(max_epochs=1, **QUIET)
     trainer.fit(Classifier(), make_loader())  # the job goes on
@@ -83,7 +103,17 @@ def job(folder: Path) -> dict[str, Any]:
 
 def test_different_models_are_named_and_hang_nobody(tmp_path: Path) -> None:
     zero, one = run_job(job, 2, tmp_path)
+    assert one["told"].pop("settings") == []
+    (warned,) = zero["told"].pop("settings")
     assert zero["told"] == one["told"]
+    assert (
+        "betas of group 0 of optimizer 0 is (0.9, 0.99) on rank 0 and (0.9, 0.991) on rank 1" in zero["told"]["options"]
+    )
+    assert "lr of group 0 of optimizer 0 is 0.1 on rank 0 and 1.1 on rank 1. A setting" in zero["told"]["rates"]
+    assert warned.startswith(
+        "the ranks train modules of different settings: hyper-parameter 'dropout' is 0.1 on rank 0 and 1.1 on rank 1; "
+        "attribute 'more.p' is 0.01 on rank 0 and 0.11"
+    )
     for respect, text in TOLD.items():
         said = zero["told"][respect]
         assert said.startswith("the Other of rank 1 is another one than rank 0's: ")

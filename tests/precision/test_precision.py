@@ -165,3 +165,108 @@ def test_a_closure_is_called_by_the_optimizer_or_before_it_under_a_scale(name: A
         assert precision.step(optimizer, None, closure) == (None, False)
     assert calls == [True]
     assert parameter.item() == -3.0
+
+
+def scaled(**options: Any) -> tuple[MixedPrecision, nn.Parameter, torch.optim.Optimizer]:
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0, **options))
+    parameter = nn.Parameter(torch.zeros(()))
+    return precision, parameter, torch.optim.SGD([parameter], lr=1.0)
+
+
+def test_gradients_that_were_clipped_go_on_under_the_scale() -> None:
+    """Clipped after each of several backwards, they are what they are without a scale, also where it has grown in between."""
+    precision, parameter, optimizer = scaled(growth_interval=1)
+    other = nn.Parameter(torch.zeros(()))
+    often = torch.optim.SGD([other], lr=1.0)
+    seen = []
+    for _ in range(3):
+        precision.backward(parameter * 3.0 + other)
+        precision.unscale(optimizer)
+        precision.unscale(optimizer)
+        assert parameter.grad is not None
+        seen.append(parameter.grad.item())
+        assert not precision.step(often, None).skipped
+        often.zero_grad()
+    assert seen == [3.0, 6.0, 9.0]
+    assert not precision.step(optimizer, None).skipped
+    assert parameter.item() == -9.0
+    assert other.item() == -3.0
+    assert precision.state_dict()["scale"] == 32.0
+
+
+def test_an_inf_that_clipping_has_removed_still_skips_the_step() -> None:
+    precision, parameter, optimizer = scaled()
+    precision.backward(parameter * float("inf"))
+    precision.unscale(optimizer)
+    torch.nn.utils.clip_grad_value_([parameter], 1.0)
+    precision.backward(parameter * 1.0)
+    assert precision.step(optimizer, None).skipped
+    assert precision.state_dict()["scale"] == 2.0
+    optimizer.zero_grad()
+    precision.backward(parameter * 1.0)
+    assert not precision.step(optimizer, None).skipped
+    assert parameter.item() == -1.0
+    assert precision.state_dict()["scale"] == 2.0
+
+
+def test_gradients_that_were_dropped_by_hand_after_clipping_leave_nothing_behind() -> None:
+    precision, parameter, optimizer = scaled()
+    precision.backward(parameter * float("inf"))
+    precision.unscale(optimizer)
+    parameter.grad = None  # as the module's own zero_grad does
+    precision.backward(parameter * 3.0)
+    assert precision.step(optimizer, None) == (None, False)
+    assert parameter.item() == -3.0
+    assert precision.state_dict()["scale"] == 2.0
+
+
+def test_stepping_twice_with_the_same_gradients() -> None:
+    precision, parameter, optimizer = scaled(growth_interval=1)
+    precision.backward(parameter * 3.0)
+    for _ in range(2):
+        precision.step(optimizer, None)
+    assert parameter.item() == -6.0
+    precision.backward(parameter * 3.0)  # added to those, as without a scale
+    precision.step(optimizer, None)
+    assert parameter.item() == -12.0
+    assert precision.state_dict()["scale"] == 16.0
+
+
+def test_an_optimizer_without_gradients_is_clipped_and_cleared() -> None:
+    precision, parameter, optimizer = scaled()
+    idle = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+    for _ in range(2):
+        precision.backward(parameter * 3.0)
+        precision.unscale(idle)
+        idle.zero_grad()
+        precision.forget(idle)
+        for _ in range(2):
+            assert precision.step(idle, None) == (None, False)
+        precision.step(optimizer, None)
+        optimizer.zero_grad()
+    assert parameter.item() == -6.0
+
+
+def test_sparse_gradients_go_on_under_the_scale() -> None:
+    precision = scaled()[0]
+    embedding = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    for _ in range(2):
+        precision.backward(embedding(torch.tensor([1, 1, 2])).sum())
+        precision.unscale(optimizer)
+    assert embedding.weight.grad is not None
+    assert embedding.weight.grad.to_dense()[:, 0].tolist() == [0.0, 4.0, 2.0, 0.0]
+
+
+def test_a_disabled_scaler_scales_nothing() -> None:
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False))
+    parameter = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    precision.reset()
+    precision.backward(parameter * 3.0)
+    precision.unscale(optimizer)
+    assert parameter.grad == 3.0
+    assert precision.step(optimizer, None) == (None, False)
+    assert precision.state_dict() == {}
+    precision.load_state_dict(MixedPrecision("16-mixed", "cpu").state_dict())
+    assert precision.takes_closure

@@ -141,7 +141,7 @@ def timed_out() -> tuple[str, float, float]:
             engine.reduce(torch.ones(3))
         text = str(caught.value)
     waited = time.monotonic() - began
-    engine.agreement.exchange(b"", timeout_seconds=60.0)
+    engine.agreement.exchange(b"", call="a test", timeout_seconds=60.0)
     return text, waited, engine.timeout_seconds
 
 

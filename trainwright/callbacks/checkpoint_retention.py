@@ -52,7 +52,7 @@ class PendingSave:
             trainer.engine.finish_save()
             if self.is_committed and self.place != self.path:
                 # Decided: no rank looks for it before rank 0 has done it.
-                decided(trainer.engine, lambda: replace_checkpoint(self.place, self.path))
+                decided(trainer.engine, "a save of ModelCheckpoint", lambda: replace_checkpoint(self.place, self.path))
                 self.place = self.path
         except BaseException:
             self.put_back()

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from trainwright.engine.engine import Engine
 
 
-def decided(engine: Engine, decide: Callable[[], Any]) -> Any:
+def decided(engine: Engine, call: str, decide: Callable[[], Any]) -> Any:
     """Return, on every rank, what `decide` returns on rank 0, where alone it is called. Collective: call on every rank.
 
-    It returns what json can hold. What raises there anything else than these ends the job as a failed rank does.
+    `call` names the decision, for the error of ranks that have come to different calls. `decide` returns what json can hold.
+    What raises there anything else than these ends the job as a failed rank does.
 
     Raises:
         ValueError, CheckpointError: on every rank alike, with rank 0's text.
@@ -26,7 +27,7 @@ def decided(engine: Engine, decide: Callable[[], Any]) -> Any:
             said = {"decision": decide()}
         except (ValueError, CheckpointError) as error:
             said = {"error": str(error), "is_of_checkpoint": isinstance(error, CheckpointError)}
-    said = json.loads(engine.agreed(json.dumps(said)))
+    said = json.loads(engine.agreed(json.dumps(said), call))
     if "error" in said:
         raise (CheckpointError if said["is_of_checkpoint"] else ValueError)(said["error"])
     return said["decision"]

@@ -156,7 +156,7 @@ class EarlyStopping(Callback):
         """Decide, alike on every rank. Collective."""
         if trainer.fast_dev_run:
             return
-        score = decided(trainer.engine, lambda: self._score(trainer))
+        score = decided(trainer.engine, "the score of EarlyStopping", lambda: self._score(trainer))
         if score is None:
             return
         reason, message = self._judge(score)

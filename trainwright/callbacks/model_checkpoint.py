@@ -295,7 +295,7 @@ class ModelCheckpoint(Callback):
         if not self.save_top_k and not self.save_last:
             return
         self._conclude(trainer)
-        plan = decided(trainer.engine, lambda: self._plan(trainer))
+        plan = decided(trainer.engine, "a save of ModelCheckpoint", lambda: self._plan(trainer))
         if plan is None:
             return
         path, place, score, is_best, dropped = plan
@@ -370,7 +370,7 @@ class ModelCheckpoint(Callback):
                 kept, last = ({**kept, place: score} if score is not None else kept), place
             return [kept, last]
 
-        kept, last = decided(trainer.engine, found)
+        kept, last = decided(trainer.engine, "the start of ModelCheckpoint", found)
         self.best_k_models, self.last_model_path = {path: _scalar(score) for path, score in kept.items()}, last
         self._judge()
 

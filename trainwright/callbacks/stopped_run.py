@@ -25,7 +25,7 @@ def save_stopped_run(callback: ModelCheckpoint, trainer: Trainer, name: str) -> 
     except CheckpointError as error:  # alike on every rank; this save may do better, and says it where it does not
         if trainer.is_global_zero:
             print(f"trainwright: {error}", file=sys.stderr, flush=True)
-    path, is_there = decided(trainer.engine, lambda: _plan(callback, trainer, name))
+    path, is_there = decided(trainer.engine, "the save of a run that ends", lambda: _plan(callback, trainer, name))
     if is_there:
         return str(path)
     before = callback.last_model_path, callback._place, callback._replaced

@@ -12,6 +12,7 @@ import json
 import os
 import uuid
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
@@ -148,7 +149,8 @@ class TensorPredictionWriter(BasePredictionWriter):
             self._write(trainer, stream)
         engine = trainer.engine
         own = json.dumps([[stream.nest, stream.files] for stream in self._streams]).encode()
-        ranks = [json.loads(each) for each in engine.agreement.exchange(own, timeout_seconds=engine.timeout_seconds)]
+        post = partial(engine.agreement.exchange, call="the end of predict", timeout_seconds=engine.timeout_seconds)
+        ranks = [json.loads(each) for each in post(own)]
         loaders = []
         for streams in zip(*ranks, strict=True):
             nests = [nest for nest, _ in streams if nest is not None]
@@ -163,7 +165,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         if trainer.is_global_zero:
             files, path = resolve(self.dirpath)
             files.put(f"{path}/{MANIFEST}", json.dumps({"format": 1, "loaders": loaders}, indent=1).encode())
-        engine.agreement.exchange(b"", timeout_seconds=engine.timeout_seconds)  # nobody goes on before it is there
+        post(b"")  # nobody goes on before it is there
         self._streams = []
 
 

@@ -134,7 +134,7 @@ class Timer(Callback):
         """End the run at this boundary where rank 0's time is over. Collective."""
         duration = self._duration
         assert duration is not None
-        if decided(trainer.engine, lambda: self.time_elapsed() >= duration):
+        if decided(trainer.engine, "the look of Timer", lambda: self.time_elapsed() >= duration):
             self._is_over = True
             trainer.should_stop = True
             self._tell(trainer)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from trainwright.checkpoint.rank_part import RankPart
 from trainwright.errors import CheckpointError
 
 MAX_DEPTH = 64
@@ -134,6 +135,11 @@ class _Encoder:
             return {"$timedelta": [value.days, value.seconds, value.microseconds]}
         if type(value).__module__ == "numpy":
             return self._numpy(value, path)
+        if isinstance(value, RankPart):
+            raise TypeError(
+                f"{path} is, or was computed of, this rank's part of {value.source.name!r}, which other ranks hold the rest "
+                "of; put it into the state_dict, where each rank's part is stored."
+            )
         kind = type(value)
         parted = " Of a sharded one that is its full_tensor()." if kind.__qualname__ == "DTensor" else ""
         raise TypeError(f"{path} is a {kind.__module__}.{kind.__qualname__}; a checkpoint stores {ACCEPTED}.{parted}")

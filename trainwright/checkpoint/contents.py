@@ -8,8 +8,9 @@
                                 "position": epoch, batch, step        "lr_schedulers", "callbacks"
                                 "metrics": the latest value of each
                                 "loggers": their run folders, and how far what lies there goes
-    model-RRRRR.safetensors     parameters and buffers by their state_dict names
+    model-RRRRR.safetensors     parameters and buffers by their state_dict names; those of a second model begin with ".1."
     optimizer-RRRRR.safetensors per-parameter tensors as "optimizer number/parameter/key"
+    parameters-RRRRR.safetensors  what optimizers step and no model holds, as "parameter optimizer number.place"
     rank-RRRRR.json             "rng": the generators of that rank
                                 "metrics": within an epoch, its sums of what was logged, and its torchmetrics states
                                 (the tensors in them are in rank-RRRRR.safetensors)

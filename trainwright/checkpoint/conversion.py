@@ -171,7 +171,7 @@ def _new_file(files: LocalFiles, target: str) -> Iterator[BinaryIO]:
 class _Alone:
     """The exchange of a process that has no others."""
 
-    def exchange(self, payload: bytes, *, timeout_seconds: float) -> list[bytes]:
+    def exchange(self, payload: bytes, *, call: str, timeout_seconds: float) -> list[bytes]:
         return [payload]
 
 

@@ -1,7 +1,7 @@
 """A checkpoint's contents as one dict, for hooks that add to it, take from it, or change it.
 
-Its "state_dict" maps the names of the model's tensors to them: this rank's pieces at a save (whole tensors wherever the
-strategy does not shard them), whole tensors in host memory at a load.
+Its "state_dict" maps the names of the model's tensors to them: at a save whole tensors wherever the strategy does not shard
+them, else this rank's parts (see rank_part.py); whole tensors in host memory at a load.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainwright.checkpoint.opening import Checkpoint
+from trainwright.checkpoint.rank_part import is_range, shown, stored
 from trainwright.checkpoint.tensors import Piece
 from trainwright.errors import CheckpointError
 
@@ -25,14 +26,17 @@ Edit = Callable[[dict[str, Any]], None]
 
 def edit_for_save(
     state: Mapping[str, Any], pieces: Sequence[Piece], header: Mapping[str, int], edit: Edit
-) -> tuple[dict[str, Any], list[Piece]]:
-    """Return the state and the model's pieces as the hooks leave them.
+) -> tuple[dict[str, Any], Callable[[], list[Piece]]]:
+    """Return the state as the hooks leave it, and what returns the model's pieces or refuses what cannot be one.
+
+    The latter may fail on one rank alone (CheckpointError), so let all ranks hear of it.
 
     Raises:
         TypeError: what they left as "state_dict" is no mapping of names to tensors.
         ValueError: they put something under a key that is the engine's.
     """
-    contents = {**header, **state, "state_dict": {piece.name: piece.tensor for piece in pieces}}
+    contents = {**header, **state, "state_dict": {piece.name: shown(piece) for piece in pieces}}
+    before: dict[str, Tensor] = dict(contents["state_dict"])
     edit(contents)
     if taken := sorted(contents.keys() & RESERVED):
         raise ValueError(
@@ -44,15 +48,14 @@ def edit_for_save(
         raise TypeError(
             "on_save_checkpoint left a state_dict that is no dict of tensors; put other values under a key of their own."
         )
-    kept = []
-    for piece in pieces:
-        if tensors.get(piece.name) is piece.tensor:
-            kept.append(piece)
-    known = {piece.name for piece in kept}
-    added = [
-        Piece(name, tuple(value.shape), 0, value.detach(), 0) for name, value in tensors.items() if name not in known
-    ]
-    return {key: value for key, value in contents.items() if key not in header}, [*kept, *added]
+
+    def left() -> list[Piece]:
+        shown_as = [(piece, before[piece.name]) for piece in pieces]
+        kept = [piece for piece, tensor in shown_as if tensors.get(piece.name) is tensor and is_range(tensor)]
+        known = {piece.name for piece in kept}
+        return [*kept, *(stored(name, value) for name, value in tensors.items() if name not in known)]
+
+    return {key: value for key, value in contents.items() if key not in header}, left
 
 
 def edit_for_load(

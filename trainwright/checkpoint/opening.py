@@ -304,7 +304,7 @@ def open_checkpoint(
     if exchange is None:
         examine()
         return found[0]
-    seen = Outcomes(exchange, "", inside, timeout_seconds).settle(examine)
+    seen = Outcomes(exchange, "the opening of a checkpoint", "", inside, timeout_seconds).settle(examine)
     if len(set(seen)) > 1:
         raise CheckpointError(f"the ranks see different checkpoints at {path}; give a path that all of them share.")
     return found[0]

@@ -14,7 +14,7 @@ from trainwright.errors import CheckpointError
 class Exchange(Protocol):
     """Posts a payload to all ranks and returns every rank's, by rank. Collective: call on every rank."""
 
-    def exchange(self, payload: bytes, *, timeout_seconds: float) -> list[bytes]:
+    def exchange(self, payload: bytes, *, call: str, timeout_seconds: float) -> list[bytes]:
         """Return the payloads of all ranks; with one rank, the one given."""
 
 
@@ -23,14 +23,15 @@ class Outcomes:
 
     Args:
         exchange: what carries the payloads between the ranks.
+        call: what it is that the ranks do together; each says the same.
         subject: what fails if a rank fails, as the error says it ("checkpoint x was not written"); empty where the errors
             of the ranks say so themselves.
         path: where, for the report of a full disk.
         timeout_seconds: how long to wait for the slowest rank.
     """
 
-    def __init__(self, exchange: Exchange, subject: str, path: str, timeout_seconds: float) -> None:
-        self._exchange = exchange
+    def __init__(self, exchange: Exchange, call: str, subject: str, path: str, timeout_seconds: float) -> None:
+        self._exchange, self._call = exchange, call
         self._subject = subject
         self._path = path
         self._timeout_seconds = timeout_seconds
@@ -49,7 +50,7 @@ class Outcomes:
         except Exception as error:
             cause = error
             payload = b"-" + _explain(error, self._path).encode(errors="backslashreplace")
-        replies = self._exchange.exchange(payload, timeout_seconds=self._timeout_seconds)
+        replies = self._exchange.exchange(payload, call=self._call, timeout_seconds=self._timeout_seconds)
         failures = [(rank, reply[1:].decode()) for rank, reply in enumerate(replies) if reply[:1] == b"-"]
         if failures:
             rank, text = failures[0]

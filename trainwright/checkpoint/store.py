@@ -45,6 +45,9 @@ from trainwright.checkpoint.shards import FileRecord, HashingStream, check_stora
 from trainwright.checkpoint.tensors import Piece, TensorEntry, deal, merge
 from trainwright.errors import CheckpointError
 
+SAVE = "the save of a checkpoint"
+"""What the ranks do together here, by name."""
+
 __all__ = [
     "Checkpoint",
     "CheckpointEntry",
@@ -159,7 +162,7 @@ def write_contents(
 ) -> None:
     """Write a checkpoint of what `gather` returns on each rank; else as `write_checkpoint`. Collective."""
     files, target = resolve(path)
-    outcomes = Outcomes(exchange, f"checkpoint {path} was not written", target, timeout_seconds)
+    outcomes = Outcomes(exchange, SAVE, f"checkpoint {path} was not written", target, timeout_seconds)
     full_header = {"world_size": world_size, **header}
     place = outcomes.settle((lambda: _begin(files, target, full_header, overwrite)) if rank == 0 else None)[0]
     writer = _Writer(files, place)

@@ -59,7 +59,8 @@ def rebuilt(collection: Any, batches: Iterator[Any], *, flat: bool = False) -> A
         if type(collection) is dict or not isinstance(collection, MutableMapping):
             return mapped
         clone = copy.copy(collection)
-        clone.update(mapped)
+        for key, value in mapped.items():
+            clone[key] = value
         return clone
     if hasattr(collection, "_fields"):
         return type(collection)(*built)

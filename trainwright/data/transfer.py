@@ -30,17 +30,24 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     if callable(getattr(value, "to", None)):
         return function(value)
     if isinstance(value, Mapping):
-        mapped = {key: map_leaves(function, each) for key, each in value.items()}
-        if type(value) is dict or not isinstance(value, MutableMapping):
-            return mapped if type(value) is dict else type(value)(mapped)  # type: ignore[call-arg]
-        clone = copy.copy(value)  # a defaultdict, say, cannot be made of a mapping alone
-        clone.update(mapped)
-        return clone
+        return with_values(value, {key: map_leaves(function, each) for key, each in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_leaves(function, each) for each in value))
     if isinstance(value, (list, tuple)):
         return type(value)(map_leaves(function, each) for each in value)
     return function(value)
+
+
+def with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Return a mapping of the same kind, with other values."""
+    if type(mapping) is dict:
+        return values
+    if not isinstance(mapping, MutableMapping):
+        return type(mapping)(values)  # type: ignore[call-arg]
+    clone = copy.copy(mapping)  # a defaultdict, say, cannot be made of a mapping alone
+    for key, value in values.items():
+        clone[key] = value  # not by update, which transformers' ModelOutput forbids
+    return clone
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

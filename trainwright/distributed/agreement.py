@@ -1,55 +1,22 @@
-"""Agreement between ranks over the key-value store, without collectives.
+"""Agreement between ranks over the key-value store, without collectives: `Agreement` swaps small payloads between all ranks.
 
-`Agreement` swaps small payloads between all ranks. `FailureBoard` holds what failed ranks said about themselves, the
-first one first. `PeerWatch` ends this process when another rank has failed. `environment.py` opens the store.
+`environment.py` opens the store.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
 
-PEER_FAILED_EXIT_CODE = 79
-"""How a rank leaves when it ends only because another rank failed."""
+from trainwright.distributed.store import Store, post
+from trainwright.distributed.whereabouts import Locate, Position, Whereabouts
 
-PRINT_SECONDS = 0.5
-"""How long the other ranks stay for the first failing one to print its traceback."""
-
-ECHO_SECONDS = 2.0
-"""How long an error that only says that a peer has gone waits for that peer's own: a process takes a moment to end."""
-ECHO_TEXTS = ("connection closed by peer", "connection reset by peer", "connection was closed", "broken pipe")
-"""What gloo, NCCL and the store say, in lower case, when the other end of a connection has gone."""
-
-
-class Store(Protocol):
-    """What is used here of torch's key-value stores."""
-
-    def set(self, key: str, value: bytes | str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def delete_key(self, key: str, /) -> bool: ...
-    def clone(self) -> Store: ...
-
-
-def post(store: Store, key: str, value: bytes | str) -> None:
-    """Set a key and return once the store has it, so that every rank which is told of it afterwards finds it.
-
-    `set` alone returns when the request is on its way: torch's TCPStore answers no `set`, and another connection may be
-    served before it. Requests of one connection are served in their order, so the answer to the next one is the receipt.
-    """
-    store.set(key, value)
-    store.check([key])
-
+ON_ALL_RANKS = (
+    "All ranks make such a call, in the same order: not under `if trainer.is_global_zero:`, and not in a hook that one rank "
+    "alone has."
+)
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02
 PAUSED_PART = 1 / 32
@@ -66,6 +33,7 @@ class Agreement:
         rank: this process's global rank.
         world_size: how many processes the job has.
         name: the channel. Calls pair up by their order in one channel.
+        whereabouts: tells where the ranks are, for calls of the main thread; None for a channel of another thread.
     """
 
     def __init__(
@@ -75,12 +43,14 @@ class Agreement:
         world_size: int,
         *,
         name: str = "main",
+        whereabouts: Whereabouts | None = None,
     ) -> None:
         if store is None and world_size > 1:
             raise ValueError(f"store=None with world_size={world_size}; more than one rank needs a key-value store.")
         self.rank = rank
         self.world_size = world_size
         self._store = store
+        self._whereabouts = whereabouts
         self._name = name
         self._lock = threading.Lock()
         self._calls = 0
@@ -100,28 +70,44 @@ class Agreement:
         """Let the call that waits here in another thread, and every later one that would wait, raise (RuntimeError)."""
         self._has_given_up = True
 
-    def exchange(self, payload: bytes, *, timeout_seconds: float) -> list[bytes]:
-        """Post this rank's payload and return those of all ranks, by rank. Call on every rank, in the same order."""
+    def following(self, locate: Locate) -> AbstractContextManager[None]:
+        """Return a context in which this rank's place is told by a run. Enter it on every rank. See `Whereabouts`."""
+        return nullcontext() if self._whereabouts is None else self._whereabouts.following(locate)
+
+    def exchange(self, payload: bytes, *, call: str, timeout_seconds: float) -> list[bytes]:
+        """Post this rank's payload and return those of all ranks, by rank. Call on every rank, in the same order.
+
+        `call` says what it is, with the step that it belongs to where there is one; the ranks have to say the same.
+
+        Raises:
+            RuntimeError: on every rank alike, where the ranks have come to different calls; on this one, where another has
+                gone past the place of this call, or has come to its end.
+            TimeoutError: a rank has not come to it.
+        """
         if self._store is None:
             return [payload]
+        own = Position() if self._whereabouts is None else self._whereabouts.now()
+        header = json.dumps([call, own.text]).encode()
         with self._lock:  # calls of two threads of one channel must not overlap, or the deletion below is too early
-            call = self._calls
+            number = self._calls
             self._calls += 1
-            self._store.set(self._key(call, self.rank), payload)
-            keys = [self._key(call, rank) for rank in range(self.world_size)]
-            self._wait(keys, timeout_seconds)
-            payloads = [bytes(self._store.get(key)) for key in keys]
+            self._store.set(self._key(number, self.rank), header + b"\n" + payload)
+            keys = [self._key(number, rank) for rank in range(self.world_size)]
+            self._wait(keys, call, own, timeout_seconds)  # for its own too, which is the store's receipt
+            parts = [bytes(self._store.get(key)).split(b"\n", 1) for key in keys]
             # Every rank has posted this call, so every rank has read the one before it.
-            if call > 0:
-                self._store.delete_key(self._key(call - 1, self.rank))
-            return payloads
+            if number > 0:
+                self._store.delete_key(self._key(number - 1, self.rank))
+        if len({json.loads(head)[0] for head, _ in parts}) > 1:
+            raise RuntimeError(_told_apart([json.loads(head) for head, _ in parts]))
+        return [body for _, body in parts]
 
-    def broadcast(self, payload: bytes | None, timeout_seconds: float) -> bytes:
+    def broadcast(self, payload: bytes | None, *, call: str, timeout_seconds: float) -> bytes:
         """Return rank 0's payload. Call on every rank, in the same order; the other ranks' payloads are ignored."""
         if self.rank == 0 and payload is None:
             raise TypeError("payload=None on rank 0; rank 0 gives the bytes that all ranks get.")
         own = payload if self.rank == 0 and payload is not None else b""
-        return self.exchange(own, timeout_seconds=timeout_seconds)[0]
+        return self.exchange(own, call=call, timeout_seconds=timeout_seconds)[0]
 
     def leave(self) -> None:
         """Tell the others that this rank makes no call any more."""
@@ -142,7 +128,7 @@ class Agreement:
     def _key(self, call: int, rank: int) -> str:
         return f"agreement/{self._name}/{call}/{rank}"
 
-    def _wait(self, keys: list[str], timeout_seconds: float) -> None:
+    def _wait(self, keys: list[str], call: str, own: Position, timeout_seconds: float) -> None:
         # Polling, because a blocking wait would hold the connection against other threads and run no signal handler.
         assert self._store is not None
         began = looked = time.monotonic()
@@ -159,263 +145,39 @@ class Agreement:
             if now > deadline:
                 absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise TimeoutError(
-                    f"rank {self.rank} waited {timeout_seconds:g} s for rank(s) {absent} of {self.world_size}; "
+                    f"rank {self.rank} waited {timeout_seconds:g} s in {call} for rank(s) {absent} of {self.world_size}; "
                     "every rank must make this call. See what those ranks are doing, or allow more time."
                 )
             if now > looked + LOOK_SECONDS:
                 looked = now
                 self._refuse_left(keys)
+                self._refuse_passed(keys.index(missing[-1]), missing[-1], call, own)
             time.sleep(min(max((now - began) * PAUSED_PART, SHORTEST_PAUSE), LONGEST_PAUSE))
 
-
-@dataclass(frozen=True)
-class FailureReport:
-    """What a failed rank said about itself."""
-
-    rank: int
-    summary: str
-    traceback: str
-    was_printed: bool = False
-
-
-class FailureBoard:
-    """The failures of a job in the order in which they were posted.
-
-    Args:
-        store: the key-value store that all ranks and the launcher read.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def post(self, rank: int, summary: str, trace: str = "") -> int:
-        """Post a failure and return its place in the order; 1 is the first."""
-        place = self._store.add("failure/count", 1)
-        post(self._store, f"failure/{place}", json.dumps({"rank": rank, "summary": summary, "traceback": trace}))
-        return place
-
-    def post_error(self, rank: int, error: BaseException) -> int:
-        """Post an exception with its traceback and return its place in the order."""
-        return self.post(rank, summarize(error), "".join(traceback.format_exception(error)))
-
-    def mark_printed(self) -> None:
-        """Say that the first failing rank has printed its traceback itself."""
-        post(self._store, "failure/printed", "1")
-
-    def wait_until_printed(self, timeout_seconds: float) -> None:
-        """Wait for the first failing rank's traceback: the launcher ends that rank too once another has left."""
-        deadline = time.monotonic() + timeout_seconds
-        while not self._store.check(["failure/printed"]) and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-    def announce_end(self) -> None:
-        """Say that the launcher is ending the job, so that what breaks from now on is not a failure."""
-        post(self._store, "failure/ending", "1")
-
-    def is_ending(self) -> bool:
-        """Whether the launcher is ending the job."""
-        return self._store.check(["failure/ending"])
-
-    def announce_stop(self, code: int) -> None:
-        """Say that a signal has stopped the ranks' run, and with which exit code they are about to leave."""
-        post(self._store, "stopped/code", str(code))
-
-    def stop_code(self) -> int | None:
-        """Return the exit code of ranks whose run a signal has stopped; None where none has."""
-        return int(self._store.get("stopped/code")) if self._store.check(["stopped/code"]) else None
-
-    def count(self) -> int:
-        """How many failures were posted."""
-        return self._store.add("failure/count", 0)
-
-    def first(self, timeout_seconds: float = 0.5) -> FailureReport | None:
-        """Return the first failure, or None where none was posted."""
-        if self.count() == 0:
-            return None
-        deadline = time.monotonic() + timeout_seconds
-        while not self._store.check(["failure/1"]):  # it was counted, and its text is on the way
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.01)
-        fields = json.loads(self._store.get("failure/1"))
-        return FailureReport(was_printed=self._store.check(["failure/printed"]), **fields)
-
-
-class PeerWatch:
-    """Ends this process when another rank has failed, and tells the others when this one has.
-
-    One daemon thread polls the store, and `sys.excepthook` is wrapped. A rank that is blocked in a collective runs no
-    Python code of its main thread, so the thread leaves by `os._exit`.
-
-    Args:
-        store: the store's connection for this thread alone; another thread's wait would block it.
-        rank: this process's global rank.
-        world_size: how many processes the job has.
-        name: tells the goodbyes of one group from those of another.
-        store_host: the rank whose process holds the store; None where a launcher holds it.
-        error_file: where to write this rank's error in elastic's format, for torchrun's own summary.
-        poll_seconds: how often to look.
-        look: called at each look, for whatever else has to be watched.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        *,
-        name: str = "0",
-        store_host: int | None = None,
-        error_file: str | None = None,
-        poll_seconds: float = 0.2,
-        look: Callable[[], None] | None = None,
-    ) -> None:
-        self.has_failed = False
-        self._store = store
-        self._board = FailureBoard(store)
-        self._rank = rank
-        self._world_size = world_size
-        self._store_host = store_host
-        self._closing, self._goodbyes = f"closing/{name}", f"goodbyes/{name}"
-        self._error_file = error_file
-        self._poll_seconds = poll_seconds
-        self._look = look
-        self._pid = os.getpid()
-        self._stopped = threading.Event()
-        self._has_said_goodbye = False
-        self._previous_hook: Callable[..., object] = sys.excepthook
-        self._hook = self._on_uncaught  # one bound object, so that stop() recognises it
-        self._thread = threading.Thread(target=self._watch, name="trainwright-peer-watch", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def wrap_excepthook(self) -> None:
-        """Post an uncaught error before the present `sys.excepthook` prints it."""
-        self._previous_hook = sys.excepthook
-        sys.excepthook = self._hook
-
-    def stop(self, farewell_seconds: float = 2.0) -> None:
-        """Stop watching; after this, peers and the store may go away."""
-        if sys.excepthook is self._hook:
-            sys.excepthook = self._previous_hook
-        if self._stopped.is_set() or os.getpid() != self._pid:
+    def _refuse_passed(self, rank: int, key: str, call: str, own: Position) -> None:
+        """Ask where a rank is that is waited for; say so where it has left the place of this call behind (RuntimeError)."""
+        if self._whereabouts is None:
             return
-        # A daemon thread inside the store's C++ code at interpreter shutdown can abort the process: join it.
-        self._stopped.set()
-        self._thread.join(timeout=2 * self._poll_seconds + 1.0)
-        if self._store_host is not None and not self.has_failed:
-            with contextlib.suppress(RuntimeError):
-                self._say_goodbye(farewell_seconds)
-
-    def _say_goodbye(self, farewell_seconds: float) -> None:
-        """Make sure that nobody takes the end of the store's host for a failure."""
-        if self._rank != self._store_host:
-            self._acknowledge()
-            return
-        self._store.set(self._closing, "1")
-        deadline = time.monotonic() + farewell_seconds
-        while self._store.add(self._goodbyes, 0) < self._world_size - 1 and time.monotonic() < deadline:
-            time.sleep(0.02)
-
-    def _acknowledge(self) -> None:
-        if not self._has_said_goodbye:
-            self._has_said_goodbye = True
-            self._store.add(self._goodbyes, 1)
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(self._poll_seconds):
-            try:
-                if self._board.count() > 0 and not self.has_failed:
-                    self._board.wait_until_printed(PRINT_SECONDS)
-                    leave(PEER_FAILED_EXIT_CODE)
-                if self._store_host is not None and self._store.check([self._closing]):
-                    self._acknowledge()
-                    return
-                if self._look is not None:
-                    self._look()
-            except RuntimeError:  # the store's host has gone, and the job with it
-                if self._stopped.is_set() or self.has_failed:
-                    return
-                leave(PEER_FAILED_EXIT_CODE)
-
-    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != self._pid or self._stopped.is_set():
-            self._previous_hook(kind, error, trace)
-        elif issubclass(kind, KeyboardInterrupt):
-            self.has_failed = True
-            if self._rank == 0:  # one traceback for a Ctrl-C, not one a rank
-                self._previous_hook(kind, error, trace)
-        else:
-            self._report(kind, error, trace)
-
-    def _report(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Post the failure, then print it; stay silent where another rank failed first."""
-        place = 1
-        with contextlib.suppress(RuntimeError):  # without a store there is still the traceback to print
-            if is_echo(error):
-                time.sleep(ECHO_SECONDS)  # the culprit's own report, or the launcher's of it, ends this process here
-            if self._board.is_ending():
-                leave(PEER_FAILED_EXIT_CODE)
-            self.has_failed = True
-            if self._error_file:  # before the post, as torchrun ends this rank once another has left
-                write_error_file(self._error_file, error)
-            place = self._board.post_error(self._rank, error)
-        if place > 1:
-            leave(PEER_FAILED_EXIT_CODE)
-        self.has_failed = True
-        self._previous_hook(kind, error, trace)
-        flush_streams()
-        with contextlib.suppress(RuntimeError):
-            self._board.mark_printed()
+        assert self._store is not None
+        told = self._whereabouts.told(self._store, rank)
+        # It posts a call before it goes on, so a call that is not there now was not made.
+        if told is not None and told.order > own.order and not self._store.check([key]):
+            raise RuntimeError(
+                f"rank {self.rank} makes a call that rank {rank} has left out: {call}{_at(own.text)}. Rank {rank} is past "
+                f"that{_at(told.text)}. {ON_ALL_RANKS}"
+            )
+        self._whereabouts.ask(self._store, rank)
 
 
-def summarize(error: BaseException) -> str:
-    """Return the kind of an error and the first line of its text."""
-    lines = str(error).strip().splitlines()
-    first = lines[0][:300] if lines else ""
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+def _told_apart(calls: list[tuple[str, str]]) -> str:
+    """Return the error of ranks that have come to different calls, from each one's call and place."""
+    here, at_here = calls[0]
+    rank, (there, at_there) = next((rank, each) for rank, each in enumerate(calls) if each[0] != here)
+    return (
+        f"the ranks have come to different calls: rank 0 to {here}{_at(at_here)}, rank {rank} to {there}{_at(at_there)}. "
+        f"{ON_ALL_RANKS}"
+    )
 
 
-def is_echo(error: BaseException) -> bool:
-    """Whether an error, or one behind it, only says that a peer or the store has gone."""
-    from torch.distributed import DistBackendError, DistNetworkError
-
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        if isinstance(current, (DistBackendError, DistNetworkError)):
-            return True
-        if isinstance(current, RuntimeError) and any(text in str(current).lower() for text in ECHO_TEXTS):
-            return True
-        current = current.__cause__ or current.__context__
-    return False
-
-
-def write_error_file(path: str, error: BaseException) -> None:
-    """Write an error in torch elastic's format, so that torchrun shows the traceback and the true first failure."""
-    # torchrun takes the smallest timestamp, in whole seconds, for the first failure. A rank that only left because of
-    # this one may get the same second, hence one less.
-    timestamp = int(time.time()) - 1
-    details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(timestamp)}
-    content = {"message": {"message": summarize(error), "extraInfo": details}}
-    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file)
-
-
-def flush_streams() -> None:
-    """Flush standard output and error, whatever state they are in."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-
-
-def leave(code: int) -> None:
-    """Flush the streams and end this process at once, without cleanup. It does not return."""
-    # In a thread with a limit: the main thread may hold a stream's lock in a write that never ends.
-    flusher = threading.Thread(target=flush_streams, daemon=True)
-    flusher.start()
-    flusher.join(timeout=0.5)
-    os._exit(code)
+def _at(text: str) -> str:
+    return f" ({text})" if text else ""

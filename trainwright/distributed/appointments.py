@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from trainwright.distributed.agreement import Store, post
+from trainwright.distributed.store import Store, post
 
 QUESTIONS = "questions"
 """The one key that the watchers look at while nothing is asked: how many questions were posted so far."""

@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from functools import partial
-from typing import Any, cast
 
-from trainwright.distributed.agreement import Agreement, FailureBoard, PeerWatch, Store
+from trainwright.distributed.agreement import Agreement
 from trainwright.distributed.appointments import Appointment, AppointmentBook
 from trainwright.distributed.clusters import read_number, read_open_mpi, read_pmi, read_slurm, read_slurm_job, requeue
-from trainwright.distributed.network import LOOPBACK, interface_towards, listen_at, loopback_interface
-from trainwright.errors import LaunchError
+from trainwright.distributed.failures import FailureBoard, PeerWatch
+from trainwright.distributed.network import LOOPBACK, interface_towards, loopback_interface
+from trainwright.distributed.store import Store, open_store, stores
+from trainwright.distributed.whereabouts import Whereabouts
 
 JOB_VARIABLE = "TRAINWRIGHT_JOB"
 """One JSON object: what our launcher tells its workers."""
@@ -239,7 +239,6 @@ class Connection:
 
 
 _connection: Connection | None = None
-_hosted_store: Store | None = None  # kept until the process ends: the other ranks may still read it
 _generation = 0  # how often this process opened a group; equal on all ranks, as opening is collective
 
 
@@ -272,11 +271,12 @@ def open_process_group(
     is_joined = dist.is_initialized()
     if is_joined:
         _check_joined_group(environment)
-    base, store_host = _open_store(environment, timeout, is_joined)
-    job = _stores().PrefixStore(f"{STORE_PREFIX}/{environment.restart_count}", base)
+    base, store_host = open_store(environment, timeout, is_joined)
+    job = stores().PrefixStore(f"{STORE_PREFIX}/{environment.restart_count}", base)
     # NOTE: a blocking call of one thread holds its connection, so the group, the agreement and the watch have one each.
     control = job.clone()
-    watch, book = _start_watch(environment, backend, control, job.clone(), store_host)
+    whereabouts = Whereabouts(environment.rank)
+    watch, book = _start_watch(environment, backend, control, job.clone(), store_host, whereabouts)
     atexit.register(watch.stop)
     plain_hook = sys.excepthook
     try:
@@ -284,7 +284,7 @@ def open_process_group(
             _choose_interface(environment)
             dist.init_process_group(
                 backend,
-                store=_stores().PrefixStore(f"group/{_generation}", job),
+                store=stores().PrefixStore(f"group/{_generation}", job),
                 rank=environment.rank,
                 world_size=environment.world_size,
                 timeout=timeout,
@@ -295,9 +295,10 @@ def open_process_group(
             sys.excepthook = plain_hook
         watch.wrap_excepthook()
     agreement = Agreement(
-        _stores().PrefixStore(f"generation/{_generation}", control),
+        stores().PrefixStore(f"generation/{_generation}", control),
         environment.rank,
         environment.world_size,
+        whereabouts=whereabouts,
     )
     _generation += 1
     opened = Connection(
@@ -324,16 +325,28 @@ def _close_group_of_one() -> None:
 
 
 def _start_watch(
-    environment: Environment, backend: str, control: Store, watched: Store, store_host: int | None
+    environment: Environment,
+    backend: str,
+    control: Store,
+    watched: Store,
+    store_host: int | None,
+    whereabouts: Whereabouts,
 ) -> tuple[PeerWatch, AppointmentBook]:
     """Start the watcher thread on a connection of its own; return it with the appointments that it looks after."""
     prefix = f"appointments/{_generation}"
     book = AppointmentBook(
-        _stores().PrefixStore(prefix, control),
+        stores().PrefixStore(prefix, control),
         environment.rank,
         environment.world_size,
         synchronize=None if backend == "gloo" else _synchronize,
     )
+    appointments = stores().PrefixStore(prefix, watched)
+    questions = stores().PrefixStore(f"generation/{_generation}", watched)
+
+    def look() -> None:
+        book.look(appointments)
+        whereabouts.answer(questions)
+
     watch = PeerWatch(
         watched,
         environment.rank,
@@ -341,7 +354,7 @@ def _start_watch(
         name=str(_generation),
         store_host=store_host,
         error_file=environment.error_file if environment.launched_by == "torchrun" else None,
-        look=partial(book.look, _stores().PrefixStore(prefix, watched)),
+        look=look,
     )
     watch.start()
     return watch, book
@@ -362,57 +375,6 @@ def _check_joined_group(environment: Environment) -> None:
             f"torch.distributed is initialised as rank {found[0]} of {found[1]}, but the environment says "
             f"rank {environment.rank} of {environment.world_size}; both must agree. Leave the initialisation to us."
         )
-
-
-def _open_store(environment: Environment, timeout: timedelta, is_joined: bool) -> tuple[Store, int | None]:
-    """Connect to the job's store; return it with the rank that holds it, None where the launcher does."""
-    global _hosted_store
-    limit = min(timeout, timedelta(seconds=300))
-    if is_joined and not environment.has_agent_store:
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        return cast(Store, _get_default_store()), 0
-    address, port = environment.main_address, environment.main_port
-    assert address is not None
-    assert port is not None
-    if environment.has_agent_store or environment.rank != 0:
-        if environment.num_nodes == 1 and not environment.has_agent_store:
-            address = LOOPBACK  # where rank 0 holds it
-        return _join_store(address, port, limit), None if environment.has_agent_store else 0
-    if _hosted_store is None:
-        _hosted_store = _host_store(address, port, limit, environment.num_nodes)
-    return _hosted_store, 0
-
-
-def _stores() -> Any:
-    # torch exports its stores in a way that type checkers do not see.
-    import torch.distributed as dist
-
-    return dist
-
-
-def _join_store(address: str, port: int, timeout: timedelta) -> Store:
-    import torch.distributed as dist
-
-    try:
-        return cast(Store, _stores().TCPStore(address, port, None, False, timeout=timeout, wait_for_workers=False))
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise LaunchError(
-            f"no store of this job answers at {address} port {port}; rank 0 has to listen there. See whether rank 0 has "
-            "started or failed, whether a firewall is in between, and whether another program has the port (MASTER_PORT)."
-        ) from error
-
-
-def _host_store(address: str, port: int, timeout: timedelta, num_nodes: int) -> Store:
-    """Hold the job's store in this process; on the loopback interface alone where the job has one node."""
-    listener = listen_at(LOOPBACK, port) if num_nodes == 1 else listen_at(address, port, else_everywhere=True)
-    listener_fd = listener.detach()  # from here on the store's
-    stores = _stores()
-    host = LOOPBACK if num_nodes == 1 else address
-    return cast(
-        Store,
-        stores.TCPStore(host, port, None, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener_fd),
-    )
 
 
 def _choose_interface(environment: Environment) -> None:

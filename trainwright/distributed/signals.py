@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from trainwright.distributed.agreement import leave
+from trainwright.distributed.failures import leave
 
 STOP_SIGNALS = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 STOPPED_EXIT_CODE = 75

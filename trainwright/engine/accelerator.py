@@ -14,24 +14,27 @@ for batch, target in loader:
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from trainwright.checkpoint.opening import Verify
 from trainwright.data.seeding import set_rng_state
-from trainwright.data.transfer import map_tensors
+from trainwright.engine import gathering
 from trainwright.engine.between_ranks import portion
 from trainwright.engine.engine import Engine
-from trainwright.engine.prepared import PreparedLoader, PreparedModule, PreparedOptimizer, PreparedScheduler
-from trainwright.engine.window import AccumulationWindow
+from trainwright.engine.iterations import Iterations
+from trainwright.engine.preparations import Preparations, kind_of
+from trainwright.engine.prepared import PreparedModule, PreparedOptimizer, PreparedScheduler
+from trainwright.engine.prepared_loader import PreparedLoader
+from trainwright.engine.window import AccumulationWindows
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult
+from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Optimization
 
@@ -72,10 +75,7 @@ class Accelerator:
             )
         if mixed_precision is not None and mixed_precision not in MIXED:
             raise ValueError(f"mixed_precision={mixed_precision!r} is unknown; choose from {', '.join(MIXED)}.")
-        if not isinstance(gradient_accumulation_steps, int) or gradient_accumulation_steps < 1:
-            raise ValueError(
-                f"gradient_accumulation_steps={gradient_accumulation_steps!r} is not accepted; pass a whole number from 1."
-            )
+        _check_length(gradient_accumulation_steps)
         self.engine = Engine(
             devices=devices,
             strategy=strategy,
@@ -83,64 +83,89 @@ class Accelerator:
             accelerator="cpu" if cpu else "auto",
             num_nodes=num_nodes,
         )
-        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self._settled = self.engine.strategy.settle(Optimization(accumulate=gradient_accumulation_steps))
+        """How it is optimized: a strategy's own configuration may say otherwise than was asked for."""
         self.step_count = 0
         """Optimizer steps made, those of every optimizer, the skipped ones among them."""
-        self._loaders: list[PreparedLoader] = []
-        self._active: list[PreparedLoader] = []
-        self._optimizers: list[PreparedOptimizer] = []
-        self._schedulers: list[PreparedScheduler] = []
-        self._window = AccumulationWindow(self.engine, gradient_accumulation_steps, self._active)
-        self._parameters: set[int] = set()
-        """The ids of the prepared models' parameters, as given and as the strategy has left them."""
+        self._has_told = False
+        self._preparations = Preparations()
+        self._iterations = Iterations()
+        self._windows = AccumulationWindows(
+            self.engine, self._settled.accumulate, self._iterations, self._drop_gradients
+        )
 
     # -- preparing ---------------------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any) -> Any:
         """Return the models, optimizers, loaders and schedulers as the strategy has prepared them, in the same order.
 
-        Give the models and their optimizers in one call. Collective: call on every rank.
+        Give the models and their optimizers in one call. What is prepared already comes back as it is. Collective: call on
+        every rank.
 
         Raises:
             TypeError: an object that is none of these.
+            ValueError: an optimizer of parameters that would be trained in vain, or apart on each rank.
         """
-        unknown = [each for each in objects if _kind(each) is None]
+        objects = tuple(self._preparations.to_prepare(each) for each in objects)
+        unknown = [each for each in objects if kind_of(each) is None]
         if unknown:
             raise TypeError(
-                f"prepare was given a {type(unknown[0]).__name__}; accepted are torch modules, optimizers, DataLoaders and LR "
-                "schedulers."
+                f"prepare was given a {type(unknown[0]).__name__}; accepted are torch modules, subclasses of "
+                "torch.optim.Optimizer, DataLoaders and LR schedulers."
             )
-        if not self._loaders:
+        if not self._preparations.loaders:
             self.engine.take_seed()
-        prepared: dict[int, Any] = {}
-        for module in (each for each in objects if _kind(each) == "module"):
-            prepared[id(module)] = self._prepare_module(module)
-        optimizers = [each for each in objects if _kind(each) == "optimizer"]
-        self._refuse_strangers(optimizers)
-        if optimizers:
-            earlier = len(self.engine.optimizers)
-            inner = self.engine.prepare_optimizers([*self.engine.optimizers, *optimizers])[earlier:]
-            for given, optimizer in zip(optimizers, inner, strict=True):
-                prepared[id(given)] = PreparedOptimizer(self.engine, optimizer, self._window, self._count_step)
-                self._optimizers.append(prepared[id(given)])
+        new: dict[str, list[Any]] = {"module": [], "optimizer": [], "loader": [], "scheduler": []}
         for each in objects:
-            if _kind(each) == "loader":
-                prepared[id(each)] = PreparedLoader(self.engine, each, self._active)
-                self._loaders.append(prepared[id(each)])
-            elif _kind(each) == "scheduler":
-                prepared[id(each)] = PreparedScheduler(each, self._scheduler_is_due)
-                self._schedulers.append(prepared[id(each)])
-        results = tuple(prepared[id(each)] for each in objects)
+            kind = kind_of(each)
+            assert kind is not None
+            if self._preparations.of(each) is None and each not in new[kind]:
+                new[kind].append(each)
+        self._preparations.models.extend(self._prepare_module(each) for each in new["module"])
+        if new["optimizer"]:
+            self._prepare_optimizers(new["optimizer"])
+        self._preparations.loaders.extend(PreparedLoader(self.engine, each, self._iterations) for each in new["loader"])
+        for each in new["scheduler"]:
+            own = self._preparations.of(getattr(each, "optimizer", None))
+            optimizers = self._preparations.optimizers if own is None else [own]
+            self._preparations.schedulers.append(PreparedScheduler(each, optimizers, self._windows))
+        results = tuple(self._preparations.of(each) for each in objects)
         return results[0] if len(results) == 1 else results
 
     def _prepare_module(self, module: nn.Module) -> nn.Module:
-        self._parameters.update(map(id, module.parameters()))
-        self.engine.prepare_module(module, Optimization(accumulate=self.gradient_accumulation_steps))
-        self._parameters.update(map(id, module.parameters()))
+        stepped = {
+            id(p) for each in self._preparations.optimizers for group in each.param_groups for p in group["params"]
+        }
+        before = [each for each in module.parameters() if id(each) in stepped]
+        self.engine.prepare_module(module, self._settled)
+        if any(self.engine.replaced.current(each) is not each for each in before):
+            raise ValueError(
+                f"the optimizer of {type(module).__name__} was prepared before it, and the strategy has replaced its "
+                "parameters; prepare the model before its optimizer, or in the same call."
+            )
         is_mixed = self.engine.precision.forward_context() is not None
         if not is_mixed and module not in self.engine.strategy.wrapped:
             return module
         return PreparedModule(self.engine, module, to_float32=is_mixed)
+
+    def _prepare_optimizers(self, optimizers: list[Optimizer]) -> None:
+        self.engine.replaced.update(optimizers)
+        for each in optimizers:
+            self._refuse_strangers(each, each.param_groups)
+        earlier = len(self.engine.optimizers)
+        inner = self.engine.prepare_optimizers([*self.engine.optimizers, *optimizers])[earlier:]
+        for given, optimizer in zip(optimizers, inner, strict=True):
+            self._preparations.optimizers.append(
+                PreparedOptimizer(
+                    self.engine,
+                    optimizer,
+                    self._windows,
+                    self._count_step,
+                    given=given,
+                    clip_norm=self._settled.clip_norm,
+                    admit=self._admit,
+                )
+            )
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to `prepare`."""
@@ -151,33 +176,31 @@ class Accelerator:
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Return the context of one batch of an accumulation window: in it, optimizers and schedulers step when it is due.
 
-        A window ends after `gradient_accumulation_steps` batches, and at the end of the loader.
+        A window ends after `gradient_accumulation_steps` batches, and at the end of the loader; where the loader is left
+        before, its gradients are dropped and the next batch begins a new one. Each set of models that is named here has its
+        own windows.
         """
-        return self._window
+        return self._windows.of(models)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Send a loss backward, divided by the length of its window; the keyword arguments are those of Tensor.backward."""
         if not isinstance(loss, Tensor):
             raise TypeError(f"backward was given a {type(loss).__name__}; accepted is a loss tensor.")
-        window = self._window
+        window = self._windows.at_hand
         if window.length > 1:
             loss = loss / window.length
-        window.has_gradients = True
+        self._windows.note_backward()
         self.engine.backward(loss, **options)
 
     def step(
         self, optimizer: Optimizer, *, max_norm: float | None = None, clip_value: float | None = None
     ) -> StepResult | None:
         """Clip where asked and step a prepared optimizer; None where its window has not ended."""
-        prepared = self._prepared(optimizer)
-        if not self.sync_gradients:
-            return None
-        scale = self._window.correct(prepared.optimizer)
-        result = self.engine.step(prepared.optimizer, self.engine.clipper(max_norm, clip_value, scale=scale))
-        prepared.step_was_skipped, prepared.is_unscaled = result.skipped, False
-        self._window.has_gradients = False
-        self._count_step(result)
-        return result
+        prepared = self._preparations.of(optimizer)
+        if not isinstance(prepared, PreparedOptimizer):
+            raise ValueError("this optimizer was not prepared; pass one that accelerator.prepare returned.")
+        self._tell_norm(max_norm)
+        return prepared.step_clipped(max_norm, clip_value)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor | None:
         """Clip the total norm of a prepared optimizer's gradients; return it, or None before the window's end.
@@ -198,30 +221,60 @@ class Accelerator:
     @property
     def sync_gradients(self) -> bool:
         """Return whether the batch at hand ends its accumulation window."""
-        return self._window.is_at_end
+        return self._windows.at_hand.is_at_end
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Return how many batches an optimizer step takes, inside `accumulate`; set, it counts from the next window on."""
+        return self._windows.usual_length
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, length: int) -> None:
+        _check_length(length)
+        self._windows.set_length(self.engine.strategy.settle(Optimization(accumulate=length)).accumulate)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Return whether an optimizer's latest step was left out because its gradients were not finite."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._preparations.optimizers)
 
     # -- between ranks -----------------------------------------------------------------------------------------------
 
     def gather(self, tensors: Any) -> Any:
-        """Return each tensor of a nested structure joined over the ranks along its first dimension. Collective."""
-        return map_tensors(self.engine.gather, tensors)
+        """Return what all ranks have in each place of a nested structure, rank by rank. Collective: call on every rank.
+
+        Tensors are joined along their first dimension, lists of plain data item by item (a tuple of numbers and texts too),
+        and a number or a text becomes a list with one item a rank. None stays None.
+
+        Raises:
+            TypeError: something else stands there.
+        """
+        return gathering.gather(tensors, self.engine.gather, None, self._exchange)
 
     def gather_for_metrics(self, tensors: Any) -> Any:
         """Gather, and leave out the samples that fill up the last round: each sample of the loader is there once.
 
-        Collective: call on every rank, for each batch of the loader that is being iterated.
+        Of tensors, and of lists, the first items of each rank are taken, as many as it has samples. Collective: call on
+        every rank, for each batch of the loader that is being iterated.
+
+        Raises:
+            TypeError: see `gather`.
         """
-        sizes = self._active[-1].last_sizes if self._active and self._active[-1].is_at_end else None
-        return map_tensors(lambda tensor: self.engine.gather(tensor, sizes), tensors)
+        iteration, _ = self._iterations.at_hand()
+        sizes = iteration.loader.last_sizes if iteration is not None and iteration.loader.is_at_end else None
+        return gathering.gather(tensors, lambda tensor: self.engine.gather(tensor, sizes), sizes, self._exchange)
 
     def reduce(self, tensors: Any, reduction: str = "sum") -> Any:
-        """Return each tensor's elementwise sum, mean, min or max over the ranks. Collective: call on every rank."""
-        return map_tensors(lambda tensor: self.engine.reduce(tensor, reduction), tensors)
+        """Return the sum, mean, min or max over the ranks of each number, and of each tensor's elements, in a structure.
+
+        Collective: call on every rank.
+
+        Raises:
+            TypeError: something else than tensors and numbers stands there.
+        """
+        return gathering.reduce(
+            tensors, reduction, lambda tensor: self.engine.reduce(tensor, reduction), self._exchange
+        )
 
     def wait_for_everyone(self) -> None:
         """Wait until every rank has come here. Collective: call on every rank."""
@@ -264,24 +317,24 @@ class Accelerator:
             CheckpointError: on every rank alike, where the path exists too (with overwrite, where anything else is there).
             RuntimeError: within an accumulation window, whose gradients no checkpoint holds.
         """
-        if self._window.has_gradients and self.gradient_accumulation_steps > 1:
+        if self._windows.has_gradients and self.gradient_accumulation_steps > 1:
             raise RuntimeError(
                 "save_state was called within an accumulation window, whose gradients a checkpoint does not hold; call it when "
                 "accelerator.sync_gradients is True and the optimizer has stepped."
             )
-        loaders = [loader.state_dict() for loader in self._loaders]
+        loaders = [loader.state_dict() for loader in self._preparations.loaders]
         place = loaders[0] if loaders else {"epoch": 0, "batch": 0}
         state = {
             "position": {**place, "step": self.step_count},
             "loaders": loaders,
-            "lr_schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+            "lr_schedulers": [scheduler.state_dict() for scheduler in self._preparations.schedulers],
         }
         self.engine.save(
             str(output_dir),
             step=self.step_count,
             epoch=place["epoch"],
             state=state,
-            rank_state={"sources": [loader.sources() for loader in self._loaders]},
+            rank_state={"sources": [loader.sources() for loader in self._preparations.loaders]},
             blocking=blocking,
             overwrite=overwrite,
         )
@@ -311,7 +364,7 @@ class Accelerator:
         """
 
         def check(state: dict[str, Any]) -> None:
-            saved, present = len(state.get("lr_schedulers", [])), len(self._schedulers)
+            saved, present = len(state.get("lr_schedulers", [])), len(self._preparations.schedulers)
             if saved != present:
                 raise CheckpointError(
                     f"{input_dir}: it was saved with {saved} schedulers, but {present} were prepared. Prepare the same ones."
@@ -321,16 +374,18 @@ class Accelerator:
             self.engine.load(self.engine.open(str(input_dir), verify=verify), weights_only=True)
             return
         restored = self.engine.load(self.engine.open(str(input_dir), verify=verify), check=check)
-        for scheduler, saved in zip(self._schedulers, restored.state.get("lr_schedulers", []), strict=True):
+        for scheduler, saved in zip(
+            self._preparations.schedulers, restored.state.get("lr_schedulers", []), strict=True
+        ):
             scheduler.load_state_dict(saved)
         position = restored.state["position"]
         self.step_count = int(position["step"])
-        self._window.reset()
+        self._windows.reset()
         if position.get("epoch_ended"):
             position = {"epoch": position["epoch"] + 1, "batch": 0}
         places = restored.state.get("loaders", [position])
-        sources = [*restored.sources, *([] for _ in self._loaders)]
-        for loader, place, states in zip(self._loaders, places, sources, strict=False):
+        sources = [*restored.sources, *([] for _ in self._preparations.loaders)]
+        for loader, place, states in zip(self._preparations.loaders, places, sources, strict=False):
             loader.load_state_dict(place, states)
         if restored.rng is not None:
             set_rng_state(restored.rng)
@@ -369,54 +424,64 @@ class Accelerator:
 
     # -- what the prepared objects ask -------------------------------------------------------------------------------
 
-    def _scheduler_is_due(self) -> bool:
-        return self.sync_gradients and not self.optimizer_step_was_skipped
+    def _exchange(self, payload: bytes) -> list[bytes]:
+        return self.engine.agreement.exchange(
+            payload, call="gather or reduce of plain data", timeout_seconds=self.engine.timeout_seconds
+        )
 
     def _count_step(self, result: StepResult) -> None:
         self.step_count += 1
 
-    def _refuse_strangers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse optimizers of a module that is not prepared (ValueError): its ranks would drift apart."""
+    def _drop_gradients(self, models: tuple[nn.Module, ...]) -> None:
+        """Clear what waits for a step of these models; of all where none is given."""
+        own = {id(parameter) for model in models for parameter in model.parameters()}
+        for each in self._preparations.optimizers:
+            if not models or any(id(p) in own for group in each.param_groups for p in group["params"]):
+                each.drop_gradients()
+        self._windows.has_gradients = False
+
+    def _refuse_strangers(self, optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
+        """Refuse parameters of a module that is not prepared (ValueError): its ranks would drift apart."""
         if self.num_processes == 1:
             return
-        for optimizer in optimizers:
-            if not all(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
-                raise ValueError(
-                    f"prepare was given a {type(optimizer).__name__} with parameters of no prepared model, which "
-                    f"{self.num_processes} ranks would train apart; give the models and their optimizers in one call."
-                )
+        own = {id(parameter) for module in self.engine.modules for parameter in module.parameters()}
+        if not all(id(parameter) in own for group in groups for parameter in group["params"]):
+            raise ValueError(
+                f"the {type(optimizer).__name__} has parameters of no prepared model, which {self.num_processes} ranks would "
+                "train apart; give the models and their optimizers to prepare in one call."
+            )
 
-    def _prepared(self, optimizer: Optimizer) -> PreparedOptimizer:
-        for prepared in self._optimizers:
-            if optimizer is prepared or optimizer is prepared.optimizer:
-                return prepared
-        raise ValueError("this optimizer was not prepared; pass one that accelerator.prepare returned.")
+    def _admit(self, optimizer: Optimizer) -> None:
+        """Let a group that was added to a prepared optimizer be trained on all ranks alike. Collective."""
+        self._refuse_strangers(optimizer, optimizer.param_groups)
+        self.engine.follow_parameters(if_changed=True)
+
+    def _tell_norm(self, norm: float | None) -> None:
+        settled = self._settled.clip_norm
+        if settled is not None and norm is not None and norm != settled and not self._has_told:
+            self._has_told = True
+            rank_zero_warn(
+                f"the strategy's own configuration clips at a norm of {settled}, and this loop at {norm}: the configuration's "
+                "is used.",
+                stacklevel=4,
+            )
 
     def _clip(self, parameters: Iterable[Tensor], norm: float | None, value: float | None) -> Tensor | None:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         wanted = {id(parameter) for parameter in given}
         if not self.sync_gradients:
             return None
-        for prepared in self._optimizers:
+        for prepared in self._preparations.optimizers:
             own = {id(parameter) for group in prepared.param_groups for parameter in group["params"]}
             if own <= wanted and not any(p.grad is not None for p in given if id(p) not in own):
-                self.engine.strategy.unscale(prepared.optimizer)
-                prepared.is_unscaled = True
-                scale = self._window.correct(prepared.optimizer)
-                return self.engine.strategy.clip_gradients(prepared.optimizer, norm, value, scale)
+                self._tell_norm(norm)
+                return prepared.clip(norm, value)
         raise ValueError(
             "the parameters to clip are not those of one prepared optimizer; pass those that one optimizer steps, such as "
             "model.parameters() of a model whose only optimizer was prepared."
         )
 
 
-_KINDS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
-    ("module", lambda each: isinstance(each, nn.Module)),
-    ("optimizer", lambda each: isinstance(each, Optimizer)),
-    ("loader", lambda each: isinstance(each, DataLoader)),
-    ("scheduler", lambda each: callable(getattr(each, "step", None)) and callable(getattr(each, "state_dict", None))),
-)
-
-
-def _kind(each: Any) -> str | None:
-    return next((name for name, fits in _KINDS if fits(each)), None)
+def _check_length(length: Any) -> None:
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise ValueError(f"gradient_accumulation_steps={length!r} is not accepted; pass a whole number from 1.")

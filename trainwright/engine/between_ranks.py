@@ -34,7 +34,9 @@ def broadcast(obj: Any, source: int, agreement: Agreement, device: torch.device,
             text = json.dumps({"plain": plain, "tensors": described}).encode()
         except TypeError as error:
             text = json.dumps({"error": str(error)}).encode()
-    received = json.loads(agreement.exchange(text, timeout_seconds=timeout_seconds)[source])
+    received = json.loads(
+        agreement.exchange(text, call=f"broadcast from rank {source}", timeout_seconds=timeout_seconds)[source]
+    )
     if "error" in received:
         raise TypeError(f"broadcast from rank {source}: {received['error']}")
     sent: dict[str, Tensor] = {}
@@ -48,12 +50,12 @@ def broadcast(obj: Any, source: int, agreement: Agreement, device: torch.device,
 def first_here(is_first: bool, agreement: Agreement, timeout_seconds: float) -> Iterator[None]:
     """Let those that are first go through the block before the others begin it."""
     if not is_first:
-        agreement.exchange(b"", timeout_seconds=timeout_seconds)
+        agreement.exchange(b"", call="rank_zero_first or main_process_first", timeout_seconds=timeout_seconds)
     try:
         yield
     finally:
         if is_first:
-            agreement.exchange(b"", timeout_seconds=timeout_seconds)
+            agreement.exchange(b"", call="rank_zero_first or main_process_first", timeout_seconds=timeout_seconds)
 
 
 def portion(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:

@@ -94,7 +94,7 @@ class _Call:
             self.compiled.is_within = False
 
 
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 

@@ -40,13 +40,16 @@ from trainwright.engine.command_line import fill_open
 from trainwright.engine.devices import check_nodes, device_index, resolve_device_type, resolve_num_processes
 from trainwright.engine.handover import start_job
 from trainwright.engine.lazy_tensors import check_lazy_shapes, give_shapes, lazy_tensors, refuse_lazy_tensors
-from trainwright.engine.model_layout import refuse_unlike_models
+from trainwright.engine.model_layout import refuse_unlike_models, trained_names
+from trainwright.engine.named_state import model_pieces, named_optimizers, optimizer_pieces, stray_pieces
+from trainwright.engine.replaced import ReplacedParameters
+from trainwright.engine.replica_settings import refuse_unlike_optimizers
 from trainwright.engine.restored import Restored, restored
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult, resolve_precision
 from trainwright.precision.base import Clipper, Closure, Sender
 from trainwright.strategies import Strategy, resolve_strategy
-from trainwright.strategies.base import Optimization, clean_name
+from trainwright.strategies.base import Optimization
 
 _holders: WeakKeyDictionary[nn.Module, ref[Strategy]] = WeakKeyDictionary()
 """The strategy that a module was set up by last, in this process."""
@@ -128,6 +131,9 @@ class Engine:
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.optimization = Optimization()
+        self.replaced = ReplacedParameters()
+        self._trained: list[list[str]] = []
+        """Which parameters required gradients when the strategy was told last, of each module."""
 
     @property
     def precision(self) -> Precision:
@@ -168,22 +174,36 @@ class Engine:
         if holder is not None and (earlier := holder()) not in (None, self.strategy):
             earlier.close()  # of another Trainer; what its engine has hung on the module would work on
         _holders[module] = ref(self.strategy)
-        self.precision.convert_module(module)
-        self.strategy.setup_module(module, optimization)
+        with self.replaced.followed(module):
+            self.precision.convert_module(module)
+            self.strategy.setup_module(module, optimization)
         self.modules.append(module)
+        self._trained = trained_names(self.modules)
 
-    def follow_parameters(self) -> None:
-        """Let the strategy know which parameters require gradients now. Collective: call at each epoch's start.
+    def follow_parameters(self, *, if_changed: bool = False) -> None:
+        """Let the strategy know which parameters there are and require gradients now. Collective: call at each epoch's start.
+
+        With `if_changed` nothing is done, and nothing communicated, unless others require gradients than before.
 
         Raises:
             ValueError: on every rank alike, where they were not frozen or unfrozen alike.
         """
+        if if_changed and trained_names(self.modules) == self._trained:
+            return
         for module in self.modules:
             refuse_unlike_models(module, self.agreement, self.timeout_seconds)
         self.strategy.follow_parameters(self.modules)
+        self._trained = trained_names(self.modules)
 
     def prepare_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Let the strategy prepare the optimizers of the prepared modules; return those to step, in the same order."""
+        """Let the strategy prepare the optimizers of the prepared modules; return those to step, in the same order. Collective.
+
+        Raises:
+            ValueError: one would train nothing, or has stepped parameters that the strategy has replaced; on every rank alike,
+                where the ranks have optimizers of different kinds or options.
+        """
+        self.replaced.update(each for each in optimizers if each not in self.optimizers)
+        refuse_unlike_optimizers(optimizers, self.agreement, self.timeout_seconds)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
         return self.optimizers
 
@@ -193,11 +213,11 @@ class Engine:
 
     def take_seed(self) -> None:
         """Let the order of the data start from rank 0's torch seed as it is now. Collective: call on every rank."""
-        self.seed = int(self.agreed(str(torch.initial_seed() % 2**63)))
+        self.seed = int(self.agreed(str(torch.initial_seed() % 2**63), "the choice of a seed"))
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def run(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a named step of a prepared module, or its "forward", in the precision's context."""
         return self.strategy.run(module, name, args, kwargs)
 
@@ -235,9 +255,9 @@ class Engine:
         """Return the elementwise mean, sum, min or max over the ranks. Collective: call on every rank."""
         return collectives.all_reduce(tensor, op)
 
-    def agreed(self, text: str) -> str:
-        """Return rank 0's text on every rank, over the key-value store. Collective: call on every rank."""
-        return self.agreement.broadcast(text.encode(), self.timeout_seconds).decode()
+    def agreed(self, text: str, call: str) -> str:
+        """Return rank 0's text on every rank, over the store; `call` says what it is. Collective: call on every rank."""
+        return self.agreement.broadcast(text.encode(), call=call, timeout_seconds=self.timeout_seconds).decode()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s object on every rank: plain data, tensors (which come on this rank's device), and nests of them.
@@ -285,20 +305,31 @@ class Engine:
         Raises:
             CheckpointError: on every rank alike, for the one in flight before too; nothing is left at the path then.
         """
+        # First of all, so that no collective of a save is paired with another one of ranks that do not save here.
+        self.agreement.exchange(b"", call=f"a save of step {step}", timeout_seconds=self.timeout_seconds)
         self.finish_save()
         refuse_lazy_tensors(path, self.modules)
-        pieces = self._model_pieces()
+        pieces = model_pieces(self.strategy, self.modules)
         if edit is not None:
-            state, pieces = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
+            edited: list[Piece] = []
+            state, left = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
+            subject = f"checkpoint {path} was not written"
+            Outcomes(self.agreement, "a save", subject, path, self.timeout_seconds).settle(
+                lambda: edited.extend(left())
+            )
+            pieces = edited
         sections = {"model": pieces}
         extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
         contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **state}
         if not weights_only:
-            sections["optimizer"] = self._optimizer_pieces()
+            sections["optimizer"] = optimizer_pieces(self.strategy, named_optimizers(self.modules, self.optimizers))
+            if strays := stray_pieces(self.strategy, self.modules, self.optimizers):
+                sections["parameters"] = strays
             contents["precision"] = self.precision.state_dict()
             contents["strategy"] = self.strategy.state
             contents["optimizers"] = [
-                self.strategy.describe_optimizer(optimizer, names) for optimizer, names in self._named_optimizers()
+                self.strategy.describe_optimizer(optimizer, names)
+                for optimizer, names in named_optimizers(self.modules, self.optimizers)
             ]
         self.writer.save(
             path,
@@ -375,9 +406,10 @@ class Engine:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
         """
         checkpoint, state, tensors = source if isinstance(source, Opened) else self.open(source)
-        present, lazy = self._model_pieces(), lazy_tensors(self.modules)
+        present, lazy = model_pieces(self.strategy, self.modules), lazy_tensors(self.modules)
         shapes: dict[str, tuple[int, ...]] = {}
         pieces: list[Piece] = []
+        strays = [] if weights_only else stray_pieces(self.strategy, self.modules, self.optimizers)
         extra: list[dict[str, Any]] = []
         seed = int(state.get("seed", self.seed))
         told = Restored(state, None, None, [])
@@ -393,19 +425,23 @@ class Engine:
             extra.extend(fitting_extra_states(self.modules, state, checkpoint.path, strict))
             if not weights_only:
                 self._check_optimizers(checkpoint, state)
+                there = checkpoint.tensors("parameters") if "parameters" in checkpoint.sections else {}
+                check_model(checkpoint.path, {name: each.shape for name, each in there.items()}, strays, strict=True)
                 told = restored(checkpoint, state, seed, self.rank, self.world_size)
 
         # One rank's refusal is every rank's, in the words of the lowest.
-        Outcomes(self.agreement, "", checkpoint.path, self.timeout_seconds).settle(fits)
+        Outcomes(self.agreement, "the load of a checkpoint", "", checkpoint.path, self.timeout_seconds).settle(fits)
         if lazy:
             give_shapes(lazy, shapes)
-            pieces = [piece for piece in self._model_pieces() if piece.name in shapes]
+            pieces = [piece for piece in model_pieces(self.strategy, self.modules) if piece.name in shapes]
         if not weights_only:
             self._load_optimizers(checkpoint, state)
         if tensors is not None:
             fill(pieces, tensors)
         else:
             checkpoint.read_into("model", pieces)
+        if strays:
+            checkpoint.read_into("parameters", strays)
         for module, states in zip(self.modules, extra, strict=True):
             set_extra_states(module, states)
         same_job = (checkpoint.header.get("strategy"), checkpoint.world_size) == (self.strategy.name, self.world_size)
@@ -436,7 +472,7 @@ class Engine:
                 f"{checkpoint.path}: it holds weights only, so a run cannot go on from it; load it as weights, or resume from "
                 "a full checkpoint."
             )
-        named = self._named_optimizers()
+        named = named_optimizers(self.modules, self.optimizers)
         if len(described) != len(named):
             raise CheckpointError(
                 f"{checkpoint.path}: it holds {len(described)} optimizers, but this run has {len(named)}. Build the same "
@@ -446,7 +482,7 @@ class Engine:
             check_optimizer(number, optimizer, names, described[number], checkpoint.path)
 
     def _load_optimizers(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-        described, named = state["optimizers"], self._named_optimizers()
+        described, named = state["optimizers"], named_optimizers(self.modules, self.optimizers)
         entries = checkpoint.tensors("optimizer") if "optimizer" in checkpoint.sections else {}
         for number, (optimizer, names) in enumerate(named):
             own: dict[str, TensorEntry] = {
@@ -455,33 +491,7 @@ class Engine:
             own = with_dtypes_of(names, own, checkpoint.tensors("model"))
             self.strategy.allocate_optimizer_state(optimizer, names, own)
             restore_optimizer(optimizer, names, described[number])
-        if pieces := self._optimizer_pieces():  # plain SGD has no state at all
+        if pieces := optimizer_pieces(
+            self.strategy, named_optimizers(self.modules, self.optimizers)
+        ):  # plain SGD has no state at all
             checkpoint.read_into("optimizer", pieces)
-
-    def _model_pieces(self) -> list[Piece]:
-        return [
-            _prefixed(piece, f"{number}." if number else "")
-            for number, module in enumerate(self.modules)
-            for piece in self.strategy.model_pieces(module)
-        ]
-
-    def _optimizer_pieces(self) -> list[Piece]:
-        return [
-            _prefixed(piece, f"{number}/")
-            for number, (optimizer, names) in enumerate(self._named_optimizers())
-            for piece in self.strategy.optimizer_pieces(optimizer, names)
-        ]
-
-    def _named_optimizers(self) -> list[tuple[Optimizer, dict[Tensor, str]]]:
-        names: dict[Tensor, str] = {}
-        for number, module in enumerate(self.modules):
-            for name, parameter in module.named_parameters():
-                names.setdefault(parameter, (f"{number}." if number else "") + clean_name(name))
-        for number, optimizer in enumerate(self.optimizers):
-            for position, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-                names.setdefault(parameter, f"parameter {number}.{position}")  # not the module's own
-        return [(optimizer, names) for optimizer in self.optimizers]
-
-
-def _prefixed(piece: Piece, prefix: str) -> Piece:
-    return Piece(prefix + piece.name, piece.shape, piece.start, piece.tensor, piece.writer) if prefix else piece

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from itertools import chain, zip_longest
 
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from trainwright.compiled_names import clean_name
 from trainwright.distributed.agreement import Agreement
+
+CALL = "the comparison of the models"
 
 Row = tuple[str, str]
 """A tensor's name, and what has to be alike of it."""
@@ -26,9 +29,9 @@ def refuse_unlike_models(module: nn.Module, agreement: Agreement, timeout_second
         return
     text = json.dumps(layout_of(module))
     digest = hashlib.sha256(text.encode()).digest()
-    if len(set(agreement.exchange(digest, timeout_seconds=timeout_seconds))) == 1:
+    if len(set(agreement.exchange(digest, call=CALL, timeout_seconds=timeout_seconds))) == 1:
         return
-    texts = agreement.exchange(text.encode(), timeout_seconds=timeout_seconds)
+    texts = agreement.exchange(text.encode(), call=CALL, timeout_seconds=timeout_seconds)
     layouts = [[(name, kind) for name, kind in json.loads(each)] for each in texts]
     rank = next(rank for rank, layout in enumerate(layouts) if layout != layouts[0])
     here, there = next((a, b) for a, b in zip_longest(layouts[0], layouts[rank]) if a != b)
@@ -50,6 +53,11 @@ def layout_of(module: nn.Module) -> list[Row]:
     parameters = ((clean_name(name), described(each, "parameter")) for name, each in module.named_parameters())
     buffers = ((clean_name(name), described(each, "buffer")) for name, each in module.named_buffers())
     return list(chain(parameters, buffers))
+
+
+def trained_names(modules: Iterable[nn.Module]) -> list[list[str]]:
+    """Return the names of each module's parameters that require gradients."""
+    return [[name for name, each in module.named_parameters() if each.requires_grad] for module in modules]
 
 
 def _told(row: Row | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,46 +11,64 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.data.loaders import with_last
-from trainwright.data.share import Place
-from trainwright.data.source_state import SourceState
-from trainwright.data.transfer import map_tensors, to_device
+from trainwright.data.transfer import map_tensors
 from trainwright.engine.engine import Engine
 from trainwright.precision.base import Closure, StepResult
 
 if TYPE_CHECKING:
-    from trainwright.engine.window import AccumulationWindow
+    from trainwright.engine.window import AccumulationWindows
 
 
 class PreparedOptimizer(Optimizer):
     """Steps an optimizer through the Engine, so that the loss scale and the strategy have their part in it.
 
-    It is an Optimizer with the groups and the state of the one it stands for, so schedulers may be built on it.
+    It is an Optimizer with the groups and the state of the one it stands for, so schedulers may be built on it, and it has
+    that one's own methods and attributes.
 
     Args:
         engine: steps the optimizer.
         optimizer: what the strategy prepared.
-        window: tells whether a step is due, and whether gradients may be cleared; a call at another moment does nothing.
-            None where each call is meant.
+        windows: tell whether a step is due; a call at another moment does nothing. None where each call is meant.
         before_step, after_step: told the optimizer before each step, and the result after it.
+        given: what the user made, if the strategy has put another in its place.
+        clip_norm: the largest norm of the gradients that a step takes, where they were not clipped before; None for any.
+        admit: told of this optimizer when a group was added to it.
     """
 
     def __init__(
         self,
         engine: Engine,
         optimizer: Optimizer,
-        window: AccumulationWindow | None = None,
+        windows: AccumulationWindows | None = None,
         after_step: Callable[[StepResult], None] | None = None,
         before_step: Callable[[Optimizer], None] | None = None,
+        *,
+        given: Optimizer | None = None,
+        clip_norm: float | None = None,
+        admit: Callable[[Optimizer], None] | None = None,
     ) -> None:
         # Optimizer.__init__ is left out: groups and state are the inner optimizer's, and only those.
         self.optimizer = optimizer
+        self.given = optimizer if given is None else given
         self.step_was_skipped = False
         """Whether the latest step was left out because the gradients held an inf or a NaN."""
         self.is_unscaled = False
         """Whether the gradients have been divided by the loss scale, and no step has been made with them."""
-        self._engine, self._window = engine, window
+        self.steps_asked = self.steps_made = 0
+        """How often it was told to step, and how often it did."""
+        self._engine, self._windows = engine, windows
         self._before_step, self._after_step = before_step, after_step
+        self._clip_norm, self._admit = clip_norm, admit
+        self._is_done = False
+        """Whether a step was made with the gradients that are there, and nothing has begun a new window since."""
+        self._began = windows.backwards if windows is not None else 0
+        """How many losses had been sent backward when it was made."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the inner optimizer has of its own, such as the `train` and `eval` of schedule-free ones."""
+        if name == "optimizer":  # a copy that has no attributes yet
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -68,36 +87,59 @@ class PreparedOptimizer(Optimizer):
 
     def step(self, closure: Closure | None = None) -> Any:
         """Step once the window ends, unless the gradients are not finite; return what the closure first returned, if any."""
-        window, call, losses = self._window, None, []
+        windows, call, losses = self._windows, None, []
         if closure is not None:
-            if window is not None:
-                self._refuse_closure(window)
+            if windows is not None:
+                self._refuse_closure(windows)
 
             def call() -> Any:
                 losses.append(closure())
                 return losses[-1]
 
-        if window is not None and not window.is_at_end:
-            return None
-        clip = None
-        if window is not None and window.correction != 1.0:
-            clip = self._engine.clipper(scale=window.correct(self.optimizer))
-        if self._before_step is not None:
-            self._before_step(self.optimizer)
-        result = self._engine.step(self.optimizer, clip, call)
-        self.step_was_skipped, self.is_unscaled = result.skipped, False
-        if window is not None:
-            window.has_gradients = False
-        if self._after_step is not None:
-            self._after_step(result)
+        self.step_clipped(call=call)
         return losses[0] if losses else None
 
-    def _refuse_closure(self, window: AccumulationWindow) -> None:
+    def step_clipped(
+        self, norm: float | None = None, value: float | None = None, call: Closure | None = None
+    ) -> StepResult | None:
+        """Clip where asked and step; None where the window has not ended."""
+        windows, scale = self._windows, 1.0
+        self.steps_asked += 1
+        if windows is not None:
+            if not windows.at_hand.is_at_end:
+                self._is_done = False
+                return None
+            scale = windows.at_hand.correct(self.optimizer)
+        if self._clip_norm is not None and not self.is_unscaled:
+            norm = self._clip_norm
+        if self._before_step is not None:
+            self._before_step(self.optimizer)
+        result = self._engine.step(self.optimizer, self._engine.clipper(norm, value, scale=scale), call)
+        self.step_was_skipped, self.is_unscaled = result.skipped, False
+        self.steps_made += not result.skipped
+        self._is_done = True
+        if windows is not None:
+            windows.has_gradients = False
+        if self._after_step is not None:
+            self._after_step(result)
+        return result
+
+    def clip(self, norm: float | None, value: float | None) -> Tensor | None:
+        """Clip the gradients that the next step takes; return their norm before, where it was taken."""
+        strategy = self._engine.strategy
+        strategy.unscale(self.optimizer)
+        self.is_unscaled = True
+        scale = self._windows.at_hand.correct(self.optimizer) if self._windows is not None else 1.0
+        if norm is not None and self._clip_norm is not None:
+            norm = self._clip_norm
+        return strategy.clip_gradients(self.optimizer, norm, value, scale)
+
+    def _refuse_closure(self, windows: AccumulationWindows) -> None:
         """Refuse a closure where the optimizer may not call it again and again (TypeError)."""
         strategy, precision = self._engine.strategy, self._engine.precision
         reason = None
-        if window.usual_length > 1:
-            reason = f"gradient_accumulation_steps={window.usual_length}"
+        if windows.usual_length > 1:
+            reason = f"gradient_accumulation_steps={windows.usual_length}"
         elif not precision.takes_closure:
             reason = f"precision {precision.name!r}"
         elif not strategy.takes_closure:
@@ -137,16 +179,30 @@ class PreparedOptimizer(Optimizer):
                 self._engine.sync_gradients(True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; within an accumulation window nothing happens."""
-        if self._window is None or self._window.may_clear:
-            self.optimizer.zero_grad(set_to_none)
-            if self.is_unscaled:
-                self._engine.strategy.forget(self.optimizer)
-                self.is_unscaled = False
+        """Clear the gradients, but those of an accumulation window that has not ended yet."""
+        windows = self._windows
+        if windows is None or windows.usual_length == 1 or self._is_done or windows.backwards == self._began:
+            self.drop_gradients(set_to_none)
+
+    def drop_gradients(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, also those that wait for the end of a window."""
+        self._is_done = False
+        self.optimizer.zero_grad(set_to_none)
+        if self._windows is not None:
+            self._began = self._windows.backwards
+        if self.is_unscaled:
+            self._engine.strategy.forget(self.optimizer)
+            self.is_unscaled = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer."""
+        """Add a group to the inner optimizer. Collective in a loop of one's own: call on every rank.
+
+        Raises:
+            ValueError: on several ranks, parameters of no prepared model.
+        """
         self.optimizer.add_param_group(param_group)
+        if self._admit is not None:
+            self._admit(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state_dict."""
@@ -163,6 +219,9 @@ class PreparedOptimizer(Optimizer):
 class PreparedModule(nn.Module):
     """A module whose forward runs through the strategy's wrapper and in the precision's context.
 
+    Its parameters, buffers and submodules have the names that they have in the user's own module. A pickle is that module
+    alone; a deep copy has a copy of it and runs in the same precision, but belongs to no optimizer.
+
     Args:
         engine: runs it.
         module: the user's own, to be had back as `.module`.
@@ -174,6 +233,46 @@ class PreparedModule(nn.Module):
         self.module = module
         self._engine = engine
         self._to_float32 = to_float32
+        self.register_state_dict_post_hook(_own_names)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_inner_names)  # type: ignore[no-untyped-call]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the module's parameters by its own names."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the module's buffers by its own names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the module and its submodules by its own names."""
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return a submodule by the module's own name for it."""
+        return self.module.get_submodule(target)
+
+    def __copy__(self) -> PreparedModule:
+        copied = self.__class__.__new__(self.__class__)
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedModule:
+        """Return one whose module is a copy, and whose engine is the same."""
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        memo[id(self._engine)] = self._engine
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __reduce__(self) -> tuple[Callable[[nn.Module], nn.Module], tuple[nn.Module]]:
+        """Pickle the module alone: an engine is of this process."""
+        return _itself, (self.module,)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""
@@ -185,25 +284,35 @@ class PreparedModule(nn.Module):
 
 
 class PreparedScheduler:
-    """A scheduler that steps once for each optimizer step that was made.
+    """A scheduler that leaves out what its optimizer left out. What else the scheduler has, this one has.
 
     Args:
         scheduler: the user's own, to be had back as `.scheduler`.
-        is_due: tells whether an optimizer step was made.
+        optimizers: those whose rates it sets.
+        windows: tell whether a step is due.
     """
 
-    def __init__(self, scheduler: Any, is_due: Callable[[], bool]) -> None:
+    def __init__(self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], windows: AccumulationWindows) -> None:
         self.scheduler = scheduler
-        self._is_due = is_due
+        self._optimizers, self._windows = optimizers, windows
+        self._asked, self._made = self._counts()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the scheduler has."""
+        if name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, unless the optimizer did not."""
-        if self._is_due():
+        """Step, unless its optimizer was told to since the last time and did not, or its window has not ended."""
+        asked, made = self._counts()
+        is_due = made > self._made or (asked == self._asked and self._windows.at_hand.is_at_end)
+        self._asked, self._made = asked, made
+        if is_due:
             self.scheduler.step(*args, **kwargs)
 
-    def get_last_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group."""
-        return list(self.scheduler.get_last_lr())
+    def _counts(self) -> tuple[int, int]:
+        return sum(each.steps_asked for each in self._optimizers), sum(each.steps_made for each in self._optimizers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner scheduler's state."""
@@ -214,85 +323,26 @@ class PreparedScheduler:
         self.scheduler.load_state_dict(state)
 
 
-class PreparedLoader:
-    """This rank's share of a loader, batch by batch on the device; each iteration is the next epoch.
-
-    Every rank has equally many batches; `last_sizes` tells how many samples of the last ones are no repeats.
-
-    Args:
-        engine: whose share, and which device.
-        loader: the user's own, to be had back as `.loader`.
-        active: the loaders that are being iterated, the innermost last; this one is among them while it is.
-    """
-
-    def __init__(self, engine: Engine, loader: Any, active: list[PreparedLoader]) -> None:
-        self.loader = loader
-        self.epoch = 0
-        """The number of the epoch that the next batch belongs to."""
-        self.is_at_end = False
-        """Whether the batch at hand is the epoch's last."""
-        self._sharded = engine.prepare_loader(loader, "even")
-        self._engine = engine
-        self._active = active
-        self._start = self._batch = 0
-        self._places: Sequence[Place] = ()
-        self._sources: Sequence[SourceState | None] = ()
-        self._is_begun = False
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._is_begun:
-            self.epoch += 1  # the epoch before was left in its middle
-        self._is_begun = True
-        self._batch, self._start, self.is_at_end = self._start, 0, False
-        device = self._engine.device
-        self._sharded.set_epoch(self._engine.seed, self.epoch, self._batch, self._places, self._sources)
-        self._places = self._sources = ()
-        length, on_host = self._sharded.exact_length, device.type == "cpu"
-        self._active.append(self)
-        try:
-            for batch, is_last in with_last(self._sharded, self._batch, length):
-                self.is_at_end = is_last
-                self._batch += 1
-                yield batch if on_host else to_device(batch, device)
-            self.epoch, self._batch, self._is_begun, self.is_at_end = self.epoch + 1, 0, False, False
-        finally:
-            self._active.remove(self)
-
-    def __len__(self) -> int:
-        return len(self._sharded)
-
-    @property
-    def batches_left(self) -> int | None:
-        """Return how many batches the epoch still has, the one at hand among them; None without a known length."""
-        length = self._sharded.exact_length
-        return None if length is None else length - self._batch + 1
-
-    @property
-    def last_sizes(self) -> list[int] | None:
-        """Return, per rank, how many samples of the last batch are no repeats; None where all are."""
-        return self._sharded.last_sizes
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the next batch stands."""
-        if self.is_at_end and self._batch:
-            return {"epoch": self.epoch + 1, "batch": 0}
-        if not self._batch:
-            return {"epoch": self.epoch, "batch": 0}
-        places = list(self._places) or self._sharded.places(self._batch)
-        return {"epoch": self.epoch, "batch": self._batch, "places": places}
-
-    def sources(self) -> list[SourceState | None]:
-        """Return the state of the loader's source there, as this rank sees it."""
-        if self._places or not self._batch or self.is_at_end:
-            return list(self._sources)
-        return self._sharded.states(self._batch)
-
-    def load_state_dict(self, state: dict[str, Any], sources: Sequence[SourceState | None] = ()) -> None:
-        """Let the next iteration begin there."""
-        self.epoch, self._start, self._is_begun = int(state["epoch"]), int(state["batch"]), False
-        self._batch, self.is_at_end = self._start, False
-        self._places, self._sources = state.get("places", ()), sources
-
-
 def _full_precision(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
+
+
+def _own_names(prepared: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Give a state_dict the names of the module itself."""
+    _rename(state, f"{prefix}module.", prefix)
+    _rename(getattr(state, "_metadata", {}), f"{prefix}module.", prefix, end=".")
+
+
+def _inner_names(prepared: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let a state_dict with the module's own names be found from here."""
+    _rename(state, prefix, f"{prefix}module.")
+
+
+def _rename(names: dict[str, Any], old: str, new: str, end: str = "") -> None:
+    moved = {name: names.pop(name) for name in list(names) if (name + end).startswith(old)}
+    for name, value in moved.items():
+        names[(new + (name + end).removeprefix(old)).removesuffix(end)] = value

@@ -1,66 +1,76 @@
-"""The accumulation window of a loop of one's own: which batch ends it, and what its losses are divided by."""
+"""The accumulation windows of a loop of one's own: which batch ends one, and what its losses are divided by."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.engine.engine import Engine
-from trainwright.engine.prepared import PreparedLoader
+from trainwright.engine.iterations import Iteration, Iterations
 
 
 class AccumulationWindow(AbstractContextManager[None]):
-    """Entered once for each batch; a window ends after its usual number of batches, or with the loader.
+    """The window of one set of models: entered once for each of its batches.
+
+    It ends after its usual number of batches, or with the loader. Where the loader was left before, the next batch begins a
+    new window, without the gradients of the old one.
 
     Args:
-        engine: is told which batch ends a window.
-        usual_length: batches of a window that is not cut short.
-        active: the loaders that are being iterated, the innermost last.
+        windows: all windows of the loop; this one is the one at hand from its entry on.
+        models: whose window it is; empty for all.
     """
 
-    def __init__(self, engine: Engine, usual_length: int, active: Sequence[PreparedLoader]) -> None:
-        self.usual_length = usual_length
-        self._engine, self._active = engine, active
-        self._corrected: set[int] = set()
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin with the first batch of a window."""
+    def __init__(self, windows: AccumulationWindows, models: tuple[nn.Module, ...] = ()) -> None:
         self.length = 1
         """What the losses of this window are divided by."""
         self.is_at_end = True
         """Whether the batch at hand ends its window."""
-        self.has_gradients = False
-        """Whether gradients wait for a step."""
-        self._place = 0
         self.correction = 1.0
-        """What gradients are to be multiplied with: a window that ended early was divided by the usual length."""
-
-    @property
-    def may_clear(self) -> bool:
-        """Return whether gradients may be cleared: those that no step has used yet are kept until the window ends."""
-        return self.usual_length == 1 or not self.has_gradients
+        """What gradients are to be multiplied with: a window may end earlier than was to be seen at its beginning."""
+        self._windows, self._models = windows, models
+        self._planned = 1
+        self._place = 0
+        self._iteration: Iteration | None = None
+        """The pass over a loader that it began in."""
+        self._corrected: set[int] = set()
 
     def __enter__(self) -> None:
-        if self.usual_length == 1:
+        windows = self._windows
+        windows.at_hand = self
+        if windows.usual_length == 1 and self._place == 0:
+            self.length, self.is_at_end, self.correction = 1, True, 1.0
             return
-        loader = self._active[-1] if self._active else None
+        iteration, is_certain = windows.iterations.at_hand()
+        loader = None if iteration is None else iteration.loader
+        if self._place and self._iteration is not None and self._iteration.is_left:
+            self._place = 0
+            windows.drop_gradients(self._models)
         if self._place == 0:
+            self._iteration = iteration
             self.correction = 1.0
             self._corrected.clear()
-            left = loader.batches_left if loader is not None else None
-            self.length = self.usual_length if left is None else max(1, min(self.usual_length, left))
-        self.is_at_end = self._place == self.usual_length - 1 or (loader is not None and loader.is_at_end)
-        if self.is_at_end and loader is not None and loader.batches_left is None:
-            # It was divided by the usual length before its end was known.
-            self.correction = self.usual_length / (self._place + 1)
-        self._engine.sync_gradients(self.is_at_end)
-        self._place = 0 if self.is_at_end else self._place + 1
+            self._planned = self.length = windows.usual_length
+            left = loader.batches_left if loader is not None and is_certain else None
+            if left is not None:
+                self.length = max(1, min(self.length, left))
+        self._place += 1
+        self.is_at_end = self._place >= self._planned or (loader is not None and loader.is_at_end)
+        if self.is_at_end:
+            # What came before was divided by a length that turns out to be another one.
+            self.correction = self.length / self._place
+            self._place = 0
+        windows.engine.sync_gradients(self.is_at_end)
 
     def __exit__(self, *error: object) -> None:
         return None
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether it has begun, and its last batch has not come yet."""
+        return self._place > 0
 
     def correct(self, optimizer: Optimizer) -> float:
         """Return what an optimizer's gradients are still to be multiplied with in this window, and take it as done."""
@@ -68,3 +78,53 @@ class AccumulationWindow(AbstractContextManager[None]):
             return 1.0
         self._corrected.add(id(optimizer))
         return self.correction
+
+
+class AccumulationWindows:
+    """The windows of a loop: one for each set of models that `of` is asked for, all of one usual length.
+
+    Args:
+        engine: is told which batch ends a window.
+        usual_length: batches of a window that is not cut short.
+        iterations: which loader the batch at hand is from.
+        drop_gradients: clears what waits for a step of these models; of all where none is given.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        usual_length: int,
+        iterations: Iterations,
+        drop_gradients: Callable[[tuple[nn.Module, ...]], None],
+    ) -> None:
+        self.engine, self.iterations, self.drop_gradients = engine, iterations, drop_gradients
+        self.usual_length = usual_length
+        self.backwards = 0
+        """How many losses were sent backward so far."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin with the first batch of a window."""
+        self._windows: dict[tuple[nn.Module, ...], AccumulationWindow] = {}
+        self.at_hand = AccumulationWindow(self)
+        """The window that was entered last."""
+        self.has_gradients = False
+        """Whether gradients wait for a step."""
+
+    def of(self, models: tuple[nn.Module, ...]) -> AccumulationWindow:
+        """Return the window of these models."""
+        window = self._windows.get(models)
+        if window is None:
+            window = self._windows[models] = AccumulationWindow(self, models)
+        return window
+
+    def set_length(self, length: int) -> None:
+        """Give the windows that begin from now on another usual length."""
+        self.usual_length = length
+        if length == 1 and not any(each.is_open for each in self._windows.values()):
+            self.engine.sync_gradients(True)
+
+    def note_backward(self) -> None:
+        """Note that a loss is sent backward."""
+        self.backwards += 1
+        self.has_gradients = True

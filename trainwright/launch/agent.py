@@ -19,7 +19,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
 
-from trainwright.distributed.agreement import ECHO_TEXTS, PEER_FAILED_EXIT_CODE, FailureReport
+from trainwright.distributed.failures import ECHO_TEXTS, PEER_FAILED_EXIT_CODE, FailureReport
 from trainwright.distributed.signals import STOPPED_EXIT_CODE
 from trainwright.errors import LaunchError
 from trainwright.launch.grace import Grace

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from trainwright.distributed.agreement import summarize
 from trainwright.distributed.environment import Environment
+from trainwright.distributed.failures import summarize
 from trainwright.distributed.signals import STOP_SIGNALS, STOPPED_EXIT_CODE
 from trainwright.errors import LaunchError, RunStopped, WorkerFailed
 from trainwright.launch.packing import pack, read_result, unpack, write_result

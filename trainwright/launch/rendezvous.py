@@ -19,9 +19,10 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from trainwright.distributed.agreement import FailureBoard, Store, post
 from trainwright.distributed.environment import STORE_PREFIX
+from trainwright.distributed.failures import FailureBoard
 from trainwright.distributed.network import is_own_name, listen_at, resolve
+from trainwright.distributed.store import Store, post
 from trainwright.errors import LaunchError
 from trainwright.launch.lifeline import Lifeline
 from trainwright.launch.nodes import Nodes

@@ -63,6 +63,14 @@ class Precision:
         """Return the context that a forward runs in, entered anew for each; None where there is none."""
         return None
 
+    def backward_context(self) -> AbstractContextManager[Any] | None:
+        """Return the context of a backward, the same whether it is sent within a forward or after it; None for none."""
+        return None
+
+    def step_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which nothing of `forward_context` holds, even within it: for an optimizer's arithmetic."""
+        return nullcontext()
+
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         """Send the loss backward: by `send(loss, **options)` where it is given, else by `loss.backward(**options)`."""
         if send is None:

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainwright.precision.base import Agree, Clipper, Closure, Precision, Sender, StepResult
+
+Found = dict[Any, Tensor]
+"""By device a tensor that is 1 where a gradient was not finite."""
+
+
+@dataclass
+class Looked:
+    """An optimizer whose gradients were divided by the loss scale."""
+
+    optimizer: Optimizer
+    found: Found = field(default_factory=dict)
+    is_divided: bool = True
+    """False from a further backward on, before which they were multiplied again."""
+    has_stepped: bool = False
+    is_told: bool = False
+    """Whether the scale has heard, or is going to hear, of what was found."""
 
 
 class MixedPrecision(Precision):
@@ -18,7 +37,7 @@ class MixedPrecision(Precision):
     Args:
         name: "16-mixed" or "bf16-mixed".
         device_type: "cpu" or "cuda".
-        scaler: the GradScaler to use with "16-mixed"; by default torch's own settings.
+        scaler: the GradScaler to use with "16-mixed"; by default torch's own settings. One that is disabled scales nothing.
     """
 
     def __init__(self, name: str, device_type: str, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -28,43 +47,80 @@ class MixedPrecision(Precision):
             raise ValueError(f"precision {name!r} needs no loss scale: pass scaler= with '16-mixed' only.")
         if name == "16-mixed" and scaler is None:
             scaler = torch.amp.GradScaler(device_type)
-        self.scaler = scaler
-        self.takes_closure = scaler is None
-        self._first_state = scaler.state_dict() if scaler is not None else {}
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.takes_closure = self.scaler is None
+        self._first_state = self.scaler.state_dict() if self.scaler is not None else {}
+        self._device_type = device_type
         self._autocast = _Autocast(device_type, self.autocast_dtype)
-        self._unscaled: set[int] = set()
-        self._update_due = False
+        self._looked: dict[int, Looked] = {}
+        self._told: dict[int, Found] = {}
+        """What was found in gradients that were stepped with or dropped, until the scale has heard of it."""
         self._has_scaled = False
+        _see_every_step()
 
     def forward_context(self) -> AbstractContextManager[Any]:
         return self._autocast
 
+    def step_context(self) -> AbstractContextManager[Any]:
+        return _Outside(self._device_type)
+
+    def backward_context(self) -> AbstractContextManager[Any] | None:
+        # Its operations have the dtypes that the forward has chosen; what is computed again enters autocast by itself.
+        return _Outside(self._device_type) if torch.is_autocast_enabled(self._device_type) else None
+
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         if self.scaler is not None:
-            self._update_scale()
+            self._take_along()
             self._has_scaled = True
             loss = self.scaler.scale(loss)
-        super().backward(loss, send, **options)
+        context = self.backward_context()
+        if context is None:
+            super().backward(loss, send, **options)
+        else:
+            with context:
+                super().backward(loss, send, **options)
 
     def unscale(self, optimizer: Optimizer, agree: Agree | None = None) -> None:
-        if self.scaler is None or not self._has_scaled or id(optimizer) in self._unscaled:
+        if self.scaler is None or not self._has_scaled:
             return
-        self.scaler.unscale_(optimizer)
-        self._unscaled.add(id(optimizer))
+        looked = self._looked.get(id(optimizer))
+        if looked is not None and looked.is_divided:
+            return
+        looked = looked or Looked(optimizer)
+        self._looked[id(optimizer)] = looked
+        looked.is_divided = True
+        for part in _by_kind(optimizer):
+            self.scaler.unscale_(part)
+            for device, value in self.scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].items():
+                looked.found[device] = torch.maximum(looked.found[device], value) if device in looked.found else value
         if agree is not None:
-            found: dict[Any, Tensor] = self.scaler._found_inf_per_device(optimizer)
-            if not found:  # this rank has no gradient of its own
+            if not looked.found:  # this rank has no gradient of its own
                 assert self.scaler._scale is not None
-                found[self.scaler._scale.device] = torch.zeros_like(self.scaler._scale).reshape(1)
-            for value in found.values():
+                looked.found[self.scaler._scale.device] = torch.zeros_like(self.scaler._scale).reshape(1)
+            for value in looked.found.values():
                 agree(value)
 
     def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
-        """Unscale, clip, and step unless a gradient is not finite.
+        """Unscale, clip, and step unless a gradient is not finite; outside of autocast, in which a closure runs as before.
 
         With a loss scale the closure is called once, before all this: what the optimizer made of a later call would be
         scaled. NOTE: the one host-device sync is here: the host has to know whether to step.
         """
+        if not torch.is_autocast_enabled(self._device_type):
+            return self._step(optimizer, clip, closure)
+        with self.step_context():
+            return self._step(optimizer, clip, None if closure is None else self._within(closure))
+
+    def _within(self, closure: Closure) -> Closure:
+        def call() -> Any:
+            with self._autocast:
+                loss = closure()
+            torch.clear_autocast_cache()  # the optimizer may change the weights before it calls again
+            return loss
+
+        return call
+
+    def _step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None) -> StepResult:
         if self.scaler is None:
             return super().step(optimizer, clip, closure)
         if closure is not None:
@@ -73,14 +129,45 @@ class MixedPrecision(Precision):
         if not self._has_scaled:
             return super().step(optimizer, clip)
         self.unscale(optimizer)
-        self._unscaled.discard(id(optimizer))
         norm = clip(optimizer) if clip is not None else None
-        found = self.scaler._found_inf_per_device(optimizer)
-        skipped = any(bool(value.item()) for value in found.values())
+        looked = self._looked[id(optimizer)]
+        skipped = any(bool(value.item()) for value in looked.found.values())
         if not skipped:
             optimizer.step()
-        self._update_due = self._update_due or bool(found)
+        looked.has_stepped = True
+        self._tell(looked)
         return StepResult(norm, skipped)
+
+    def _take_along(self) -> None:
+        """Adapt the scale; multiply the gradients that were divided already and to which the next backward adds."""
+        present: list[list[Tensor]] = []
+        for number, looked in list(self._looked.items()):
+            gradients = [
+                p.grad for group in looked.optimizer.param_groups for p in group["params"] if p.grad is not None
+            ]
+            if not gradients:  # dropped, in whatever way
+                self._tell(looked)
+                del self._looked[number]
+            elif looked.is_divided:
+                present.append(gradients)
+                looked.is_divided = False
+                if looked.has_stepped:
+                    looked.found, looked.has_stepped, looked.is_told = {}, False, False
+        self._update_scale()
+        for gradient in (each for gradients in present for each in gradients):
+            self._multiply(gradient)
+
+    @torch.no_grad()
+    def _multiply(self, gradient: Any) -> None:
+        assert self.scaler is not None
+        assert self.scaler._scale is not None
+        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # a shard, under fsdp
+        local.mul_(self.scaler._scale.to(local.device))
+
+    def _tell(self, looked: Looked) -> None:
+        if looked.found and not looked.is_told:
+            self._told[id(looked.optimizer)] = looked.found
+            looked.is_told = True
 
     def _update_scale(self) -> None:
         """Adapt the scale to what the steps found.
@@ -88,9 +175,12 @@ class MixedPrecision(Precision):
         Done before the next loss is scaled, not after each step: two optimizers that step after one backward are then
         unscaled by the scale that their loss was scaled with.
         """
-        if self._update_due and self.scaler is not None and not self._unscaled:
-            self.scaler.update()
-            self._update_due = False
+        if self.scaler is None or not self._told:
+            return
+        for number, found in self._told.items():
+            self.scaler._per_optimizer_states[number]["found_inf_per_device"] = found
+        self.scaler.update()
+        self._told.clear()
 
     def state_dict(self) -> dict[str, Any]:
         if self.scaler is None:
@@ -101,15 +191,15 @@ class MixedPrecision(Precision):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
-            self.scaler._per_optimizer_states.clear()  # what steps before the load found is no longer due
-            self._unscaled.clear()
-            self._update_due = False
+            self.scaler._per_optimizer_states.clear()
+            self._looked.clear()  # what steps before the load found is no longer due
+            self._told.clear()
 
     def forget(self, optimizer: Optimizer) -> None:
         """Let what was found in the dropped gradients count for the scale, as after a step."""
-        if id(optimizer) in self._unscaled:
-            self._unscaled.discard(id(optimizer))
-            self._update_due = True
+        looked = self._looked.pop(id(optimizer), None)
+        if looked is not None:
+            self._tell(looked)
 
     def reset(self) -> None:
         self.load_state_dict(self._first_state)
@@ -118,18 +208,66 @@ class MixedPrecision(Precision):
 class _Autocast(AbstractContextManager[None]):
     """An autocast that is entered again and again, since building one costs more than entering it.
 
-    torch.autocast keeps what it has to restore in itself, so within one that is open another is built.
+    torch.autocast keeps what it has to restore in itself, so within one that is open another is built. Where no gradients are
+    wanted weights are converted at each use, and not kept: nobody tells when they change, as in a step that evaluates an
+    average of them too.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         self._arguments = (device_type, dtype)
-        self._outermost = torch.autocast(*self._arguments)
+        self._keeping = torch.autocast(device_type, dtype)
+        self._converting = torch.autocast(device_type, dtype, cache_enabled=False)
         self._open: list[torch.autocast] = []
 
     def __enter__(self) -> None:
-        context = torch.autocast(*self._arguments) if self._open else self._outermost
+        keeps = torch.is_grad_enabled()
+        context = self._keeping if keeps else self._converting
+        if self._open:
+            context = torch.autocast(*self._arguments, cache_enabled=keeps)
         self._open.append(context)
         context.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         self._open.pop().__exit__(*error)
+
+
+class _Outside(AbstractContextManager[None]):
+    """No autocast, in whatever it is entered; afterwards weights are converted anew, as they may have changed."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._off: torch.autocast | None = None
+
+    def __enter__(self) -> None:
+        if torch.is_autocast_enabled(self._device_type):
+            self._off = torch.autocast(self._device_type, enabled=False)
+            self._off.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        if self._off is not None:
+            self._off.__exit__(*error)
+            self._off = None
+            torch.clear_autocast_cache()
+
+
+def _by_kind(optimizer: Optimizer) -> list[Any]:
+    """Return what the scaler divides at a time: gradients that are DTensors apart from those that are not."""
+    kinds: dict[type, list[Tensor]] = {}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        kinds.setdefault(type(parameter.grad), []).append(parameter)
+    if len(kinds) < 2:
+        return [optimizer]
+    return [SimpleNamespace(param_groups=[{"params": parameters}]) for parameters in kinds.values()]
+
+
+_hooked: list[Any] = []
+
+
+def _see_every_step() -> None:
+    """Have every optimizer's step, of whoever made it, end the use of weights that autocast has converted before it."""
+    if not _hooked:
+        _hooked.append(register_optimizer_step_post_hook(_convert_anew))
+
+
+def _convert_anew(*_: Any) -> None:
+    torch.clear_autocast_cache()

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainwright.metric_kinds import is_metric
-from trainwright.precision.base import Precision
+from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 
 DTYPES = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
 
@@ -55,7 +56,8 @@ class SingleDtypePrecision(Precision):
             if not isinstance(batch, MutableMapping):
                 return type(batch)(mapped)  # type: ignore[call-arg]
             clone = copy.copy(batch)
-            clone.update(mapped)
+            for key, value in mapped.items():
+                clone[key] = value  # not by update, which transformers' ModelOutput forbids
             return clone
         if isinstance(batch, tuple) and hasattr(batch, "_fields"):
             return type(batch)(*(self.convert_batch(each) for each in batch))
@@ -69,6 +71,32 @@ class SingleDtypePrecision(Precision):
     def forward_context(self) -> AbstractContextManager[Any]:
         return self._context
 
+    def backward_context(self) -> AbstractContextManager[Any]:
+        return (
+            self._context
+        )  # activation checkpointing runs parts of the forward again, and keeps no default dtype itself
+
+    def step_context(self) -> AbstractContextManager[Any]:
+        return self._context.outside()
+
+    def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
+        with self._context:
+            super().backward(loss, send, **options)
+
+    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
+        """Clip and step outside of the forward's default dtype, in which a closure runs as before."""
+        if not self._context.is_entered:
+            return super().step(optimizer, clip, closure)
+        with self.step_context():
+            return super().step(optimizer, clip, None if closure is None else self._within(closure))
+
+    def _within(self, closure: Closure) -> Closure:
+        def call() -> Any:
+            with self._context:
+                return closure()
+
+        return call
+
     def _converted(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
@@ -79,6 +107,14 @@ class _DefaultDtype(AbstractContextManager[None]):
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._before: list[torch.dtype] = []
+
+    @property
+    def is_entered(self) -> bool:
+        return bool(self._before)
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Return a context of the default dtype as it was before this one was entered first."""
+        return _DefaultDtype(self._before[0] if self._before else torch.get_default_dtype())
 
     def __enter__(self) -> None:
         self._before.append(torch.get_default_dtype())

@@ -52,7 +52,7 @@ class StepForward(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         return call_step(self.module, name, args, kwargs)
 
 

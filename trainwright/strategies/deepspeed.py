@@ -305,7 +305,8 @@ class DeepSpeedStrategy(Strategy):
         elif clip is not None:
             norm = clip(optimizer)
         engine.enable_backward_allreduce = optimizer not in self._finished
-        engine.step()
+        with self.precision.step_context():
+            engine.step()
         engine.enable_backward_allreduce = True
         self._finished.discard(optimizer)
         if zero.clip_grad:

@@ -45,7 +45,7 @@ class Root(StepForward):
     is_called_alone = False
     """Whether the module is being called outside of a step."""
 
-    def forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         self.depth += 1
         try:
             return super().forward(name, *args, **kwargs)

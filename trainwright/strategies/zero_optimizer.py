@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.precision.base import Precision
+from trainwright.precision.base import Precision, Sender
 from trainwright.strategies.group_view import GroupView
 
 
@@ -102,6 +102,16 @@ class ZeroPrecision(Precision):
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
         return self._inner.forward_context()
+
+    def backward_context(self) -> AbstractContextManager[Any] | None:
+        return self._inner.backward_context()
+
+    def step_context(self) -> AbstractContextManager[Any]:
+        return self._inner.step_context()
+
+    def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
+        with self.backward_context() or nullcontext():
+            super().backward(loss, send, **options)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale, as torch's GradScaler names it, so that other strategies can go on with it."""

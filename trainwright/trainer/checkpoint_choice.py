@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 NAMES = ("best", "last", "auto")
 
+CALL = "the choice of a checkpoint"
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -81,9 +83,9 @@ def choose_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None
         return replace(_newest_whole(trainer, verify, call), is_rerunnable=call == "fit")
     listed: dict[str, list[str]] = {}
     if name == "last":
-        path, listed = decided(trainer.engine, lambda: _with_names(_newest(trainer, call).path))
+        path, listed = decided(trainer.engine, CALL, lambda: _with_names(_newest(trainer, call).path))
     elif name == "best":
-        path = decided(trainer.engine, lambda: _best(trainer))
+        path = decided(trainer.engine, CALL, lambda: _best(trainer))
     else:
         _refuse_misspelt(name)
         path = name
@@ -95,7 +97,7 @@ def choose_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None
         if name != "last":
             raise
         raise CheckpointError(f"{error} {FALL_BACK}") from error
-    continues = call == "fit" and (name == "last" or decided(trainer.engine, lambda: _is_newest(path)))
+    continues = call == "fit" and (name == "last" or decided(trainer.engine, CALL, lambda: _is_newest(path)))
     return replace(_chosen(checkpoint, continues), listed=listed)
 
 
@@ -115,7 +117,7 @@ def refuse_overtaken(trainer: Trainer, choice: Choice) -> None:
                 )
 
     if choice.listed:
-        decided(trainer.engine, look)
+        decided(trainer.engine, CALL, look)
 
 
 def _with_names(path: str) -> tuple[str, dict[str, list[str]]]:
@@ -199,7 +201,7 @@ def _newest_whole(trainer: Trainer, verify: Verify, call: str) -> Choice:
             "names": {folder: _names(folder) for folder in folders},
         }
 
-    seen = decided(trainer.engine, look)
+    seen = decided(trainer.engine, CALL, look)
     for each in seen["found"]:
         damage = each["damage"]
         if each["is_refused"]:

@@ -104,6 +104,8 @@ class TrainingRun:
     """True while gradients wait for further batches of their window."""
     num_empty: int = 0
     """Batches of this run for which training_step returned None."""
+    batches_begun: int = 0
+    """Calls of train_batch in this run, alike on every rank: what tells which rank is further on."""
     num_taken: int = 1
     """Batches that the latest training_step used."""
     is_last_batch: bool = False
@@ -234,11 +236,13 @@ def fit_epoch(run: TrainingRun) -> None:
         if batch_start:
             collector.hook = "on_train_batch_start"
             if -1 in [hook(batch, index) for hook in batch_start]:
+                agree_to_leave(run)
                 is_last = True
                 leave_window(run)
                 break
             collector.hook = "training_step"
         steps_before = state.step
+        run.batches_begun += 1
         outputs = train_batch(run, batch, index, is_last)
         if run.pulls:
             batch, is_last, index = batch.latest, batch.is_at_end, batch.count - 1
@@ -399,6 +403,16 @@ def backward(run: TrainingRun, loss: Tensor) -> None:
     if run.after_backward:
         run.hooks.call("on_after_backward")
     run.window_has_gradients = True
+
+
+def agree_to_leave(run: TrainingRun) -> None:
+    """Leave an epoch at a hook's word, on every rank. Collective.
+
+    Raises:
+        RuntimeError: another rank trains on this batch.
+    """
+    call = "the end of an epoch by -1 from on_train_batch_start"
+    run.engine.agreement.exchange(b"", call=call, timeout_seconds=run.engine.timeout_seconds)
 
 
 def leave_window(run: TrainingRun) -> None:

@@ -40,7 +40,9 @@ class FolderLocks:
                 self._locks[folder] = lock_folder(folder)
             return [self._locks[folder].taken_from for folder in wanted]
 
-        for folder, earlier in zip(wanted, decided(self._trainer.engine, take), strict=True):
+        for folder, earlier in zip(
+            wanted, decided(self._trainer.engine, "the locks of the checkpoints' folders", take), strict=True
+        ):
             self._locks.setdefault(folder, FolderLock(folder, None))  # rank 0's, as the others know it
             if earlier:
                 self._trainer.print(f"{folder} was held by {earlier}, which has ended; this run takes it over.")

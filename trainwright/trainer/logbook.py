@@ -35,6 +35,8 @@ class Logbook:
         self._engine = engine
         self._state = state
         self._is_silent = False
+        self.reductions = 0
+        """Reductions over the ranks that were begun, alike on every rank: what tells which rank is further on."""
         self._warned: set[str] = set()
         self._batches: dict[tuple[str, Loader | None], int] = {}
         """Batches of the running evaluation, by stage and loader."""
@@ -123,6 +125,7 @@ class Logbook:
         collector = self.collector
         assert collector is not None
         self._keep_steps()
+        self.reductions += 1
         reduced = reduce_epoch(collector, module, self._engine.world_size, self._engine.device, collector.reduced)
         collector.reduced |= reduced
         for key, number in reduced.items():

@@ -275,7 +275,9 @@ def _monitored(run: TrainingRun, config: SchedulerConfig) -> float | None:
     def value() -> float | None:
         return trainer.monitored(name, asker) if config.strict or name in trainer.callback_metrics else None
 
-    found: float | None = value() if run.engine.world_size == 1 else decided(run.engine, value)
+    found: float | None = (
+        value() if run.engine.world_size == 1 else decided(run.engine, "the score that a scheduler follows", value)
+    )
     if found is None:
         rank_zero_warn(f"{asker} follows {name!r}, which was not logged; it is left out here.", stacklevel=2)
     return found

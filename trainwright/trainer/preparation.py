@@ -13,6 +13,7 @@ from trainwright.engine.fused import use_fused
 from trainwright.engine.memory import warn_of_memory
 from trainwright.engine.optimizers import read_optimizers
 from trainwright.engine.prepared import PreparedOptimizer
+from trainwright.engine.replica_settings import warn_of_unlike_settings
 from trainwright.module import Module, is_overridden
 from trainwright.precision import StepResult
 from trainwright.rank_zero import rank_zero_warn
@@ -86,6 +87,7 @@ def prepare_fit(trainer: Trainer, module: Module, source: LoaderSource, validati
         if validation is not None and validation.source.owner is None:
             validation.load()
     _prepare_optimizers(run)
+    warn_of_unlike_settings(module, module.hparams, engine.agreement, engine.timeout_seconds)
     return run
 
 
@@ -136,8 +138,9 @@ def _prepare_optimizers(run: TrainingRun) -> None:
             run.step_results.append(result)  # counted when optimizer_step has returned
 
     def tell(optimizer: Optimizer) -> None:
-        engine.strategy.unscale(optimizer)
-        run.hooks.call("on_before_optimizer_step", optimizer)
+        with engine.precision.step_context():  # where a step of automatic optimization calls it too
+            engine.strategy.unscale(optimizer)
+            run.hooks.call("on_before_optimizer_step", optimizer)
 
     before = tell if run.is_manual and run.before_step else None
     trainer.prepared_optimizers = [

@@ -84,7 +84,7 @@ def check_state(trainer: Trainer) -> None:
         encode_state(state, "state")
 
     subject = "checkpoints of this run could not be written"
-    Outcomes(engine.agreement, subject, "", engine.timeout_seconds).settle(look)
+    Outcomes(engine.agreement, "the start of fit", subject, "", engine.timeout_seconds).settle(look)
 
 
 def save_run(trainer: Trainer, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.callbacks.base import Callback
@@ -12,7 +13,7 @@ from trainwright.callbacks.decision import decided
 from trainwright.checkpoint.exchange import is_plain
 from trainwright.checkpoint.opening import Verify
 from trainwright.data.datamodule import DataModule
-from trainwright.distributed.agreement import is_echo
+from trainwright.distributed.failures import is_echo
 from trainwright.hyperparameters import logged_hyper_parameters
 from trainwright.loggers import Logger, match_states, resume_loggers, start_loggers, withdraw_loggers
 from trainwright.module import Module, is_overridden
@@ -57,6 +58,7 @@ def running(
         for callback in trainer.callbacks:
             callback.__dict__["_running_module"] = module
         engine.close()
+        stack.enter_context(engine.agreement.following(partial(_place, trainer)))
         if profiler is not None:
             stack.callback(instrument(engine, profiler))
         stack.callback(_withdraw_loggers, trainer, outcome)
@@ -82,6 +84,18 @@ def running(
             if datamodule is not None:
                 outcome.after(datamodule.on_exception, error)
             raise
+
+
+def _place(trainer: Trainer) -> tuple[tuple[int, ...], str]:
+    """Return how far a run is, in counts that are alike on every rank, and in words. Another thread calls it."""
+    run, state = trainer.run, trainer.state
+    text = trainer.stage or ""
+    if run is not None:
+        text = f"{text}, epoch {state.epoch}, batch {state.batch}"
+    hook = trainer.logbook.collector.hook if trainer.logbook.collector is not None else ""
+    where = "evaluation" if trainer.is_evaluating and run is not None else ""
+    counts = (0 if run is None else run.batches_begun, trainer.logbook.reductions)
+    return counts, ", ".join(part for part in (text, where, hook) if part)
 
 
 def refuse_nested(trainer: Trainer, call: str) -> None:
@@ -129,7 +143,7 @@ def _agree_on_hooks(trainer: Trainer) -> None:
     """Let every rank reduce where one of them has a hook that looks at the values. Collective."""
     engine = trainer.engine
     own = ",".join(sorted(trainer.hooks.reduced_early)).encode()
-    texts = engine.agreement.exchange(own, timeout_seconds=engine.timeout_seconds)
+    texts = engine.agreement.exchange(own, call=f"the start of {trainer.stage}", timeout_seconds=engine.timeout_seconds)
     trainer.hooks.reduced_early = frozenset(name for text in texts for name in text.decode().split(",") if name)
 
 
@@ -138,9 +152,12 @@ def _start_loggers(trainer: Trainer, choice: Choice, locks: FolderLocks) -> None
     engine, path = trainer.engine, choice.path or ""
     locks.take(started=False)
     if choice.continues:
-        matches = decided(engine, lambda: match_states(trainer.loggers, choice.loggers, path))
+        call = "the start of the loggers"
+        matches = decided(engine, call, lambda: match_states(trainer.loggers, choice.loggers, path))
         resume_loggers(trainer.loggers, choice.loggers, path, matches)
-    start_loggers(trainer.loggers, engine.agreed, is_writer=trainer.is_global_zero)
+    start_loggers(
+        trainer.loggers, partial(engine.agreed, call="the start of the loggers"), is_writer=trainer.is_global_zero
+    )
     locks.take(started=True)
     refuse_overtaken(trainer, choice)
 
@@ -153,7 +170,8 @@ def _set_up(trainer: Trainer, module: Module, stage: str, datamodule: DataModule
         if owner is not None and is_overridden("prepare_data", owner, base):
             if engine.local_rank == 0 if owner.prepare_data_per_node else engine.rank == 0:
                 owner.prepare_data()
-            engine.agreement.exchange(b"", timeout_seconds=engine.timeout_seconds)  # the others wait for it
+            # The others wait for it.
+            engine.agreement.exchange(b"", call="prepare_data", timeout_seconds=engine.timeout_seconds)
     if datamodule is not None:
         datamodule.setup(stage)
     trainer.hooks.call("setup", stage)

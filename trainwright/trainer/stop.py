@@ -89,7 +89,9 @@ class SignalStop:
         if not self.number:
             engine = self._trainer.engine
             own = str(self._watch.first).encode()
-            told = engine.agreement.exchange(own, timeout_seconds=engine.timeout_seconds)
+            told = engine.agreement.exchange(
+                own, call="the agreement on a signal", timeout_seconds=engine.timeout_seconds
+            )
             self.number = next((number for text in told if (number := int(text))), 0)
             self._trainer.interrupted = self.number == signal.SIGINT
         return bool(self.number)

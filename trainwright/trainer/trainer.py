@@ -407,7 +407,9 @@ class Trainer(Status):
         """Let every rank stop here if one of them is to. Collective: call on every rank."""
         if self.world_size > 1 and not self.stop_is_agreed:
             wishes = self.engine.agreement.exchange(
-                b"1" if self.should_stop else b"", timeout_seconds=self.engine.timeout_seconds
+                b"1" if self.should_stop else b"",
+                call="the agreement on a stop",
+                timeout_seconds=self.engine.timeout_seconds,
             )
             self.should_stop = self.stop_is_agreed = any(wishes)
 

@@ -60,7 +60,8 @@ def take_training_data(run: TrainingRun, loaders: Any) -> None:
     trainer.train_dataloader = loaders
     length = limited(loader.length, limit)
     own = str(loader.length).encode()
-    lengths = [text.decode() for text in engine.agreement.exchange(own, timeout_seconds=engine.timeout_seconds)]
+    told = engine.agreement.exchange(own, call="the start of the data", timeout_seconds=engine.timeout_seconds)
+    lengths = [text.decode() for text in told]
     if len(set(lengths)) > 1:
         raise ValueError(
             f"the ranks have training loaders of different lengths ({', '.join(lengths)} batches), so some would wait for "

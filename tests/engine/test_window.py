@@ -1,0 +1,191 @@
+"""Accumulation windows: which batch ends one, whose gradients are kept, and which loader the loop is over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small import assert_close, loss_of, make_data, make_loader, make_net, weights
+from torch import nn
+from torch.utils.data import DataLoader
+
+import trainwright as tw
+
+
+def two_models(steps: int, lr: float = 0.3) -> tuple[Any, ...]:
+    accelerator = tw.Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    left, right = make_net(), make_net()
+    optimizers = [torch.optim.SGD(each.parameters(), lr, momentum=0.9) for each in (left, right)]
+    loader = DataLoader(make_data(24), batch_size=6 // steps)
+    return accelerator, *accelerator.prepare(left, right, *optimizers, loader)
+
+
+@pytest.mark.parametrize("order", ["clear, backward, step", "backward, step, clear", "clear both first"])
+@pytest.mark.parametrize("contexts", ["one", "each its own"])
+def test_each_of_two_optimizers_has_its_own_window(order: str, contexts: str) -> None:
+    def train(steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        accelerator, left, right, *optimizers, loader = two_models(steps)
+        pairs = list(zip((left, right), optimizers, strict=True))
+        for batch in (
+            [each for _ in range(2) for each in loader] if steps == 1 else (b for _ in range(2) for b in loader)
+        ):
+            if contexts == "one":
+                with accelerator.accumulate(left, right):
+                    if order == "clear both first":
+                        for _, optimizer in pairs:
+                            optimizer.zero_grad()
+                    for model, optimizer in pairs:
+                        turn(accelerator, model, optimizer, batch)
+            else:
+                for model, optimizer in pairs:
+                    with accelerator.accumulate(model):
+                        if order == "clear both first":
+                            optimizer.zero_grad()
+                        turn(accelerator, model, optimizer, batch)
+        assert accelerator.step_count == 16
+        return weights(left), weights(right)
+
+    def turn(accelerator: Any, model: nn.Module, optimizer: Any, batch: Any) -> None:
+        if order.startswith("clear, "):
+            optimizer.zero_grad()
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        if order.endswith("clear"):
+            optimizer.zero_grad()
+
+    for whole, parts in zip(train(1), train(3), strict=True):
+        assert_close(whole, parts)
+
+
+def steps_of(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any, at: dict[int, Any]) -> list[int]:
+    """Train over a loader and return the batches at which the optimizer stepped; `at` calls something before a batch's step."""
+    made = []
+    for index, batch in enumerate(loader):
+        if index in at and at[index]() == "break":
+            break
+        before = accelerator.step_count
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.step_count > before:
+            made.append(index)
+    return made
+
+
+def accumulating(steps: int, samples: int = 20) -> tuple[Any, ...]:
+    accelerator = tw.Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    return accelerator, *accelerator.prepare(net, optimizer, make_loader(samples, 4))
+
+
+@pytest.mark.parametrize("when", ["before", "within", "at each batch"])
+def test_an_iterator_of_another_loader_leaves_the_window_alone(when: str) -> None:
+    plain = accumulating(4)
+    assert steps_of(*plain, {}) == [3, 4]
+    accelerator, model, optimizer, loader = accumulating(4)
+    for count in (7, 3):
+        other = accelerator.prepare(make_loader(4 * count, 4))
+        kept = [iter(other)] if when != "within" else []
+
+        def take(kept: list[Any] = kept, other: Any = other) -> None:
+            if not kept:
+                kept.append(iter(other))
+            next(kept[0], None)
+
+        indices = range(5) if when == "at each batch" else [0]
+        assert steps_of(accelerator, model, optimizer, loader, dict.fromkeys(indices, take)) == [3, 4]
+        if count == 7:
+            assert_close(weights(model), weights(plain[1]))
+        del kept
+
+
+def test_metrics_are_those_of_the_loop_that_is_left_for_a_moment() -> None:
+    accelerator = tw.Accelerator(cpu=True)
+    outer, inner = (accelerator.prepare(make_loader(size, 4)) for size in (10, 6))
+    kept = iter(inner)
+    next(kept)
+    assert [len(accelerator.gather_for_metrics(batch[1])) for batch in outer] == [4, 4, 2]
+    for _ in outer:
+        assert [len(accelerator.gather_for_metrics(batch[1])) for batch in inner] == [4, 2]
+    del kept
+
+
+def test_a_window_that_was_left_is_dropped() -> None:
+    accelerator, model, optimizer, loader = accumulating(4, samples=32)
+    assert steps_of(accelerator, model, optimizer, loader, {2: lambda: "break"}) == []
+    alone = accumulating(4, samples=32)
+    assert steps_of(accelerator, model, optimizer, loader, {}) == steps_of(*alone, {}) == [3, 7]
+    assert_close(weights(model), weights(alone[1]), 0.0)
+
+
+def test_the_length_of_windows_can_be_set() -> None:
+    accelerator, model, optimizer, loader = accumulating(1, samples=32)
+
+    def set_to(length: int) -> Any:
+        return lambda: setattr(accelerator, "gradient_accumulation_steps", length)
+
+    assert accelerator.gradient_accumulation_steps == 1
+    assert steps_of(accelerator, model, optimizer, loader, {2: set_to(3), 3: set_to(2), 7: set_to(1)}) == [
+        0,
+        1,
+        4,
+        6,
+        7,
+    ]
+    for wrong in (0, 1.5, True, "2"):
+        with pytest.raises(ValueError, match="whole number from 1"):
+            accelerator.gradient_accumulation_steps = wrong
+
+
+class Overflowing(nn.Module):
+    """Its gradient is not finite for one of its calls."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.weight, self.calls, self.at = nn.Parameter(torch.ones(1)), -1, at
+
+    def forward(self) -> torch.Tensor:
+        self.calls += 1
+        return self.weight * (float("inf") if self.calls == self.at else 1.0)
+
+
+def test_a_skipped_step_holds_back_its_own_scheduler_alone() -> None:
+    accelerator = tw.Accelerator(cpu=True, mixed_precision="fp16")
+    models = [Overflowing(9), Overflowing(1)]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in models]
+    halving = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers]
+    models, optimizers, halving = (list(accelerator.prepare(*each)) for each in (models, optimizers, halving))
+    rates: list[list[float]] = [[], []]
+    for index in range(6):
+        for number, (model, optimizer, scheduler) in enumerate(zip(models, optimizers, halving, strict=True)):
+            if number == 1 and index > 2:
+                continue  # from here on only the first is trained
+            optimizer.zero_grad()
+            accelerator.backward(model().sum())
+            optimizer.step()
+            scheduler.step()
+            rates[number].append(scheduler.get_last_lr()[0])
+    assert rates[0] == [0.1 * 0.5**step for step in range(1, 7)]
+    assert rates[1] == [0.05, 0.05, 0.025]
+    assert optimizers[1].step_was_skipped is False
+    assert halving[0].last_epoch == 6
+    assert halving[0].optimizer is optimizers[0].optimizer
+
+
+def test_a_scheduler_of_epochs_steps_though_the_last_step_was_skipped() -> None:
+    accelerator = tw.Accelerator(cpu=True, mixed_precision="fp16")
+    model = Overflowing(2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, scheduler = accelerator.prepare(
+        model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        accelerator.backward(model().sum())
+        optimizer.step()
+    assert optimizer.step_was_skipped
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.05]

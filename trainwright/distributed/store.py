@@ -1,0 +1,88 @@
+"""The key-value store of a job: what is used here of torch's, who holds it, and how something is posted for other ranks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from trainwright.distributed.network import LOOPBACK, listen_at
+from trainwright.errors import LaunchError
+
+if TYPE_CHECKING:
+    from trainwright.distributed.environment import Environment
+
+_hosted_store: Store | None = None  # kept until the process ends: the other ranks may still read it
+
+
+class Store(Protocol):
+    """What is used here of torch's key-value stores."""
+
+    def set(self, key: str, value: bytes | str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def delete_key(self, key: str, /) -> bool: ...
+    def clone(self) -> Store: ...
+
+
+def post(store: Store, key: str, value: bytes | str) -> None:
+    """Set a key and return once the store has it, so that every rank which is told of it afterwards finds it.
+
+    `set` alone returns when the request is on its way: torch's TCPStore answers no `set`, and another connection may be
+    served before it. Requests of one connection are served in their order, so the answer to the next one is the receipt.
+    """
+    store.set(key, value)
+    store.check([key])
+
+
+def open_store(environment: Environment, timeout: timedelta, is_joined: bool) -> tuple[Store, int | None]:
+    """Connect to the job's store; return it with the rank that holds it, None where the launcher does."""
+    global _hosted_store
+    limit = min(timeout, timedelta(seconds=300))
+    if is_joined and not environment.has_agent_store:
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return cast(Store, _get_default_store()), 0
+    address, port = environment.main_address, environment.main_port
+    assert address is not None
+    assert port is not None
+    if environment.has_agent_store or environment.rank != 0:
+        if environment.num_nodes == 1 and not environment.has_agent_store:
+            address = LOOPBACK  # where rank 0 holds it
+        return _join_store(address, port, limit), None if environment.has_agent_store else 0
+    if _hosted_store is None:
+        _hosted_store = _host_store(address, port, limit, environment.num_nodes)
+    return _hosted_store, 0
+
+
+def stores() -> Any:
+    """Return the module of torch's kinds of stores."""
+    # torch exports its stores in a way that type checkers do not see.
+    import torch.distributed as dist
+
+    return dist
+
+
+def _join_store(address: str, port: int, timeout: timedelta) -> Store:
+    import torch.distributed as dist
+
+    try:
+        return cast(Store, stores().TCPStore(address, port, None, False, timeout=timeout, wait_for_workers=False))
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise LaunchError(
+            f"no store of this job answers at {address} port {port}; rank 0 has to listen there. See whether rank 0 has "
+            "started or failed, whether a firewall is in between, and whether another program has the port (MASTER_PORT)."
+        ) from error
+
+
+def _host_store(address: str, port: int, timeout: timedelta, num_nodes: int) -> Store:
+    """Hold the job's store in this process; on the loopback interface alone where the job has one node."""
+    listener = listen_at(LOOPBACK, port) if num_nodes == 1 else listen_at(address, port, else_everywhere=True)
+    listener_fd = listener.detach()  # from here on the store's
+    host = LOOPBACK if num_nodes == 1 else address
+    return cast(
+        Store,
+        stores().TCPStore(
+            host, port, None, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener_fd
+        ),
+    )

@@ -1,0 +1,103 @@
+"""A prepared loader: this rank's share of a user's loader, for loops that iterate it themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trainwright.data.loaders import with_last
+from trainwright.data.share import Place
+from trainwright.data.source_state import SourceState
+from trainwright.data.transfer import to_device
+from trainwright.engine.engine import Engine
+from trainwright.engine.iterations import Iterations
+
+
+class PreparedLoader:
+    """This rank's share of a loader, batch by batch on the device; each iteration is the next epoch.
+
+    Every rank has equally many batches; `last_sizes` tells how many samples of the last ones are no repeats. What else the
+    loader has (`dataset`, `batch_size`, `sampler`), this one has: it is that of the whole loader, as it was given.
+
+    Args:
+        engine: whose share, and which device.
+        loader: the user's own, to be had back as `.loader`.
+        iterations: told of each pass over it.
+    """
+
+    def __init__(self, engine: Engine, loader: Any, iterations: Iterations) -> None:
+        self.loader = loader
+        self.epoch = 0
+        """The number of the epoch that the next batch belongs to."""
+        self.is_at_end = False
+        """Whether the batch at hand is the epoch's last."""
+        self._sharded = engine.prepare_loader(loader, "even")
+        self._engine = engine
+        self._iterations = iterations
+        self._start = self._batch = 0
+        self._places: Sequence[Place] = ()
+        self._sources: Sequence[SourceState | None] = ()
+        self._is_begun = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the loader has."""
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_begun:
+            self.epoch += 1  # the epoch before was left in its middle
+        self._is_begun = True
+        self._batch, self._start, self.is_at_end = self._start, 0, False
+        self._engine.follow_parameters(if_changed=True)
+        device = self._engine.device
+        self._sharded.set_epoch(self._engine.seed, self.epoch, self._batch, self._places, self._sources)
+        self._places = self._sources = ()
+        length, on_host = self._sharded.exact_length, device.type == "cpu"
+        iteration, is_left = self._iterations.begin(self), True
+        try:
+            for batch, is_last in with_last(self._sharded, self._batch, length):
+                self.is_at_end = is_last
+                self._batch += 1
+                self._iterations.give(iteration)
+                yield batch if on_host else to_device(batch, device)
+            self.epoch, self._batch, self._is_begun, self.is_at_end = self.epoch + 1, 0, False, False
+            is_left = False
+        finally:
+            self._iterations.end(iteration, is_left)
+
+    def __len__(self) -> int:
+        return len(self._sharded)
+
+    @property
+    def batches_left(self) -> int | None:
+        """Return how many batches the epoch still has, the one at hand among them; None without a known length."""
+        length = self._sharded.exact_length
+        return None if length is None else length - self._batch + 1
+
+    @property
+    def last_sizes(self) -> list[int] | None:
+        """Return, per rank, how many samples of the last batch are no repeats; None where all are."""
+        return self._sharded.last_sizes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the next batch stands."""
+        if self.is_at_end and self._batch:
+            return {"epoch": self.epoch + 1, "batch": 0}
+        if not self._batch:
+            return {"epoch": self.epoch, "batch": 0}
+        places = list(self._places) or self._sharded.places(self._batch)
+        return {"epoch": self.epoch, "batch": self._batch, "places": places}
+
+    def sources(self) -> list[SourceState | None]:
+        """Return the state of the loader's source there, as this rank sees it."""
+        if self._places or not self._batch or self.is_at_end:
+            return list(self._sources)
+        return self._sharded.states(self._batch)
+
+    def load_state_dict(self, state: dict[str, Any], sources: Sequence[SourceState | None] = ()) -> None:
+        """Let the next iteration begin there."""
+        self.epoch, self._start, self._is_begun = int(state["epoch"]), int(state["batch"]), False
+        self._batch, self.is_at_end = self._start, False
+        self._places, self._sources = state.get("places", ()), sources
