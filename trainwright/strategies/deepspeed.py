@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
+from trainwright.precision.fast_path import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import zero_state
 from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, refuse_lazy, state_tensors
@@ -278,7 +279,8 @@ class DeepSpeedStrategy(Strategy):
         for engine in self._parts.get(module, []):
             # Not engine(...): it would hang its own prologue on what the step returns, and a manual backward runs before.
             step = partial(engine.module, step)
-        with self.precision.forward_context() or nullcontext():
+        # Attention's fast path looks at parameters that stage 3 has not gathered.
+        with self.precision.forward_context() or nullcontext(), NoFastPath() if self.stage == 3 else nullcontext():
             return step()
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:

@@ -31,6 +31,7 @@ def make_engine(
     kind, name = deepspeed.DeepSpeedEngine, "_broadcast_model"
     broadcast = getattr(kind, name)
     setattr(kind, name, lambda engine: None)
+    own_hooks = {module: set(module._forward_pre_hooks) for module in part.modules()}
     for parameter in whole:
         parameter.data = parameter.data.contiguous()  # nor where its elements lie in another order
     scalars = [p for p in whole if p.dim() == 0]
@@ -48,6 +49,7 @@ def make_engine(
     finally:
         setattr(kind, name, broadcast)
     _make_printable(part)
+    _gather_first(own_hooks)
     for parameter in scalars:
         parameter.ds_shape = torch.Size([])  # type: ignore[attr-defined]
         if parameter.numel() == 1:
@@ -62,6 +64,14 @@ def _make_printable(part: nn.Module) -> None:
             method = module.__dict__.get(name)
             if getattr(method, "__self__", None) is module:
                 module.__dict__[name] = lambda *args, call=method: call(*args)
+
+
+def _gather_first(own_hooks: dict[nn.Module, set[int]]) -> None:
+    """Let the engine's hooks run before the user's, which may use the parameters that those gather (weight_norm does)."""
+    for module, own in own_hooks.items():
+        hooks: Any = module._forward_pre_hooks
+        for key in [each for each in reversed(hooks) if each not in own] if own else ():
+            hooks.move_to_end(key, last=False)
 
 
 def scale_losses(engine: Any) -> None:
