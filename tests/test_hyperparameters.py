@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import enum
 import functools
 import inspect
 import json
@@ -12,19 +13,22 @@ import types
 from collections import UserDict, UserList
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import omegaconf
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from trainwright.checkpoint.codec import decode, encode
+from trainwright.checkpoint.exchange import is_plain as is_storable
 from trainwright.hyperparameters import (
     HyperParameters,
     build,
     logged_hyper_parameters,
-    plain_hyper_parameters,
     read_hyper_parameters,
+    stored_hyper_parameters,
 )
 
 
@@ -142,7 +146,7 @@ def test_names_choose_and_one_collection_becomes_the_hyper_parameters() -> None:
         assert configured.hparams.lr == 0.1
         assert configured._hparams_name == "config"
     assert configured.hparams.inner.sizes == [1, 2]
-    again = build(Configured, plain_hyper_parameters(configured, is_plain)[0], {"lr": 0.2, "seed": 3}, "config")
+    again = build(Configured, stored_hyper_parameters(configured, is_plain)[0], {"lr": 0.2, "seed": 3}, "config")
     assert (again.hparams.lr, again.hparams.inner.sizes) == (0.2, [1, 2])
     outside = Net(1)
     outside.save_hyperparameters({"later": 1})
@@ -172,9 +176,10 @@ def test_what_is_no_plain_data_is_kept_in_memory_and_named() -> None:
     net = Net(3, lock=lock, backbone=backbone, parts=[backbone, {"data": data}], function=lambda: 1, computed=computed)
     assert net.hparams.lock is net.hparams_initial.lock is lock
     assert net.hparams_initial.parts[1]["data"] is data  # a large thing is not copied
-    plain, left_out = plain_hyper_parameters(net, is_plain)
+    plain, forms = stored_hyper_parameters(net, is_plain)
     assert plain == {"width": 3, "lr": 0.1, "act": "relu"}
-    assert left_out == ["lock", "backbone", "parts", "function", "computed"]
+    assert list(forms) == ["lock", "backbone", "parts", "function", "computed"]
+    assert forms["backbone"] == {"form": "left_out", "kind": "torch.nn.modules.linear.Linear"}
     with pytest.raises(
         TypeError, match=r"argument lr is not among .* \(width\)\. Pass it: Wrapped\.load_from.*lr=\.\.\."
     ):
@@ -245,3 +250,138 @@ def test_a_file_of_hyper_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     loaded = types.SimpleNamespace(safe_load=lambda text: {"parsed": text})
     monkeypatch.setitem(__import__("sys").modules, "yaml", loaded)
     assert read_hyper_parameters(str(tmp_path / "a.yaml"))["parsed"].startswith("lr")
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = ("b", 2)
+
+
+class Mode(str, enum.Enum):
+    FAST = "fast"
+
+
+@dataclasses.dataclass
+class Schedule:
+    warmup: int
+    color: Color = Color.RED
+    total: int = dataclasses.field(init=False, default=7)
+
+
+class Point(NamedTuple):
+    x: int
+    y: nn.Module | type[nn.Module]
+
+
+class Config:
+    """Has what a configuration of transformers has."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"width": self.width}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> Config:
+        return cls(**content)
+
+
+def doubled(value: int) -> int:
+    return 2 * value
+
+
+FORMED: dict[str, Any] = {
+    "enum": Color.BLUE,
+    "str_enum": Mode.FAST,
+    "dataclass": Schedule(3, Color.BLUE),
+    "namespace": argparse.Namespace(a=1, b=Color.RED),
+    "simple": types.SimpleNamespace(a=[1, nn.ReLU]),
+    "class": nn.Tanh,
+    "own_function": doubled,
+    "functional": nn.functional.leaky_relu,
+    "built_in": torch.tanh,
+    "range": range(1, 9, 2),
+    "slice": slice(1, None),
+    "complex": 1 - 2j,
+    "named": Point(1, nn.GELU),
+    "nested": {"a": [Color.RED, (Mode.FAST,)], "b": {"c": nn.Tanh}},
+    "omega": omegaconf.OmegaConf.create({"lr": 0.1, "twice": "${lr}", "list": [1, {"a": 2}]}),
+    "omega_list": omegaconf.OmegaConf.create([1, 2]),
+}
+
+
+class Formed(HyperParameters):
+    def __init__(self, value: Any = None, other: int = 1) -> None:
+        self.value = value
+        self.save_hyperparameters()
+
+
+def through_json(value: Any) -> Any:
+    plain, tensors = encode(value)
+    return decode(json.loads(json.dumps(plain)), tensors)
+
+
+@pytest.mark.parametrize("name", FORMED)
+def test_what_has_a_plain_form_comes_back_as_it_was(name: str) -> None:
+    value = FORMED[name]
+    plain, forms = stored_hyper_parameters(Formed(value), is_storable)
+    again = build(Formed, through_json(plain), {}, "kwargs", through_json(forms))
+    assert type(again.value) is type(value)
+    assert again.value == value
+    merged, left_out = logged_hyper_parameters([Formed(value)], is_storable)
+    assert left_out == []
+    json.dumps(merged)
+
+
+def test_partials_and_configurations_come_back() -> None:
+    _, forms = stored_hyper_parameters(Formed(functools.partial(torch.optim.SGD, lr=0.5)), is_storable)
+    again = build(Formed, {}, {}, "kwargs", forms).value
+    assert (again.func, again.keywords) == (torch.optim.SGD, {"lr": 0.5})
+    _, forms = stored_hyper_parameters(Formed(Config(4)), is_storable)
+    assert build(Formed, {}, {}, "kwargs", forms).value.width == 4
+
+
+def test_a_value_without_a_form_is_wanted_as_an_argument() -> None:
+    plain, forms = stored_hyper_parameters(Formed(nn.Linear(1, 1)), is_storable)
+    with pytest.raises(
+        TypeError, match=r"trained with an argument 'value' that is not in the checkpoint, since a torch.nn.*Linear"
+    ):
+        build(Formed, plain, {}, "kwargs", forms)
+    assert build(Formed, plain, {"value": 3}, "kwargs", forms).value == 3
+
+    class ByDefault(HyperParameters):
+        def __init__(self, act: nn.Module = ACT) -> None:
+            self.save_hyperparameters()
+
+    assert stored_hyper_parameters(ByDefault(), is_storable) == ({}, {})  # the constructor has it
+
+
+ACT = nn.Tanh()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["os:system", "subprocess:run", "builtins:eval", "torch:load", "torch.hub:load", "torch:from_file", "json:loads",
+     "test_hyperparameters:json.loads", "test_hyperparameters:subprocess.run", "torch.nn.functional:torch.load", "nowhere:run"],
+)  # fmt: skip
+def test_a_checkpoint_names_nothing_but_what_a_model_is_made_of(path: str) -> None:
+    """Nothing is imported, and nothing that is imported can be named across modules."""
+    with pytest.raises(TypeError, match="an argument 'value' that cannot be built again"):
+        build(Formed, {}, {}, "kwargs", {"value": {"form": "name", "path": path}})
+    with pytest.raises(TypeError, match="an argument 'value' that cannot be built again"):
+        build(Formed, {}, {}, "kwargs", {"value": {"form": "dataclass", "path": path, "items": {}}})
+
+
+def test_what_the_user_allows_may_be_named() -> None:
+    form = {"form": "name", "path": "json:loads"}
+    with torch.serialization.safe_globals([json.loads]):
+        assert build(Formed, {}, {}, "kwargs", {"value": form}).value is json.loads
+    with pytest.raises(TypeError, match="a form that cannot be read"):
+        build(Formed, {}, {}, "kwargs", {"value": 3})  # type: ignore[dict-item]
+
+
+def test_the_content_of_one_argument_may_have_forms() -> None:
+    configured = Configured({"lr": 0.1, "act": nn.Tanh})
+    plain, forms = stored_hyper_parameters(configured, is_storable)
+    assert build(Configured, plain, {}, "config", forms).hparams == {"lr": 0.1, "act": nn.Tanh}

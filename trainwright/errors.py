@@ -26,7 +26,7 @@ class LaunchError(TrainwrightError):
 
 
 class WorkerFailed(TrainwrightError):
-    """A process to which work was handed over has failed; the message names the rank and the cause."""
+    """A process to which work was handed over has failed; the message has the rank, the cause and its traceback."""
 
 
 class RunStopped(SystemExit):

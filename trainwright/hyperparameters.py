@@ -1,7 +1,8 @@
 """Hyper-parameters: what a Module or a DataModule was constructed with, kept so that it can be constructed again.
 
-`HyperParameters` is the mixin that collects them; `plain_hyper_parameters` says which of them may be stored and logged;
-`build` constructs an instance from stored ones. Reading and writing checkpoints is left to the callers.
+`HyperParameters` is the mixin that collects them; `stored_hyper_parameters` says what a checkpoint holds of them: plain data
+as it is, the rest as forms (plain_forms.py). `build` constructs an instance from stored ones. Reading and writing
+checkpoints is left to the callers.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import enum
 import importlib
 import inspect
 import json
@@ -19,6 +21,8 @@ from typing import Any, TypeVar
 import fsspec
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+
+from trainwright.plain_forms import LEFT_OUT, Form, Names, describe, is_form, left_out_form, readable, rebuild
 
 T = TypeVar("T")
 AS_ARGUMENTS = "kwargs"
@@ -74,7 +78,10 @@ class HyperParameters:
     ) -> None:
         """Keep the arguments of `__init__`, those of the subclasses' `__init__` included, as `hparams`.
 
-        What is no plain data (a network, a dataset, a function) is in `hparams` too, but not in checkpoints and loggers.
+        What is no plain data is in `hparams` too. Checkpoints hold it where it has a plain form: an enum's member, a
+        dataclass, a Namespace, OmegaConf's containers, a configuration with to_dict and from_dict, a class or a function
+        (by its name), a partial of one. What has none (a network, a dataset, a lambda) is left out of checkpoints and
+        loggers, and `load_from_checkpoint` then wants it as an argument.
         The values are those that the arguments have at the moment of the call; what came as `*args` is left out.
 
         Args:
@@ -131,14 +138,21 @@ class HyperParameters:
         return copied
 
 
-def plain_hyper_parameters(owner: HyperParameters, is_plain: Callable[[Any], bool]) -> tuple[dict[str, Any], list[str]]:
-    """Return the hyper-parameters that may be stored, and the names of the others.
+def stored_hyper_parameters(
+    owner: HyperParameters, is_plain: Callable[[Any], bool]
+) -> tuple[dict[str, Any], dict[str, Form]]:
+    """Return the hyper-parameters that are plain data, and the forms of the others; what has none says so in its form.
 
     Args:
         owner: the module or datamodule.
         is_plain: whether a value may be stored.
     """
-    return _divided(owner.hparams, is_plain)
+    plain, forms = _divided(owner.hparams, is_plain)
+    defaults = {name: each.default for name, each in inspect.signature(type(owner).__init__).parameters.items()}
+    for name in [name for name, form in forms.items() if form["form"] == LEFT_OUT]:
+        if owner.hparams[name] is defaults.get(name, inspect.Parameter.empty):
+            del forms[name]  # the constructor has it
+    return plain, forms
 
 
 def logged_hyper_parameters(
@@ -154,7 +168,8 @@ def logged_hyper_parameters(
     for owner in owners:
         if owner is None or not owner._log_hyperparams:
             continue
-        plain, others = _divided(owner.hparams_initial, is_plain)
+        plain, forms = _divided(owner.hparams_initial, is_plain)
+        plain |= {name: readable(form) for name, form in forms.items() if form["form"] != LEFT_OUT}
         different = sorted(key for key in merged.keys() & plain.keys() if not _is_same(merged[key], plain[key]))
         if different:
             raise ValueError(
@@ -162,7 +177,7 @@ def logged_hyper_parameters(
                 "values; rename one of them, or call save_hyperparameters(logger=False) in one of the two."
             )
         merged.update(plain)
-        left_out += [name for name in others if name not in left_out]
+        left_out += [name for name, form in forms.items() if form["form"] == LEFT_OUT and name not in left_out]
     return merged, left_out
 
 
@@ -171,6 +186,7 @@ def build(
     hyper_parameters: Mapping[str, Any],
     overrides: Mapping[str, Any],
     hparams_name: str | None = AS_ARGUMENTS,
+    forms: Mapping[str, Form] | None = None,
 ) -> T:
     """Construct an instance from stored hyper-parameters.
 
@@ -182,18 +198,25 @@ def build(
         overrides: what the caller gave; where the hyper-parameters are the content of one argument, they may name its
             items too.
         hparams_name: the `_hparams_name` that was stored with them.
+        forms: the forms of those that are no plain data.
 
     Raises:
-        TypeError: an argument is missing, or an override is none of the constructor's.
+        TypeError: an argument is missing, was left out or cannot be built again, or an override is none of the constructor's.
     """
     parameters = list(inspect.signature(cls).parameters.values())
     named = {each.name: each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
     stored, overrides = dict(hyper_parameters), dict(overrides)
-    if hparams_name in named and hparams_name != AS_ARGUMENTS and hparams_name not in stored:
+    is_content = hparams_name in named and hparams_name != AS_ARGUMENTS and hparams_name not in stored
+    content_of = hparams_name if is_content else None  # the one argument that they are the content of
+    for name, form in (forms or {}).items():
+        is_wanted = takes_all or name in named if content_of is None else content_of not in overrides
+        if is_wanted and name not in overrides:
+            stored[name] = _rebuilt(cls, name, form)
+    if content_of is not None:
         for key in [key for key in overrides if key in stored and key not in named]:
             stored[key] = overrides.pop(key)
-        stored = {hparams_name: _with_attributes(stored)}
+        stored = {content_of: _with_attributes(stored)}
     unknown = [] if takes_all else [key for key in overrides if key not in named]
     if unknown:
         raise TypeError(
@@ -314,10 +337,37 @@ def _without_attributes(value: Any) -> Any:
     return value
 
 
-def _divided(values: Mapping[str, Any], is_plain: Callable[[Any], bool]) -> tuple[dict[str, Any], list[str]]:
-    plain = {key: _without_attributes(value) for key, value in values.items()}
-    left_out = [key for key, value in plain.items() if not is_plain(value)]
-    return {key: value for key, value in plain.items() if key not in left_out}, left_out
+def _divided(values: Mapping[str, Any], is_plain: Callable[[Any], bool]) -> tuple[dict[str, Any], dict[str, Form]]:
+    plain: dict[str, Any] = {}
+    forms: dict[str, Form] = {}
+    for key, value in ((key, _without_attributes(value)) for key, value in values.items()):
+        if is_plain(value) and not isinstance(value, enum.Enum):
+            plain[key] = value
+            continue
+        try:
+            forms[key] = describe(value, is_plain)
+        except Exception:  # whatever a foreign to_dict raises, too
+            forms[key] = left_out_form(value)
+    return plain, forms
+
+
+def _rebuilt(cls: type[Any], name: str, form: Form) -> Any:
+    """Return the value of a stored form (TypeError where it has none, with what to do)."""
+    advice = f"Pass it: {cls.__name__}.load_from_checkpoint(path, {name}=...)."
+    if not is_form(form):
+        raise TypeError(f"the hyper-parameter {name!r} is stored in a form that cannot be read. {advice}")
+    if form["form"] == LEFT_OUT:
+        raise TypeError(
+            f"{cls.__name__} was trained with an argument {name!r} that is not in the checkpoint, since a "
+            f"{form.get('kind')} has no plain form. {advice}"
+        )
+    try:
+        return rebuild(form, Names(cls).find)
+    except (LookupError, TypeError, ValueError, AttributeError, ImportError) as error:
+        raise TypeError(
+            f"{cls.__name__} was trained with an argument {name!r} that cannot be built again: {error}. Import what it is of, "
+            f"allow it with torch.serialization.add_safe_globals, or pass it. {advice}"
+        ) from error
 
 
 def _copied(value: Any) -> Any:

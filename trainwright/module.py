@@ -326,11 +326,14 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         Raises:
             CheckpointError: no checkpoint, a damaged one, one of another model, or one that holds more than plain data and
                 tensors.
-            TypeError: the constructor needs an argument that was not saved.
+            TypeError: the constructor needs an argument that was not saved, or was trained with one that could not be saved.
         """
         weights = read_weights(str(checkpoint_path), verify)
-        stored = weights.hyper_parameters if hparams_file is None else read_hyper_parameters(hparams_file)
-        module = build(cls, stored, kwargs, weights.hparams_name)
+        if hparams_file is None:
+            forms = weights.hyper_parameter_forms
+            module = build(cls, weights.hyper_parameters, kwargs, weights.hparams_name, forms)
+        else:
+            module = build(cls, read_hyper_parameters(hparams_file), kwargs, weights.hparams_name)
         module.configure_model()
         contents = {**weights.contents, "state_dict": weights.state_dict}
         module.on_load_checkpoint(contents)

@@ -87,7 +87,7 @@ def test_saves_before_the_metrics_of_a_name_are_there(tmp_path: Path) -> None:
         callback = run(tmp_path, [1.0, 2.0], every_n_train_steps=4, filename="{step}-{score:.1f}-{other:.0f}")
     assert len(caught) == 1
     assert callback.best_model_score == 1.0
-    assert sorted(found(tmp_path)) == ["step=12-score=1.0-other=7.ckpt"]
+    assert sorted(found(tmp_path)) == ["step=11-score=1.0-other=7.ckpt"]
 
 
 # -- the name of the one that goes ---------------------------------------------------------------------------------------

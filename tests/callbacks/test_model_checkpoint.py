@@ -256,15 +256,15 @@ def test_every_n_train_steps_of_windows(tmp_path: Path) -> None:
 
 
 def test_a_step_save_before_the_metric_is_there(tmp_path: Path) -> None:
-    """Until the first validation nothing can be judged, and only save_last keeps what is saved."""
+    """Until the first validation nothing can be judged; that validation is what the save waits for."""
     callback = tw.ModelCheckpoint(str(tmp_path), monitor="val_loss", save_last=True, every_n_train_steps=8)
     with pytest.warns(UserWarning, match="is to save by 'val_loss', which was not logged yet") as caught:
         train(callback, has_validation=True, max_epochs=1)
     assert len(caught) == 1
-    assert names(tmp_path) == ["epoch=0-step=8.ckpt"]
-    assert (callback.best_model_path, callback.last_model_path) == ("", f"{tmp_path}/epoch=0-step=8.ckpt")
+    assert names(tmp_path) == ["epoch=0-step=11.ckpt"]
+    assert callback.best_model_path == callback.last_model_path == f"{tmp_path}/epoch=0-step=11.ckpt"
     train(callback, has_validation=True, max_epochs=2, ckpt_path="last")
-    assert callback.best_model_path == f"{tmp_path}/epoch=1-step=16.ckpt"
+    assert callback.last_model_path == f"{tmp_path}/epoch=1-step=22.ckpt"
 
 
 def test_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +292,7 @@ def test_after_each_validation_within_an_epoch(tmp_path: Path) -> None:
     ):
         callback = tw.ModelCheckpoint(
             str(tmp_path / folder),
-            monitor="val_loss",
+            monitor=None if folder == "end" else "val_loss",
             save_top_k=-1,
             save_on_train_epoch_end=save_on_train_epoch_end,
         )
@@ -305,8 +305,8 @@ def test_after_each_validation_within_an_epoch(tmp_path: Path) -> None:
             assert resumed.global_step == 22
 
 
-def test_a_save_of_a_validation_within_a_window_waits(tmp_path: Path) -> None:
-    """Validations after 5 and 10 of 11 batches, in windows of 4: the saves come after 8 and 11."""
+def test_a_validation_that_is_due_within_a_window_waits(tmp_path: Path) -> None:
+    """After 5 and 10 of 11 batches, in windows of 4: after 8 and 11."""
     callback = tw.ModelCheckpoint(str(tmp_path), monitor="val_loss", save_top_k=-1)
     settings = {"has_validation": True, "max_epochs": 1, "val_check_interval": 5, "accumulate_grad_batches": 4}
     whole = end(train(callback, **settings))

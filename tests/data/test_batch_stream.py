@@ -167,3 +167,34 @@ def test_how_many_samples_a_batch_has() -> None:
         None,
         None,
     ]
+
+
+@pytest.mark.filterwarnings(READ_WHOLE)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_in_a_loop_of_ones_own_each_rank_keeps_whole_batches(world_size: int) -> None:
+    for count, drop_last in itertools.product(range(1, 14), (False, True)):
+        loader = DataLoader(Counting(count), batch_size=3, drop_last=drop_last)
+        alone = read(ShardedLoader(loader, rank=0, world_size=1, mode="even"))
+        ranks = shares(loader, world_size, "even")
+        parts = [read(share) for share in ranks]
+        assert len(set(map(len, parts))) == 1
+        sizes = ranks[0].last_sizes
+        rounds = list(zip(*parts, strict=True))
+        if sizes is not None:
+            rounds[-1] = tuple(batch[:size] for batch, size in zip(rounds[-1], sizes, strict=True))
+        kept = len(alone) // world_size * world_size if drop_last else len(alone)
+        assert [batch for each in rounds for batch in each if batch] == alone[:kept]
+
+
+def test_what_no_rank_can_share_is_told_with_what_its_caller_has() -> None:
+    class Own(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return super().__iter__()
+
+    for mode, advice in (("train", "set use_distributed_sampler=False"), ("even", "leave the loader out of prepare")):
+        with pytest.raises(TypeError, match=f"Own has an __iter__ of its own.*{advice}"):
+            shares(Own([1, 2]), 2, mode)
+        with pytest.warns(
+            UserWarning, match="one batch in 2. If it splits itself by rank, (set use_dist|leave its load)"
+        ):
+            shares(DataLoader(Counting(3)), 2, mode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -35,9 +36,9 @@ def test_every_sample_counts_once(mode: str, world_size: int) -> None:
     for count, size, drop_last, shuffle in itertools.product(range(1, 30), (1, 3, 4), (False, True), (False, True)):
         loader = DataLoader(numbers(count), batch_size=size, drop_last=drop_last, shuffle=shuffle)
         wanted = count // size * size if drop_last else count
-        if mode == "train" and drop_last and world_size > 1:
+        if mode in ("train", "even") and drop_last and world_size > 1:
             wanted = count // size // world_size * world_size * size  # a short round is dropped, as a short batch is
-        if mode == "train" and drop_last and 0 < len(loader) < world_size:
+        if mode in ("train", "even") and drop_last and 0 < len(loader) < world_size:
             with pytest.raises(ValueError, match=f"has {len(loader)} batches for {world_size} ranks"):
                 shards(loader, world_size, mode)
             continue
@@ -207,11 +208,6 @@ def test_what_several_ranks_cannot_share_is_refused(loader: Any, match: str) -> 
     assert ShardedLoader(loader, rank=1, world_size=2, mode="train", shard=False)
 
 
-def test_an_iterable_dataset_is_not_padded() -> None:
-    with pytest.raises(TypeError, match="an IterableDataset, which has no indices to make even batches of"):
-        shards(DataLoader(Endless()), 2, "even")
-
-
 def test_data_that_the_user_has_shared_out_is_used_whole() -> None:
     """Its order is of (seed, epoch), it begins at any batch, and a DistributedSampler is told the epoch."""
     loader = DataLoader(numbers(10), batch_size=3, shuffle=True)
@@ -279,3 +275,47 @@ def test_an_endless_sampler_has_no_length_and_is_shared() -> None:
     right.set_epoch(1, 0)
     assert [batch[0].tolist() for batch in itertools.islice(left, 2)] == [[0, 1], [4, 5]]
     assert [batch[0].tolist() for batch in itertools.islice(right, 2)] == [[2, 3], [6, 7]]
+
+
+@pytest.mark.parametrize("mode", ["train", "evaluate"])
+def test_batches_come_in_order_though_the_loader_has_in_order_off(mode: str) -> None:
+    other_is_done = multiprocessing.Event()
+
+    class Slow(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            if index == 0:
+                other_is_done.wait(60)
+            if index == 3:
+                other_is_done.set()
+            return super().__getitem__(index)
+
+    loader = DataLoader(Slow(torch.arange(8)), num_workers=2, in_order=False)
+    with pytest.warns(UserWarning, match=r"in_order=False, which is not heeded: batches come in the order .* resume"):
+        share = ShardedLoader(loader, rank=0, world_size=1, mode=mode)  # type: ignore[arg-type]
+    assert batches(share) == [[each] for each in range(8)]
+    assert loader.in_order is False, "the user's own loader stays as it is"
+
+
+def test_a_sampler_of_ones_own_may_follow_the_training() -> None:
+    class Follows(Sampler[int]):
+        latest = 0
+
+        def __iter__(self) -> Iterator[int]:
+            for _ in range(6):
+                yield self.latest
+
+        def __len__(self) -> int:
+            return 6
+
+    for wrapped in (False, True):
+        sampler: Any = Follows()
+        loader = DataLoader(
+            numbers(6), **({"batch_sampler": BatchSampler(sampler, 1, False)} if wrapped else {"sampler": sampler})
+        )
+        share = ShardedLoader(loader, rank=0, world_size=1, mode="train")
+        share.set_epoch(1, 0)
+        seen = []
+        for number, (batch,) in enumerate(share, start=1):
+            seen += batch.tolist()
+            sampler.latest = number
+        assert seen == [0, 1, 2, 3, 4, 5]

@@ -199,8 +199,12 @@ def test_later_calls_go_on_from_there(ran: Ran, tmp_path: Path, capsys: pytest.C
 
 def test_a_failing_rank_is_an_error_here(ran: Ran, capsys: pytest.CaptureFixture[str]) -> None:
     module = Net(failing_rank=1)
-    with pytest.raises(WorkerFailed, match=r"trainer\.fit: rank 1 of 2 failed first \(ValueError: no such batch\)"):
+    with pytest.raises(
+        WorkerFailed, match=r"trainer\.fit: rank 1 of 2 failed first \(ValueError: no such batch\)"
+    ) as caught:
         ran.trainer.fit(module, make_loader(8, 2))
+    assert "On rank 1:\nTraceback (most recent call last):\n" in str(caught.value)
+    assert 'raise ValueError("no such batch")\nValueError: no such batch' in str(caught.value)  # the line of the step
     printed = capsys.readouterr().err
     assert "[rank1] ValueError: no such batch" in printed
     assert printed.index("Traceback") < printed.index("trainwright: rank 1 of 2")

@@ -191,7 +191,7 @@ def test_hyper_parameters_that_are_not_plain_are_left_out_with_one_warning(tmp_p
         trainer = fit(module, callbacks=saving, logger=tw.CSVLogger(tmp_path), **{"enable_checkpointing": True})
     told = [str(each.message) for each in said if "net" in str(each.message)]
     assert len(told) == 1
-    assert "net, make of the module are no plain data" in told[0] or "make, net" in told[0]
+    assert "net, make of the module have no plain form" in told[0] or "make, net" in told[0]
     state = state_of(Path(saving.best_model_path))
     assert json.dumps(state["hyper_parameters"]).count("width") == 1
     assert "make" not in json.dumps(state["hyper_parameters"])
@@ -200,6 +200,24 @@ def test_hyper_parameters_that_are_not_plain_are_left_out_with_one_warning(tmp_p
     with pytest.raises(TypeError, match=r"make|net"):
         Hyper.load_from_checkpoint(saving.best_model_path)
     assert trainer.global_step == 2
+
+
+class Activated(Classifier):
+    def __init__(self, act: Any = nn.ReLU) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net.insert(1, act())
+
+
+@pytest.mark.filterwarnings("ignore:the hyper-parameters act of the module")
+def test_a_module_is_made_with_the_arguments_that_it_was_trained_with(tmp_path: Path) -> None:
+    """Not with the defaults where an argument is no plain data."""
+    path = saved(fit(Activated(nn.Tanh)), tmp_path / "tanh.ckpt")
+    assert Activated.load_from_checkpoint(path).hparams.act is nn.Tanh
+    path = saved(fit(Activated(lambda: nn.Tanh())), tmp_path / "unnamed.ckpt")
+    with pytest.raises(TypeError, match=r"trained with an argument 'act' that is not in the checkpoint.* Pass it"):
+        Activated.load_from_checkpoint(path)
+    assert isinstance(Activated.load_from_checkpoint(path, act=nn.GELU).net[1], nn.GELU)
 
 
 class Tuned(Classifier):

@@ -237,18 +237,17 @@ def test_the_hooks_of_every_kind_of_run(tmp_path: Path, ranks: int) -> None:
 
 
 def test_the_hooks_of_a_module_with_its_own_loaders(tmp_path: Path) -> None:
-    """Six batches in windows of two, and a validation after each third one: the first of them stands within a window."""
+    """Six batches in windows of two, and a validation after each third one: the first of them waits for its window's end."""
     calls: list[str] = []
     callback = recording(tw.Callback, OF_CALLBACKS, "C", calls)()
     settings = {"max_epochs": 1, "accumulate_grad_batches": 2, "val_check_interval": 3, "num_sanity_val_steps": 0}
     trainer = tw.Trainer(**settings, **QUIET)
     trainer.fit(recording(Planned, OF_MODULES, "M", calls)(calls, callback))
-    within = evaluation("validation", "M", "", ending="M.lr_scheduler_step(validation)")
-    first = within.replace("M.on_validation_model_eval", "M.val_dataloader M.on_validation_model_eval", 1)
+    first = validation("M").replace("M.on_validation_model_eval", "M.val_dataloader M.on_validation_model_eval", 1)
     opened, stepped = training_batch("M", ends=False), training_batch("M", opens=False)
     timeline = f"""{opening("fit", data=False)} M.configure_optimizers {both("on_fit_start")}
         M.train_dataloader {both("on_train_start")} {both("on_train_epoch_start").replace(" M.", " L.on_train_epoch_start M.")}
-        {opened} {stepped} {opened} {first} {stepped} {opened} {stepped}
+        {opened} {stepped} {opened} {stepped} {first} {opened} {stepped}
         M.lr_scheduler_step(epoch) {validation("M")} {ENDING}
         {both("on_train_end", "on_fit_end")} {closing(data=False)}"""
     assert calls == timeline.split()

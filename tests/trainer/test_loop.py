@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import pairwise
@@ -14,7 +16,7 @@ import pytest
 import torch
 from small import QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trainwright as tw
 
@@ -377,6 +379,30 @@ def test_loaders_are_made_again() -> None:
         assert trainer.global_step == (8 if every == 0 else 2 + 2 + 4 + 4)
 
 
+def test_loaders_that_were_made_again_are_let_go_of() -> None:
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    counts: list[int] = []
+
+    class Data(TensorDataset):
+        pass
+
+    class Own(Classifier):
+        def train_dataloader(self) -> Any:
+            data = Data(*make_loader(8).dataset.tensors)  # type: ignore[attr-defined]
+            alive.add(data)
+            return DataLoader(data, batch_size=4)
+
+        def val_dataloader(self) -> Any:
+            return self.train_dataloader()
+
+        def on_train_epoch_end(self) -> None:
+            gc.collect()
+            counts.append(len(alive))
+
+    tw.Trainer(max_epochs=4, reload_dataloaders_every_n_epochs=1, **QUIET).fit(Own())
+    assert counts == [2, 2, 2, 2]
+
+
 # -- steps ---------------------------------------------------------------------------------------------------------------
 
 
@@ -609,7 +635,7 @@ def test_what_hooks_see_of_the_trainer() -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_run_that_is_resumed_within_an_epoch_goes_on_as_it_would_have(tmp_path: Path, accumulate: int) -> None:
-    """Validated after each third batch, and saved before that, at each step."""
+    """Validated after each third batch, or at the end of its window, and saved before that, at each step."""
     common = {
         "max_epochs": 2, "val_check_interval": 3, "accumulate_grad_batches": accumulate,
         **QUIET, "enable_checkpointing": True,
@@ -624,7 +650,8 @@ def test_a_run_that_is_resumed_within_an_epoch_goes_on_as_it_would_have(tmp_path
 
     saving = tw.ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1)
     whole, _ = run(callbacks=saving)
-    assert whole.validations == [(0, 3), (0, 6), (0, 9), (1, 14), (1, 17), (1, 20)]
+    first, last = ((0, 3), (0, 9)) if accumulate == 1 else ((0, 4), (0, 10))
+    assert whole.validations == [first, (0, 6), last, *((1, batch + 11) for _, batch in (first, (0, 6), last))]
     for step in (2, 3, 4, 6, 11) if accumulate == 1 else (1, 2, 3, 6, 7):
         (path,) = tmp_path.glob(f"*-step={step}.ckpt")
         resumed, _ = run(path)

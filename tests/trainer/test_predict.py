@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,16 +65,35 @@ def predictions(folder: Path) -> dict[str, Any]:
         found["unmeasured"] = trainer.predict(Forward(), DataLoader(Numbers(), batch_size=4))
     trainer = tw.Trainer(limit_predict_batches=2, **{**QUIET, "devices": "auto"})
     found["limited"] = trainer.predict(Forward(), numbers(16))
+    found["subclass"] = trainer.predict(Subclassed(), numbers(16))
+    objects = Objects()
     try:
-        tw.Trainer(**{**QUIET, "devices": "auto"}).predict(Objects(), numbers())
+        tw.Trainer(**{**QUIET, "devices": "auto"}).predict(objects, numbers())
     except TypeError as error:
-        found["refused"] = str(error)
+        found["refused"] = f"{objects.calls} {error}"
     return found
 
 
 class Objects(Forward):
+    calls = 0
+
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
         return object()
+
+
+class Named(Tensor):
+    """As the tensors of imaging libraries are."""
+
+
+class Outputs(OrderedDict[str, Any]):
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no update")
+
+
+class Subclassed(Forward):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return Outputs(logits=self(batch).as_subclass(Named))
 
 
 def check(found: dict[str, Any], ranks: int) -> None:
@@ -95,7 +115,10 @@ def check(found: dict[str, Any], ranks: int) -> None:
     assert len(found["limited"]) == 2 * ranks
     assert ("refused" in found) is (ranks > 1)
     if ranks > 1:
+        assert found["refused"].startswith("1 ")  # at the first batch
         assert "On several ranks predictions are gathered as such" in found["refused"]
+    for logits, right in zip((each["logits"] for each in found["subclass"]), expected, strict=False):
+        assert torch.equal(logits.as_subclass(Tensor), right)
 
 
 def test_predictions_on_one_process(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_a_checkpoint_of_an_epochs_end_has_its_latest_values_only(tmp_path: Path
     resumed, trainer = train(path, callbacks=[best], logger=False)
     assert resumed.at_start == {name: value for name, value in whole.epochs[1].items() if name != "begun"}
     assert best.best_model_score is not None
-    assert float(best.best_model_score) == resumed.at_start["val_loss"]
+    assert float(best.best_model_score) == resumed.epochs[2]["val_loss"]
     assert resumed.epochs[2] == whole.epochs[2]
     assert trainer.progress_bar_metrics["loss_epoch"] == whole.epochs[2]["loss_epoch"]
     assert trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)

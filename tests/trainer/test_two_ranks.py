@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from jobs import run_job
 from small import QUIET, Classifier, assert_close, assert_equal, loss_of, make_loader, make_net, weights
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import trainwright as tw
@@ -230,8 +233,31 @@ def threads_left() -> list[list[str]]:
     return [before, names()]
 
 
+class Counting(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7))
+
+
+def stream_by_accelerator() -> dict[str, Any]:
+    """Go through an iterable dataset of seven numbers and a sized one whose short round is dropped."""
+    accelerator = tw.Accelerator(cpu=True)
+    with (
+        pytest.warns(UserWarning, match="leave its loader out of prepare")
+        if accelerator.process_index == 0
+        else nullcontext()
+    ):
+        loader = accelerator.prepare(DataLoader(Counting(), batch_size=2))
+    own, gathered = [], []
+    for batch in loader:
+        own.append(batch.tolist())
+        gathered += accelerator.gather_for_metrics(batch).tolist()
+    dropping = accelerator.prepare(DataLoader(list(range(7)), batch_size=2, drop_last=True))
+    return {"own": own, "gathered": gathered, "dropping": [each.tolist() for each in dropping], "length": len(dropping)}
+
+
 def job(folder: Path) -> dict[str, Any]:
     return {
+        "stream": stream_by_accelerator(),
         **{name: train(4, **settings) for name, settings in CASES.items()},
         "gan": train_gan(4),
         "evaluated": {samples: evaluate(samples) for samples in (VAL_SAMPLES, 3)},
@@ -247,6 +273,15 @@ def job(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_job(job, 2, tmp_path_factory.mktemp("two_ranks"))
+
+
+def test_a_loop_of_ones_own_shares_an_iterable_dataset_and_drops_a_short_round(results: list[dict[str, Any]]) -> None:
+    left, right = (result["stream"] for result in results)
+    assert left["own"] == [[0, 1], [4, 5]]
+    assert right["own"] == [[2, 3], [6]], "whole batches"
+    assert left["gathered"] == right["gathered"] == list(range(7))
+    assert [left["dropping"], right["dropping"]] == [[[0, 1]], [[2, 3]]], "the third batch makes no round"
+    assert left["length"] == right["length"] == 1
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -39,6 +39,14 @@ class Callback:
     def _on_restored(self, trainer: Trainer) -> None:
         """Called once the state of a run that goes on is back: a callback that had ended it sets should_stop again."""
 
+    def _make_up(self, trainer: Trainer) -> None:
+        """Called after on_train_start where a run goes on, with the checkpoint's generators: do what it was ended before."""
+
+    @property
+    def _has_asked_to_stop(self) -> bool:
+        """Whether this callback has set should_stop, and sees to it again in a run that goes on."""
+        return False
+
     def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
         """Called before a checkpoint is written, with its contents; keys may be added or removed (see Module's)."""
 

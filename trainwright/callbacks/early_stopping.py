@@ -90,6 +90,9 @@ class EarlyStopping(Callback):
         self.best_score: Tensor = torch.tensor(math.inf if self.mode == "min" else -math.inf, dtype=torch.float64)
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
+        # A stop may be held back (min_epochs, a window), and the metric become better meanwhile: it stays asked for.
+        self._stopping_wait_count = 0
+        self._stopping_score: float | None = None
 
     @property
     def state_key(self) -> str:
@@ -102,6 +105,8 @@ class EarlyStopping(Callback):
             "best_score": float(self.best_score),
             "stopping_reason": self.stopping_reason.value,
             "stopping_reason_message": self.stopping_reason_message,
+            "stopping_wait_count": self._stopping_wait_count,
+            "stopping_score": self._stopping_score,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -109,6 +114,8 @@ class EarlyStopping(Callback):
         self.best_score = torch.tensor(float(state["best_score"]), dtype=torch.float64)
         self.stopping_reason = EarlyStoppingReason(state["stopping_reason"])
         self.stopping_reason_message = state["stopping_reason_message"]
+        self._stopping_wait_count = int(state.get("stopping_wait_count", self.wait_count))
+        self._stopping_score = state.get("stopping_score")
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._is_fitting, self._is_due = stage == "fit", False
@@ -117,17 +124,21 @@ class EarlyStopping(Callback):
 
     def _on_restored(self, trainer: Trainer) -> None:
         """Let a run that had been ended stay so, unless what ended it would not end it now."""
-        if not self._still_stops(trainer):
+        if not self._still_stops():
+            self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
             return
         trainer.should_stop = True
         if trainer.is_global_zero:
             print(self.stopping_reason_message, file=sys.stderr)
 
-    def _still_stops(self, trainer: Trainer) -> bool:
-        latest = trainer.callback_metrics.get(self.monitor)
-        score = math.nan if latest is None else float(latest)
+    @property
+    def _has_asked_to_stop(self) -> bool:
+        return self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED
+
+    def _still_stops(self) -> bool:
+        score = math.nan if self._stopping_score is None else self._stopping_score
         if self.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED:
-            return self.wait_count >= self.patience
+            return self._stopping_wait_count >= self.patience
         if self.stopping_reason is EarlyStoppingReason.STOPPING_THRESHOLD:
             return self.stopping_threshold is not None and self._is_better(score, self.stopping_threshold)
         if self.stopping_reason is EarlyStoppingReason.DIVERGENCE_THRESHOLD:
@@ -165,6 +176,8 @@ class EarlyStopping(Callback):
             is_first, trainer.should_stop = not trainer.should_stop, True  # min_epochs may let the run go on
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason, self.stopping_reason_message = reason, message
+            self._stopping_wait_count = max(self._stopping_wait_count, self.wait_count)
+            self._stopping_score = score
         if self.verbose and message and (trainer.is_global_zero or not self.log_rank_zero_only):
             print(f"rank {trainer.global_rank}: {message}" if trainer.world_size > 1 else message, file=sys.stderr)
         elif is_first and trainer.is_global_zero:

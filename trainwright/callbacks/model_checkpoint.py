@@ -20,6 +20,7 @@ from trainwright.callbacks.checkpoint_place import choose_place, is_taken, remov
 from trainwright.callbacks.checkpoint_retention import PendingSave
 from trainwright.callbacks.checkpoint_score import MonitoredScore
 from trainwright.callbacks.checkpoint_settings import KEY_SETTINGS, check_choices, check_top_k, checked_intervals
+from trainwright.callbacks.checkpoint_weights import WeightsCheck
 from trainwright.callbacks.decision import decided
 from trainwright.callbacks.stopped_run import save_failed_run, save_stopped_run
 from trainwright.checkpoint.replacement import is_replaceable
@@ -63,11 +64,14 @@ class ModelCheckpoint(Callback):
         async_save: hold the loop only until all is copied to host memory; a thread writes and commits meanwhile. The next save
             and the end of the run wait for it and raise its error. What a save takes the place of goes once it has committed.
 
-    A checkpoint whose metric is not finite never counts among the best; as long as there are none, the newest is kept. The
-    newest checkpoint, and the one that the run was resumed from, are never deleted before another one is there. A save that
-    is due within an accumulation window is made when the window ends. Nothing is saved with fast_dev_run. Rank 0 decides for
-    all, by its own metrics and files. A fit that begins anew keeps its own best ones, and leaves the files of an earlier fit
-    alone.
+    Weights that are not finite (NaN or infinity in a trained parameter or a norm's running statistics, on whatever rank) are
+    not saved, and the run says so: the checkpoints that are there stay. A checkpoint whose metric is not finite never counts
+    among the best; as long as there are none, the newest is kept. The newest checkpoint, and the one that the run was resumed
+    from, are never deleted before another one is there. A validation's metric is the score of the weights that got it alone: a
+    save by steps or time that follows one counts among the best when the next validation has scored its weights, and is made
+    again then. A save that is due while gradients wait for a step of manual optimization is made after that. Nothing is saved
+    with fast_dev_run. Rank 0 decides for all, by its own metrics and files. A fit that begins anew keeps its own best ones,
+    and leaves the files of an earlier fit alone.
     """
 
     runs_last = True
@@ -111,6 +115,7 @@ class ModelCheckpoint(Callback):
         self.async_save = async_save
         self._is_fitting = False
         self._score = MonitoredScore(monitor)
+        self._weights = WeightsCheck()
         self._watches_batches = self.every_n_train_steps > 0 or self.train_time_interval is not None
         self._begin()
 
@@ -122,7 +127,7 @@ class ModelCheckpoint(Callback):
         self.best_model_score: Tensor | None = None
         self.kth_value: Tensor | None = None
         self.current_score: Tensor | None = None
-        self._has_begun = self._is_validated = self._has_validated = self._is_put_off = False
+        self._has_begun = self._is_validated = self._has_validated = self._is_put_off = self._awaits_score = False
         self._step_seen = self._step_saved = -1
         self._place = ""
         """Where the newest one was written, before it got its path."""
@@ -150,6 +155,7 @@ class ModelCheckpoint(Callback):
             "last_model_path": self.last_model_path,
             "place": self._place,
             "is_put_off": self._is_put_off,
+            "awaits_score": self._awaits_score,
             "replaced": self._replaced,
             "current_score": None if self.current_score is None else float(self.current_score),
         }
@@ -163,6 +169,7 @@ class ModelCheckpoint(Callback):
         self.best_k_models = {path: _scalar(score) for path, score in state["best_k_models"].items() if is_ours(path)}
         last, place = state["last_model_path"], state.get("place", "")
         self._place, self._is_put_off = place, bool(state.get("is_put_off"))
+        self._awaits_score = bool(state.get("awaits_score"))
         self.last_model_path = last if is_ours(last) else ""
         self._replaced = [path for path in state.get("replaced", []) if is_ours(path)]
         self._unrenamed = (place, last, state["best_k_models"].get(last)) if place != last else ("", "", None)
@@ -198,6 +205,11 @@ class ModelCheckpoint(Callback):
         """Return the folder that was asked for; None where it is the default one, also when a run has chosen that."""
         return None if self.dirpath == self._default_dirpath else self.dirpath
 
+    @property
+    def keeps_any(self) -> bool:
+        """Return whether it is to keep any checkpoint."""
+        return bool(self.save_top_k or self.save_last)
+
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._saved_at, self._step_seen, self._has_begun = time.monotonic(), trainer.global_step, True
         if trainer.resume_source is not None:
@@ -217,6 +229,7 @@ class ModelCheckpoint(Callback):
         if self._watches_batches and trainer.global_step != self._step_seen and self._is_fitting:
             self._step_seen = trainer.global_step
             if self._is_due(trainer):
+                self._awaits_score = self._score.is_to_come(trainer)
                 self._is_put_off = trainer.is_within_window
                 if not self._is_put_off:
                     self._save(trainer)
@@ -239,13 +252,12 @@ class ModelCheckpoint(Callback):
         if not self._is_fitting or trainer.sanity_checking:
             return
         self._has_validated = True
+        awaited, self._awaits_score = self._awaits_score and not self._score.is_to_come(trainer), False
         if not trainer.is_mid_epoch_validation:
             self._is_validated = True  # the epoch's end saves
-        elif not self.save_on_train_epoch_end and self._is_chosen(trainer):
-            if trainer.is_within_window:
-                self._is_put_off = True
-            else:
-                self._save(trainer)
+            self._is_put_off = self._is_put_off or awaited
+        elif awaited or (not self.save_on_train_epoch_end and self._is_chosen(trainer)):
+            self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         is_validated, self._is_validated = self._is_validated, False
@@ -283,7 +295,7 @@ class ModelCheckpoint(Callback):
         Return the path, also of a checkpoint of this very position that is there already; "" where nothing is to be saved.
         Collective: call on every rank.
         """
-        if not self._is_fitting or not (self.save_top_k or self.save_last):
+        if not self._is_fitting or not self.keeps_any:
             return ""
         return save_stopped_run(self, trainer, name)
 
@@ -292,11 +304,11 @@ class ModelCheckpoint(Callback):
     def _save(self, trainer: Trainer) -> None:
         """Save, if rank 0 finds it worth it. Collective."""
         self._is_put_off = False
-        if not self.save_top_k and not self.save_last:
+        if not self.keeps_any:
             return
         self._conclude(trainer)
         plan = decided(trainer.engine, "a save of ModelCheckpoint", lambda: self._plan(trainer))
-        if plan is None:
+        if plan is None or self._weights.refuses(trainer, self.last_model_path):
             return
         path, place, score, is_best, dropped = plan
         # The state that is saved with it knows of itself: a resumed run finds its own checkpoint among the kept ones.
@@ -350,7 +362,7 @@ class ModelCheckpoint(Callback):
         if not is_best and not is_stopgap and not self.save_last:
             return None
         if is_stopgap:
-            self._score.warn_of_value(trainer, score)
+            self._score.warn_of_value(trainer, score, self._awaits_score)
         dropped = []
         if is_best and -1 < self.save_top_k <= len(self.best_k_models):
             dropped.append(max(self.best_k_models, key=lambda each: self._rank(self.best_k_models[each])))
@@ -400,7 +412,10 @@ class ModelCheckpoint(Callback):
 
     def _choose_path(self, trainer: Trainer, dropped: list[str]) -> tuple[str, str]:
         """Return the path of this save, and where to write it: elsewhere if it replaces what has that path. Rank 0's."""
-        values: dict[str, Any] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        values: dict[str, Any] = {
+            name: math.nan if self.monitor is not None and trainer.logbook.is_outdated(name) else float(value)
+            for name, value in trainer.callback_metrics.items()
+        }
         values.update(epoch=trainer.current_epoch, step=trainer.global_step)
         if self.monitor is not None and self.monitor not in values:  # nor are others like it
             values = {**{name: math.nan for name, _ in re.findall(FIELD, self.filename)}, **values}

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def save_stopped_run(callback: ModelCheckpoint, trainer: Trainer, name: str) -> str:
-    """Save the run whole, unless a whole checkpoint of this very position is there; return the path. Collective."""
+    """Save the run whole, unless a whole checkpoint of this very position is there; return the path. Collective.
+
+    Weights that are not finite are not saved; the path is empty then.
+    """
     try:
         callback._conclude(trainer)  # of a save that is still on its way
     except CheckpointError as error:  # alike on every rank; this save may do better, and says it where it does not
@@ -28,6 +31,8 @@ def save_stopped_run(callback: ModelCheckpoint, trainer: Trainer, name: str) -> 
     path, is_there = decided(trainer.engine, "the save of a run that ends", lambda: _plan(callback, trainer, name))
     if is_there:
         return str(path)
+    if callback._weights.refuses(trainer, callback.last_model_path):
+        return ""
     before = callback.last_model_path, callback._place, callback._replaced
     if before[0] and before[0] not in callback.best_k_models:
         callback._replaced = [*callback._replaced, before[0]]
@@ -88,7 +93,7 @@ def _comparable(value: Any) -> Any:
 def save_failed_run(callback: ModelCheckpoint, trainer: Trainer) -> None:
     """Save a run that an exception has ended, where it can be resumed exactly, and say so; see `save_on_exception`."""
     try:
-        refusal = _refusal(trainer)
+        refusal = _refusal(trainer) or trainer.engine.finiteness.fault()
         if refusal:
             print(f"save_on_exception: nothing is saved: {refusal}.", file=sys.stderr)
             return

@@ -77,6 +77,10 @@ class Timer(Callback):
             self._offset, self._is_over = 0.0, False
             self._start["train"] = self._end["train"] = None
 
+    @property
+    def _has_asked_to_stop(self) -> bool:
+        return self._is_over
+
     def _on_restored(self, trainer: Trainer) -> None:
         if self._duration is not None:
             self._decide(trainer)  # the run may have used up its time before

@@ -55,9 +55,10 @@ class Weights:
         state_dict: the model's tensors, whole, on the CPU.
         kind: what it was read from.
         hyper_parameters: the module's; empty where none were stored.
+        hyper_parameter_forms: the forms of those that are no plain data; see plain_forms.py.
         hparams_name: the argument that they are the content of; "kwargs" where they are the arguments themselves.
         datamodule_hyper_parameters: the datamodule's.
-        datamodule_hparams_name: as above.
+        datamodule_hyper_parameter_forms, datamodule_hparams_name: as above.
         epoch: the epoch of the save; None where the file does not tell.
         global_step: the number of optimizer steps made.
         contents: all else that the file says, with those above: what `on_load_checkpoint` is shown.
@@ -66,8 +67,10 @@ class Weights:
     state_dict: dict[str, Any]
     kind: Literal["trainwright", "lightning", "state_dict", "safetensors"]
     hyper_parameters: dict[str, Any] = field(default_factory=dict)
+    hyper_parameter_forms: dict[str, Any] = field(default_factory=dict)
     hparams_name: str | None = None
     datamodule_hyper_parameters: dict[str, Any] = field(default_factory=dict)
+    datamodule_hyper_parameter_forms: dict[str, Any] = field(default_factory=dict)
     datamodule_hparams_name: str | None = None
     epoch: int | None = None
     global_step: int | None = None
@@ -257,6 +260,8 @@ def _hyper_parameters(path: str, content: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
             raise CheckpointError(f"{path}: its {prefix}hyper_parameters are no dict of names and values.")
         found[f"{prefix}hyper_parameters"] = dict(values)
+        forms = content.get(f"{prefix}hyper_parameter_forms")
+        found[f"{prefix}hyper_parameter_forms"] = dict(forms) if isinstance(forms, Mapping) else {}
         found[f"{prefix}hparams_name"] = name if isinstance(name, str) else None
     return found
 

@@ -5,7 +5,7 @@ resumed run reads again what it has had, and says so. What the source draws whil
 (seed, epoch): the order is a function of the two, and reading again leaves the generators of training where they were.
 
 On several ranks each one reads the whole stream and keeps its share (share.py), so that all know alike where it ends. The
-last round of training is not split: each rank weighs by the samples of its own batch, and one that has none works on the
+last round is neither split nor padded: each rank weighs by the samples of its own batch, and one that has none works on the
 round's first batch with no weight.
 """
 
@@ -35,7 +35,7 @@ class BatchStream(Share):
     Args:
         source: the iterable; its `__iter__` begins anew.
         rank, world_size: whose share.
-        mode: "train", "evaluate" or "ghost" (see share.py).
+        mode: "train", "evaluate", "ghost" or "even" (see share.py).
         seed_rank: the rank that the workers' seeds are made of; 0 where all ranks are to read the same.
         generator: what a DataLoader draws its workers' seeds from; None for no such loader.
         draws: whether the source draws from this process's generators while it is read.
@@ -78,8 +78,6 @@ class BatchStream(Share):
         super().set_epoch(seed, epoch, start_batch, place)
         if self.states is not None:
             self._from = self.states.begin(self.place(self.start_batch), state)
-        if isinstance(self.source, DataLoader) and (sampler := distributed_sampler(self.source)) is not None:
-            sampler.set_epoch(epoch)
 
     @property
     def source_length(self) -> int | None:
@@ -97,7 +95,7 @@ class BatchStream(Share):
     @property
     def drops_short_round(self) -> bool:
         """Return whether a last round with fewer batches than ranks is left out, as a short batch is."""
-        return self.mode == "train" and getattr(self.source, "drop_last", False) is True
+        return self.mode in ("train", "even") and getattr(self.source, "drop_last", False) is True
 
     @property
     def real_length(self) -> int | None:
@@ -149,7 +147,7 @@ class BatchStream(Share):
         if self._generator is not None:
             self._generator.manual_seed(seed)
         if isinstance(self.source, DataLoader) and isinstance(self.source.dataset, SeededIterable):
-            self.source.dataset.set_seed(derive_seed(seed, self.seed_rank))
+            self.source.dataset.set_pass(derive_seed(seed, self.seed_rank), self.epoch)
         side = SideGenerators(seed) if self._draws else None
         if self.states is None:
             return iter(self.source) if side is None else _drawn_aside(side, lambda: iter(self.source))
@@ -162,7 +160,7 @@ class BatchStream(Share):
         counted = [count_samples(batch) for batch in items]
         sizes = [size for size in counted if size]
         if len(sizes) < len(counted):
-            sizes = [1] * len(items)  # unknown: each batch weighs the same
+            sizes = [sys.maxsize if self.mode == "even" else 1] * len(items)  # unknown: each batch weighs the same
         if len(items) < self.world_size or len(set(sizes)) > 1:
             self.real_sizes = sizes + [0] * (self.world_size - len(items))
         return items[self.rank] if self.rank < len(items) else items[0]

@@ -135,7 +135,7 @@ class DataModule(HyperParameters):
 
         Args:
             checkpoint_path: a checkpoint of a Trainer, or a Lightning `.ckpt` file.
-            map_location: accepted and not needed: hyper-parameters are plain data.
+            map_location: accepted and not needed: hyper-parameters are on the host.
             hparams_file: a JSON or YAML file with hyper-parameters, in place of those in the checkpoint.
             weights_only: accepted and not needed: nothing but plain data and tensors is ever read.
             kwargs: arguments of the constructor, which win over what was saved.
@@ -147,7 +147,8 @@ class DataModule(HyperParameters):
         if hparams_file is not None:
             return build(cls, read_hyper_parameters(hparams_file), kwargs)
         weights = read_weights(checkpoint_path)
-        return build(cls, weights.datamodule_hyper_parameters, kwargs, weights.datamodule_hparams_name)
+        forms = weights.datamodule_hyper_parameter_forms
+        return build(cls, weights.datamodule_hyper_parameters, kwargs, weights.datamodule_hparams_name, forms)
 
     def __str__(self) -> str:
         """Return what loaders there are; one that cannot be made yet says why."""

@@ -23,7 +23,9 @@ from trainwright.data.share import Place, Share
 from trainwright.data.workers import SeededBatch, SeededIndex
 from trainwright.rank_zero import rank_zero_warn
 
-DRAWN_AT_ONCE = 256  # batches; swapping generators costs about as much as drawing a hundred of them
+DRAWN_AT_ONCE = (
+    256  # batches of torch's own samplers; swapping generators costs about as much as drawing a hundred of them
+)
 
 
 class IndexStream(Share):
@@ -73,9 +75,6 @@ class IndexStream(Share):
         if place is not None and place["size"] == self.item_size and not self.is_of_another_order(place):
             wanted = place.get("digest", 0)
         self._digest.begin(self.start_pass, self.start_item, wanted)
-        for sampler in (self.source, getattr(self.source, "sampler", None)):
-            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-                set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         share = self.items() if self.noted is None else self._noting(self.items(), self.noted)
@@ -106,7 +105,7 @@ class IndexStream(Share):
     @property
     def drops_short_round(self) -> bool:
         """Return whether a last round with fewer batches than ranks is left out, as a short batch is."""
-        return self.mode == "train" and self.batched and getattr(self.source, "drop_last", False) is True
+        return self.mode in ("train", "even") and self.batched and getattr(self.source, "drop_last", False) is True
 
     @property
     def item_size(self) -> int:
@@ -158,15 +157,20 @@ class IndexStream(Share):
             yield from stock
             return
         self._digest.begin_pass(pass_number)
+        # What is left behind is drawn at once. From there on a sampler of the user's is asked for one batch at a time, as it
+        # may follow the training (hard examples, a curriculum); torch's own cannot.
+        behind = self.start_item if pass_number == self.start_pass else 0
+        most = DRAWN_AT_ONCE if _is_torchs(self.source) else 1
         items: Iterator[Any] | None = None
         while True:
+            size, behind = max(behind, most), 0
             with side.drawn(), own.drawn():
                 items = iter(self.source) if items is None else items
-                chunk = list(islice(items, DRAWN_AT_ONCE))
+                chunk = list(islice(items, size))
             if self._digest.add(pass_number, chunk if self.batched else [[each] for each in chunk]):
                 self._warn_of_other_items()
             yield from chunk
-            if len(chunk) < DRAWN_AT_ONCE:
+            if len(chunk) < size:
                 return
 
     def digest(self, passes: int, items: int) -> int:
@@ -209,7 +213,7 @@ class IndexStream(Share):
     def _seeded(self, share: Iterator[Any]) -> Iterator[Any]:
         for place, item in enumerate(share, start=self.start_batch):
             seed = self.batch_seed(place)
-            yield SeededBatch(item, seed) if self.batched else SeededIndex(item, seed)
+            yield SeededBatch(item, seed, self.epoch) if self.batched else SeededIndex(item, seed, self.epoch)
 
     def _refuse_what_cannot_be_shared(self) -> None:
         """Refuse data that cannot be shared out (ValueError), before the first step."""
@@ -224,7 +228,7 @@ class IndexStream(Share):
             )
         if 0 < count < self.world_size and self.drops_short_round:
             raise ValueError(
-                f"the training data has {count} batches for {self.world_size} ranks, and drop_last drops a short round; "
+                f"the data has {count} batches for {self.world_size} ranks, and drop_last drops a short round; "
                 "use fewer devices, a smaller batch_size, more data, or drop_last=False."
             )
 
@@ -232,6 +236,12 @@ class IndexStream(Share):
 def _is_stock(source: Any, kind: type) -> bool:
     """Return whether a sampler is torch's own of a kind, or torch's own batch sampler around one."""
     return type(source) is kind or (type(source) is BatchSampler and type(source.sampler) is kind)
+
+
+def _is_torchs(source: Any) -> bool:
+    """Return whether torch itself defines a sampler, and the one within a batch sampler."""
+    parts = [source, source.sampler] if type(source) is BatchSampler else [source]
+    return all(type(each).__module__.startswith("torch.utils.data.") for each in parts)
 
 
 def in_dataset_order(source: Any) -> tuple[Any, bool]:

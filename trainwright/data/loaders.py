@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.datapipes.datapipe import IterDataPipe
 
 from trainwright.data.batch_stream import END, BatchStream, distributed_sampler
+from trainwright.data.epoch_listeners import tell_epoch
 from trainwright.data.index_stream import IndexStream, in_dataset_order
 from trainwright.data.seeding import SideGenerators, derive_seed
 from trainwright.data.share import Mode, Place
@@ -33,6 +34,7 @@ from trainwright.data.source_state import (
     tells_state,
 )
 from trainwright.data.workers import SeededDataset, SeededIterable, WorkerStart, holding_signals, note_begun
+from trainwright.rank_zero import rank_zero_warn
 
 
 class ShardedLoader:
@@ -79,7 +81,7 @@ class ShardedLoader:
         if self.is_shared:
             _refuse_what_cannot_be_shared(loader, world_size, mode)
             if rank == 0 and isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
-                _say_how_it_is_shared(loader, world_size)
+                _say_how_it_is_shared(loader, world_size, mode)
         self.epoch = 0
         self.start_batch = 0
         self.stream: IndexStream | None = None
@@ -111,6 +113,9 @@ class ShardedLoader:
         clone.__dict__["generator"] = self._base_seeds = torch.Generator()
         if pin_memory:
             clone.__dict__["pin_memory"] = True
+        if loader.num_workers > 0 and getattr(loader, "in_order", True) is False:
+            clone.__dict__["in_order"] = True  # which batches were had is told by how many they were
+            _say_that_order_is_kept()
         is_pipe = isinstance(loader.dataset, IterDataPipe)
         if isinstance(loader.dataset, IterableDataset) and tells_state(loader.dataset) and not is_pipe:
             dataset = StatefulIterable(loader.dataset)
@@ -196,6 +201,7 @@ class ShardedLoader:
             self.share.set_epoch(seed, epoch, start_batch, place)
         if self._base_seeds is not None:
             self._base_seeds.manual_seed(derive_seed(seed, epoch, self.rank))
+        tell_epoch(self.loader, epoch)
 
     def __iter__(self) -> Iterator[Any]:
         if self.stream is None:
@@ -237,10 +243,9 @@ class ShardedLoader:
     def note_indices(self) -> deque[list[Any]] | None:
         """Return where the next `iter` notes the dataset's indices of each batch, in the order of the batches.
 
-        Workers read ahead, so it may be some batches ahead too. None where the loader has no indices, or gives batches in
-        another order than it drew them in.
+        Workers read ahead, so it may be some batches ahead too. None where the loader has no indices.
         """
-        if self.stream is None or getattr(self.loader, "in_order", True) is False:
+        if self.stream is None:
             return None
         self.stream.noted = deque()
         return self.stream.noted
@@ -390,20 +395,28 @@ def _refuse_what_cannot_be_shared(loader: Iterable[Any], world_size: int, mode: 
         reason = f"a {type(loader).__name__} is no DataLoader"
     elif type(loader).__iter__ is not DataLoader.__iter__:
         reason = f"{type(loader).__name__} has an __iter__ of its own"
-    elif isinstance(loader.dataset, IterableDataset) and mode == "even":
-        reason = "its dataset is an IterableDataset, which has no indices to make even batches of"
     if reason:
+        way_out = "leave the loader out of prepare" if mode == "even" else "set use_distributed_sampler=False"
         raise TypeError(
-            f"this loader cannot be shared by {world_size} ranks: {reason}. Pass a torch DataLoader over a map-style "
-            "dataset, run on one device, or give each rank data of its own and set use_distributed_sampler=False."
+            f"this loader cannot be shared by {world_size} ranks: {reason}. Pass a torch DataLoader, run on one device, or "
+            f"give each rank data of its own and {way_out}."
         )
 
 
-def _say_how_it_is_shared(loader: DataLoader[Any], world_size: int) -> None:
+def _say_how_it_is_shared(loader: DataLoader[Any], world_size: int, mode: Mode) -> None:
     """Warn: a dataset that splits itself by rank would be split twice, which nothing else would show."""
+    way_out = "leave its loader out of prepare" if mode == "even" else "set use_distributed_sampler=False"
     warnings.warn(
         f"a {type(loader.dataset).__name__} is an IterableDataset: each of the {world_size} ranks reads it whole and keeps "
-        f"one batch in {world_size}. If it splits itself by rank, set use_distributed_sampler=False.",
+        f"one batch in {world_size}. If it splits itself by rank, {way_out}.",
+        stacklevel=2,
+    )
+
+
+def _say_that_order_is_kept() -> None:
+    rank_zero_warn(
+        "the loader has in_order=False, which is not heeded: batches come in the order in which they were drawn, so that a run "
+        "can resume within an epoch and predictions stand in the order of the dataset.",
         stacklevel=2,
     )
 

@@ -146,7 +146,9 @@ def host_state() -> dict[str, Any]:
 
 def set_host_state(state: dict[str, Any]) -> None:
     """Put the generators back to what `host_state` returned, also after its way through a checkpoint."""
-    random.setstate(_nested_tuple(state["python"]))
+    python = state["python"]
+    # A checkpoint has it in lists; to go through its 625 numbers costs more than all the rest.
+    random.setstate(python if isinstance(python, tuple) else _nested_tuple(python))
     if state["numpy"] is not None:
         sys.modules["numpy"].random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

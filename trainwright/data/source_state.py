@@ -146,7 +146,7 @@ class StatefulIterable(SeededIterable):
         if self._has_ended:
             return
         if info is not None:
-            seed_generators(derive_seed(int(self._seed), info.id))
+            seed_generators(derive_seed(int(self._pass[0]), info.id))
         if start is not None:
             self.dataset.load_state_dict(copy.deepcopy(start["source"]))
         items = iter(self.dataset)

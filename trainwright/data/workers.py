@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from trainwright.data.epoch_listeners import tell
 from trainwright.data.seeding import derive_seed
 from trainwright.distributed.signals import STOP_SIGNALS
 
@@ -31,61 +32,73 @@ PR_SET_PDEATHSIG = 1
 
 
 class SeededBatch(list[Any]):
-    """The indices of one batch, with its seed."""
+    """The indices of one batch, with its seed and its epoch."""
 
-    def __init__(self, indices: Iterable[Any], seed: int = 0) -> None:
+    def __init__(self, indices: Iterable[Any], seed: int = 0, epoch: int = 0) -> None:
         super().__init__(indices)
-        self.seed = seed
+        self.seed, self.epoch = seed, epoch
 
 
 class SeededIndex(NamedTuple):
-    """One index of a loader that makes no batches, with its seed."""
+    """One index of a loader that makes no batches, with its seed and its epoch."""
 
     index: Any
     seed: int
+    epoch: int
 
 
 class SeededDataset(Dataset[Any]):
-    """A dataset whose items are fetched by seeded indices."""
+    """A dataset whose items are fetched by seeded indices.
+
+    They bring the epoch along, since a worker has a copy of the dataset that the main process cannot reach.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
+        self._epoch: int | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, seeded: SeededIndex) -> Any:
-        seed_generators(seeded.seed)
+        self._begin(seeded)
         return self.dataset[seeded.index]
 
     def __getitems__(self, batch: SeededBatch) -> list[Any]:
         """Fetch a batch, through the dataset's own `__getitems__` where it has one."""
-        seed_generators(batch.seed)
+        self._begin(batch)
         indices = list(batch)
         fetch = getattr(self.dataset, "__getitems__", None)
         return list(fetch(indices)) if callable(fetch) else [self.dataset[index] for index in indices]
 
+    def _begin(self, fetched: SeededBatch | SeededIndex) -> None:
+        if fetched.epoch != self._epoch:
+            self._epoch = fetched.epoch
+            tell(self.dataset, fetched.epoch)
+        seed_generators(fetched.seed)
+
 
 class SeededIterable(IterableDataset[Any]):
-    """An iterable dataset, each pass of which begins with seeded generators in the worker that reads it.
+    """An iterable dataset, each pass of which begins with the epoch told and seeded generators in the worker that reads it.
 
-    The seed lies in shared memory, since a persistent worker has its copy of the dataset from its first epoch.
+    Both lie in shared memory, since a persistent worker has its copy of the dataset from its first epoch.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self._seed: torch.Tensor = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._pass: torch.Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
-    def set_seed(self, seed: int) -> None:
-        """Choose the seed of the next pass, before it begins."""
-        self._seed.fill_(seed)
+    def set_pass(self, seed: int, epoch: int) -> None:
+        """Choose the seed and the epoch of the next pass, before it begins."""
+        self._pass[0], self._pass[1] = seed, epoch
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        seed_generators(derive_seed(int(self._seed), info.id if info is not None else 0))
+        tell(self.dataset, int(self._pass[1]))
+        seed_generators(derive_seed(int(self._pass[0]), info.id if info is not None else 0))
         return iter(self.dataset)
 
 

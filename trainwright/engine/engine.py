@@ -6,6 +6,7 @@ What a method does on several ranks is the strategy's; the Engine itself asks fo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -27,7 +28,7 @@ from trainwright.checkpoint.contents import (
 from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
 from trainwright.checkpoint.opening import Verify
 from trainwright.checkpoint.outcomes import Outcomes
-from trainwright.checkpoint.store import Checkpoint, open_checkpoint
+from trainwright.checkpoint.store import SAVE, Checkpoint, is_checkpoint, open_checkpoint
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.checkpoint.writer import CheckpointWriter
 from trainwright.data.index_stream import Mode
@@ -38,6 +39,7 @@ from trainwright.distributed.environment import Environment, open_process_group,
 from trainwright.engine.between_ranks import broadcast, first_here
 from trainwright.engine.command_line import fill_open
 from trainwright.engine.devices import check_nodes, device_index, resolve_device_type, resolve_num_processes
+from trainwright.engine.finiteness import Finiteness
 from trainwright.engine.handover import start_job
 from trainwright.engine.lazy_tensors import check_lazy_shapes, give_shapes, lazy_tensors, refuse_lazy_tensors
 from trainwright.engine.model_layout import refuse_unlike_models, trained_names
@@ -48,6 +50,7 @@ from trainwright.engine.restored import Restored, restored
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult, resolve_precision
 from trainwright.precision.base import Clipper, Closure, Sender
+from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy, resolve_strategy
 from trainwright.strategies.base import Optimization
 
@@ -131,6 +134,11 @@ class Engine:
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.optimization = Optimization()
+        self.finiteness = Finiteness(
+            self.agreement,
+            self.timeout_seconds,
+            lambda: (self.modules, model_pieces(self.strategy, self.modules)),
+        )
         self.replaced = ReplacedParameters()
         self._trained: list[list[str]] = []
         """Which parameters required gradients when the strategy was told last, of each module."""
@@ -205,6 +213,7 @@ class Engine:
         self.replaced.update(each for each in optimizers if each not in self.optimizers)
         refuse_unlike_optimizers(optimizers, self.agreement, self.timeout_seconds)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
+        self.finiteness.begin()
         return self.optimizers
 
     def prepare_loader(self, loader: Iterable[Any], mode: Mode) -> ShardedLoader:
@@ -302,6 +311,8 @@ class Engine:
         which of several saves of one step is the later. With overwrite a whole checkpoint at the path is replaced, once the
         new one is there.
 
+        Weights that are not finite are stored with a warning, but take the place of no other checkpoint.
+
         Raises:
             CheckpointError: on every rank alike, for the one in flight before too; nothing is left at the path then.
         """
@@ -310,13 +321,12 @@ class Engine:
         self.finish_save()
         refuse_lazy_tensors(path, self.modules)
         pieces = model_pieces(self.strategy, self.modules)
+        self._look_at_weights(path, overwrite)
         if edit is not None:
             edited: list[Piece] = []
             state, left = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
             subject = f"checkpoint {path} was not written"
-            Outcomes(self.agreement, "a save", subject, path, self.timeout_seconds).settle(
-                lambda: edited.extend(left())
-            )
+            Outcomes(self.agreement, SAVE, subject, path, self.timeout_seconds).settle(lambda: edited.extend(left()))
             pieces = edited
         sections = {"model": pieces}
         extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
@@ -347,6 +357,14 @@ class Engine:
             blocking=blocking,
             overwrite=overwrite,
         )
+
+    def _look_at_weights(self, path: str, overwrite: bool) -> None:
+        """Refuse to let weights that are not finite take a checkpoint's place, and say where they take none. Collective."""
+        fault = self.finiteness.fault_at_save()
+        if fault and overwrite and json.loads(self.agreed(json.dumps(is_checkpoint(path)), SAVE)):
+            raise CheckpointError(f"checkpoint {path} was not written: {fault}, and the one that is there stays.")
+        if fault:
+            rank_zero_warn(f"{fault}; checkpoint {path} is written with them.", stacklevel=3)
 
     def finish_save(self) -> None:
         """Wait until a save that was begun with blocking=False has committed. Collective: call on every rank.

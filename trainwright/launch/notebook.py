@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from trainwright.distributed.environment import Environment
 from trainwright.distributed.failures import summarize
 from trainwright.distributed.signals import STOP_SIGNALS, STOPPED_EXIT_CODE
 from trainwright.errors import LaunchError, RunStopped, WorkerFailed
+from trainwright.launch.carried_traceback import carry, told
 from trainwright.launch.packing import pack, read_result, unpack, write_result
 from trainwright.launch.processes import launcher_command
 from trainwright.launch.relay import run_beside
@@ -73,7 +75,8 @@ def work(folder: str) -> None:
             write_result(place / f"{RESULT}.part", result)
             os.rename(place / f"{RESULT}.part", place / RESULT)
     except Exception as error:
-        (place / f"error-{rank}").write_text(summarize(error), encoding="utf-8")
+        carried = {"summary": summarize(error), "traceback": carry(error)}
+        (place / f"error-{rank}").write_text(json.dumps(carried), encoding="utf-8")
         raise
 
 
@@ -88,7 +91,14 @@ def _failed(folder: Path, code: int, asked: str) -> Exception:
             "stands above. Start the work as a script to see more."
         )
     text = report.read_text(encoding="utf-8").strip()
-    told = sorted(each.read_text(encoding="utf-8") for each in folder.glob("error-*"))
-    if told and "(exit code" in text:  # it failed where it was not in touch with the others, before or after the job
-        text = f"{text} ({told[0]})"
-    return WorkerFailed(f"{asked}: {text} A traceback, where there is one, was printed to standard error.")
+    failed = re.search(r"rank (\d+)", text)
+    errors = sorted(
+        folder.glob("error-*"), key=lambda each: (failed is None or each.name != f"error-{failed[1]}", each.name)
+    )
+    if not errors:
+        return WorkerFailed(f"{asked}: {text} A traceback, where there is one, was printed to standard error.")
+    carried = json.loads(errors[0].read_text(encoding="utf-8"))
+    if "(exit code" in text:  # it failed where it was not in touch with the others, before or after the job
+        text = f"{text} ({carried['summary']})"
+    rank = errors[0].name.removeprefix("error-")
+    return WorkerFailed(f"{asked}: {text}\n\nOn rank {rank}:\n{told(carried['traceback'])}")

@@ -13,7 +13,7 @@ from torch import nn
 
 from trainwright.data.combined import ShardedCombination, evaluation_loaders
 from trainwright.data.loaders import ShardedLoader, refuse_length, with_last
-from trainwright.data.seeding import isolate_rng
+from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.distributed.appointments import Appointment
 from trainwright.metric_kinds import is_metric
 from trainwright.module import Module, is_overridden
@@ -49,15 +49,18 @@ class Evaluation:
     loaders: list[tuple[str | None, Share]] = field(default_factory=list)
     """This rank's share of each loader, and the name that the user gave it."""
     is_loaded: bool = False
+    generators: dict[str, Any] | None = None
+    """What the loaders' hook draws from where fit calls it first, in a sanity check or later: those of fit's start."""
 
     def load(self) -> None:
         """Load and share out the loaders, unless they are there already. Collective."""
         if self.is_loaded:
             return
         engine = self.trainer.engine
-        loaders = self.source.load()
+        loaders = self._made()
         for _, loader in self.loaders:
             loader.close()
+            self.trainer.open_loaders.remove(loader)
         self.loaders = evaluation_loaders(
             loaders,
             rank=engine.rank,
@@ -75,6 +78,14 @@ class Evaluation:
         counts = [self.limit_of(loader) for _, loader in self.loaders]
         setattr(self.trainer, COUNTS[self.stage], [float("inf") if count is None else count for count in counts])
 
+    def _made(self) -> Any:
+        if self.generators is None:
+            return self.source.load()
+        with isolate_rng():
+            set_rng_state(self.generators)
+            self.generators = None
+            return self.source.load()
+
     def _refuse_empty(self) -> None:
         """Refuse a loader that was given and has no batch on any rank (ValueError); a hook may return one."""
         for place, (name, loader) in enumerate(self.loaders):
@@ -90,7 +101,7 @@ class Evaluation:
     def reload(self) -> None:
         """Call the hook that makes the loaders again, where there is one. Collective."""
         if self.source.owner is not None:
-            self.is_loaded = False
+            self.is_loaded, self.generators = False, None
             self.load()
 
     def limit_of(self, loader: Share, most: int | None = None) -> int | None:

@@ -4,7 +4,7 @@
                  for each epoch: fit_epoch
     fit_epoch:   for each batch of this rank's share, in the order of (seed, epoch):
                      train_batch; log every n steps
-                     validate, where an interval within the epoch has passed
+                     validate, where an interval within the epoch has passed and no window is open
                  step the epoch-wise schedulers; validate, where due
                  reduce the epoch's metrics over the ranks; save a checkpoint (callbacks)
     train_batch: zero_grad         at a window's start
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.data.loaders import with_last
-from trainwright.data.seeding import set_rng_state
+from trainwright.data.seeding import isolate_rng, rng_state, set_rng_state
 from trainwright.data.transfer import Prefetcher
 from trainwright.engine.engine import Engine
 from trainwright.engine.fused import use_fused
@@ -37,12 +38,14 @@ from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.module import Module
 from trainwright.precision.base import Clipper, StepResult
 from trainwright.profilers.instrumentation import is_measuring
-from trainwright.trainer.evaluate import Evaluation, discarded, evaluate, sanity_check
+from trainwright.trainer.evaluate import Evaluation, discarded, sanity_check
 from trainwright.trainer.hooks import JUDGED, HookTable
 from trainwright.trainer.optimization import (
     count_empty,
+    explain_second_backward,
     read_loss,
     read_outputs,
+    refuse_empty_epoch,
     round_weight,
     step,
     step_schedulers,
@@ -51,8 +54,9 @@ from trainwright.trainer.optimization import (
 from trainwright.trainer.resume import check_state
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
 from trainwright.trainer.state import TrainerState
-from trainwright.trainer.stop import EvaluationAbandoned, abandonable
+from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.training_data import begin_data, load_training_data, place_in_data, seek
+from trainwright.trainer.validation import validate, validation_is_due
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
@@ -102,12 +106,14 @@ class TrainingRun:
     window_has_gradients: bool = False
     is_within_window: bool = False
     """True while gradients wait for further batches of their window."""
+    window_place: int = 0
+    """How many batches the open window has had. Windows count from where the run goes on: no checkpoint stands within one."""
     num_empty: int = 0
     """Batches of this run for which training_step returned None."""
+    generators: dict[str, Any] | None = None
+    """As a checkpoint within an epoch holds them; set once the hooks of the epoch's start have run again."""
     batches_begun: int = 0
     """Calls of train_batch in this run, alike on every rank: what tells which rank is further on."""
-    num_taken: int = 1
-    """Batches that the latest training_step used."""
     is_last_batch: bool = False
     is_within_batch: bool = False
     """True from a batch's fetch until its on_train_batch_end hooks are done: no run could go on from there exactly."""
@@ -138,20 +144,29 @@ class TrainingRun:
         self.row_is_due = False
         self.trainer.logbook.log_step()
 
-    def batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yield (batch on its device, whether it is the epoch's last), from the state's position on."""
+    def batches(self) -> tuple[Iterator[tuple[Any, bool]], bool]:
+        """Return what yields (batch on its device, whether it is the epoch's last), from the state's position on.
+
+        And whether the run stands behind the epoch's last batch; of an epoch whose length is not known, reading on tells.
+        """
         start, transfer = self.state.batch, self.transfer
         # Only loaders that the ranks did not get from us may end on one rank before another.
         all_have = self._all_have if self.num_batches is None and not self.loader.ends_alike else None
         pairs = with_last(self.loader, start, self.num_batches, self.most_batches, all_have=all_have)
+        is_over = self.num_batches is not None and start >= self.num_batches
+        if self.num_batches is None and start:
+            first = list(islice(pairs, 1))
+            pairs, is_over = chain(first, pairs), not first
         if is_measuring(self.trainer.profiler):
             pairs = self.trainer.profiler.timed_iterator(pairs, "train_dataloader_next")
-        if transfer is not None and not self.pulls:
-            if transfer.may_go_ahead:
-                moved = Prefetcher(pairs, self.engine.device, ahead=self.loader.may_read_ahead)
-                return ((transfer.arrived(batch), is_last) for batch, is_last in moved)
-            return ((transfer(batch), is_last) for batch, is_last in pairs)
-        return self._pulled(pairs) if self.pulls else pairs
+        if self.pulls:
+            return self._pulled(pairs), is_over
+        if transfer is None:
+            return pairs, is_over
+        if transfer.may_go_ahead:
+            moved = Prefetcher(pairs, self.engine.device, ahead=self.loader.may_read_ahead)
+            return ((transfer.arrived(batch), is_last) for batch, is_last in moved), is_over
+        return ((transfer(batch), is_last) for batch, is_last in pairs), is_over
 
     def _all_have(self, has_batch: bool) -> bool:
         """Return whether each rank still has a batch. Collective: call on every rank."""
@@ -176,24 +191,27 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
     `generators` are this rank's, of the checkpoint that the run goes on from; None in a fresh run.
     """
     trainer, state, hooks = run.trainer, run.state, run.hooks
-    if run.validation is not None and trainer.resume_source is None:
-        sanity_check(run.validation)
+    is_resumed = trainer.resume_source is not None
+    if run.validation is not None:
+        run.validation.generators = rng_state()
+        if not is_resumed:
+            sanity_check(run.validation)
     load_training_data(run)
     if trainer.settings.limit_train_batches == 0:
         return
     seek(run)
-    if trainer.resume_source is not None:
+    if is_resumed:
         for callback in trainer.callbacks:
             callback._on_restored(trainer)
         trainer.agree_on_stop()
         trainer.logbook.take_up(trainer.is_done)
-    if generators is not None:
-        set_rng_state(generators)
     if trainer.signal_stop.number:  # it came in the sanity check
         trainer.signal_stop.commit()
         return
     trainer.logbook.start(run.module, training=True, stage="train")
-    hooks.call("on_train_start")
+    hooks.call("on_train_start")  # it draws what it drew in the run's first start
+    if is_resumed:
+        take_up(run, generators)
     check_state(trainer)
     trainer.agree_on_stop()
     with suppress(EvaluationAbandoned):
@@ -203,36 +221,62 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
                 state.places, state.sources = place_in_data(trainer)  # stopped within it: a resumed run goes on there
                 break
             state.next_epoch()
+    if run.generators is not None:  # nothing was left to train
+        set_rng_state(run.generators)
     trainer.signal_stop.settle()
     trainer.logbook.collector = None
     hooks.call("on_train_end")
+
+
+def take_up(run: TrainingRun, generators: dict[str, Any] | None) -> None:
+    """Let callbacks make up for what was left, and put the generators to where the checkpoint's epoch began. Collective."""
+    if generators is None:
+        return
+    with isolate_rng():
+        set_rng_state(generators)
+        for callback in run.trainer.callbacks:
+            callback._make_up(run.trainer)
+    set_rng_state(run.state.epoch_generators or generators)
+    if run.state.batch:
+        run.generators = generators
+
+
+def begin_epoch(run: TrainingRun) -> None:
+    """Do what comes before an epoch's first batch, or before the first one of what is left of it. Collective."""
+    trainer, engine = run.trainer, run.engine
+    run.state.begin_epoch(rng_state())
+    begin_data(run)
+    run.hooks.call("on_train_epoch_start")
+    if run.generators is not None:
+        set_rng_state(run.generators)
+        run.generators = None
+    trainer.logbook.take_up_epoch()
+    run.accumulate, run.window_place = trainer.accumulate_grad_batches, 0
+    engine.follow_parameters()
+    engine.sync_gradients(True)
+    if trainer.settings.fused_optimizers:
+        for optimizer in trainer.optimizers:
+            use_fused(optimizer, [run.module])  # a hook may have added groups
 
 
 def fit_epoch(run: TrainingRun) -> None:
     """Train one epoch, or what is left of it. Collective."""
     trainer, state, hooks, logbook = run.trainer, run.state, run.hooks, run.trainer.logbook
     collector = logbook.collector or logbook.start(run.module, training=True, stage="train")
-    begin_data(run)
-    hooks.call("on_train_epoch_start")
-    logbook.take_up_epoch()
-    run.accumulate = trainer.accumulate_grad_batches
-    run.engine.follow_parameters()
-    run.engine.sync_gradients(True)
-    if trainer.settings.fused_optimizers:
-        for optimizer in trainer.optimizers:
-            use_fused(optimizer, [run.module])  # a hook may have added groups
+    begin_epoch(run)
     batch_start, batch_end = hooks["on_train_batch_start"], hooks["on_train_batch_end"]
     stop, may_end = trainer.stop_appointment, trainer.settings.max_steps != -1
     assert stop is not None
     log_every, validates_within = trainer.settings.log_every, run.validates_within
-    is_last = run.num_batches is not None and state.batch >= run.num_batches
+    batches, is_last = run.batches()
     if validates_within and state.batch and not is_last and validation_is_due(run):
         validate(run, within=True)  # the checkpoint was saved before it
     trainer.agree_on_stop()
-    is_stopped = trainer.wants_to_stop  # by one of the hooks above
-    for batch, is_last in () if is_stopped else run.batches():
+    is_stopped = trainer.wants_to_stop  # before it has begun
+    for batch, is_last in () if is_stopped else batches:
         collector.batch, collector.hook = batch, "training_step"
         index, run.is_last_batch, run.is_within_batch = state.batch, is_last, True
+        unchecked = state.unchecked_batches if run.is_within_window else 0
         if batch_start:
             collector.hook = "on_train_batch_start"
             if -1 in [hook(batch, index) for hook in batch_start]:
@@ -246,8 +290,12 @@ def fit_epoch(run: TrainingRun) -> None:
         outputs = train_batch(run, batch, index, is_last)
         if run.pulls:
             batch, is_last, index = batch.latest, batch.is_at_end, batch.count - 1
-        run.num_taken = index + 1 - state.batch
-        state.batch, state.total_batches = index + 1, state.total_batches + run.num_taken
+        taken = index + 1 - state.batch
+        state.batch, state.total_batches, state.unchecked_batches = (
+            index + 1,
+            state.total_batches + taken,
+            unchecked + taken,
+        )
         stepped = state.step != steps_before
         state.batches_that_stepped += stepped
         run.row_is_due = bool(stepped and log_every and state.batches_that_stepped % log_every == 0)
@@ -260,7 +308,7 @@ def fit_epoch(run: TrainingRun) -> None:
             run.write_row()
         if run.waiting_saves and not run.is_within_window:
             trainer.save_waiting()
-        if validates_within and not is_last and validation_is_due(run):
+        if validates_within and not is_last and not run.is_within_window and validation_is_due(run):
             validate(run, within=True)
         if (stepped or run.is_manual) and (may_end or stop.is_asked or trainer.should_stop) and trainer.wants_to_stop:
             break
@@ -275,6 +323,7 @@ def fit_epoch(run: TrainingRun) -> None:
 def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     """Step the epoch-wise schedulers, validate where due, reduce the metrics, and let callbacks judge them. Collective."""
     trainer, state, hooks = run.trainer, run.state, run.hooks
+    refuse_empty_epoch(run)
     run.is_ending_epoch = is_complete
     if run.is_manual:
         run.is_within_window = False  # what gathers gradients across epochs is saved here, without them
@@ -291,56 +340,11 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     trainer.logbook.finish(run.module)
     if is_complete:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=True)
-    state.epoch_ended, run.is_ending_epoch = is_complete, False
+    state.epoch_ended, state.is_left, run.is_ending_epoch = is_complete, not is_complete, False
     trainer.save_waiting()
     hooks.call(JUDGED)
     trainer.agree_on_stop()
     trainer.logbook.flush()
-
-
-def validation_is_due(run: TrainingRun, at_end: bool = False, is_complete: bool = True) -> bool:
-    """Return whether a validation is due after the batch at hand, or `at_end` of an epoch."""
-    settings, state = run.trainer.settings, run.state
-    every = settings.check_val_every_n_epoch
-    if run.validation is None or state.validated_at == state.total_batches:
-        return False
-    if every is not None and (state.epoch + 1) % every:
-        return False
-    if at_end and not is_complete:
-        return True  # the run ends here
-    if run.trainer.validation_clock is not None:
-        return not at_end and run.trainer.validation_clock.is_due(state.step)
-    if run.validate_every is None:
-        return at_end
-    count = state.total_batches if every is None else state.batch
-    has_passed = count // run.validate_every > (count - run.num_taken) // run.validate_every
-    return has_passed or (at_end and run.num_batches is None and every is not None)
-
-
-def validate(run: TrainingRun, within: bool, counts: bool = True) -> None:
-    """Run a validation, `within` the epoch or at its end, and step the schedulers that follow validations. Collective.
-
-    One of a run that was stopped within an epoch `counts` not: one that had gone on would not have made it.
-    """
-    assert run.validation is not None
-    trainer, state = run.trainer, run.state
-    trainer.is_mid_epoch_validation, trainer.is_stop_validation = within, not counts
-    if run.optimizer is not None and not run.is_within_window:
-        run.own.get("on_validation_model_zero_grad", run.optimizer.zero_grad)()
-
-    def count() -> None:
-        if not counts:
-            return
-        state.validations += 1
-        state.validated_at = state.total_batches
-        step_schedulers(run, "validation", state.validations, plateau=False)
-        step_schedulers(run, "validation", state.validations, plateau=True)
-
-    with abandonable(run):
-        evaluate(run.validation, before_end=count)
-    if within:  # an epoch's end asks for itself
-        trainer.agree_on_stop()
-    trainer.is_mid_epoch_validation = trainer.is_stop_validation = False
 
 
 def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
@@ -352,8 +356,9 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
     if run.accumulate == 1:
         place, at_end = 0, True
     else:
-        place = index % run.accumulate
-        at_end = is_last or place == run.accumulate - 1
+        place = run.window_place
+        at_end = is_last or place >= run.accumulate - 1
+        run.window_place = 0 if at_end else place + 1
         engine.sync_gradients(at_end)
     if place == 0:
         if run.clears_plainly and optimizer is not None:
@@ -399,7 +404,11 @@ def backward(run: TrainingRun, loss: Tensor) -> None:
     run.is_within_window = True
     if run.before_backward:
         run.hooks.call("on_before_backward", loss)
-    run.engine.backward(loss, run.own.get("backward"))
+    try:
+        run.engine.backward(loss, run.own.get("backward"))
+    except RuntimeError as error:
+        explain_second_backward(error)
+        raise
     if run.after_backward:
         run.hooks.call("on_after_backward")
     run.window_has_gradients = True

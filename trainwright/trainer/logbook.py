@@ -44,6 +44,10 @@ class Logbook:
         self._callback: dict[str, Tensor | float] = {}
         self._logged: dict[str, Tensor | float] = {}
         self._shown: dict[str, Tensor | float] = {}
+        self._scored_at: dict[str, int] = {}
+        """The optimizer step whose weights got a metric, for those that a validation gave last."""
+        self._held_rows: list[tuple[dict[str, float], int]] = []
+        """Rows of the batches of a validation within fit, until it is over: a resumed run makes one anew that was left."""
         self._latest_before: dict[str, Any] | None = None
         """The latest values as they were where the run stopped within an epoch."""
         self._ended: dict[str, Any] = {}
@@ -106,7 +110,9 @@ class Logbook:
             if each.logger and each.last is not None and each.loader == collector.loader
         }
         if values:
-            self._write(to_numbers(values), self._earlier_batches.get(counter, 0) + batch_idx)
+            self._held_rows.append((to_numbers(values), self._earlier_batches.get(counter, 0) + batch_idx))
+            if self.training_collector is None:  # no fit goes on from within
+                self._write_held_rows()
 
     def end_loader(self, module: Module) -> None:
         """End one of several evaluation loaders: its Metric objects are computed, and start anew with the next. Collective.
@@ -143,6 +149,7 @@ class Logbook:
         if self.collector is self.training_collector:
             self.training_collector = None
         self.collector = None  # from here to the next start nothing is collected, and self.log says so
+        self._write_held_rows()
         for counter, count in self._batches.items():
             self._earlier_batches[counter] = self._earlier_batches.get(counter, 0) + count
         self._batches.clear()
@@ -169,6 +176,7 @@ class Logbook:
             "logged": to_numbers(self._logged),
             "shown": to_numbers(self._shown),
             "evaluation_batches": dict(self._earlier_batches),
+            "scored_at": dict(self._scored_at),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -176,6 +184,7 @@ class Logbook:
         for name, values in (("callback", self._callback), ("logged", self._logged), ("shown", self._shown)):
             values.update(state.get(name, {}))
         self._earlier_batches.update(state.get("evaluation_batches", {}))
+        self._scored_at.update(state.get("scored_at", {}))
         self._ended = state.get("ended", {})
 
     def logger_states(self) -> list[dict[str, Any]]:
@@ -225,6 +234,11 @@ class Logbook:
         """Go back, where a run stops within an evaluation, to the latest values as they were before it."""
         self._latest_before = latest
         self._batches.clear()
+        self._held_rows.clear()
+
+    def is_outdated(self, name: str) -> bool:
+        """Return whether a metric is a validation's, of other weights than the present ones."""
+        return self._scored_at.get(name, self._state.step) != self._state.step
 
     def take_up_epoch(self) -> None:
         """Go on with what a checkpoint holds of the epoch; what the hooks of its start have logged again gives way to it."""
@@ -273,6 +287,8 @@ class Logbook:
             each.kept = value
             if collector is not None and collector.training and not each.rank_zero_only:
                 self._callback[each.base_name] = self._callback[each.step_name] = value
+                self._scored_at.pop(each.base_name, None)
+                self._scored_at.pop(each.step_name, None)
             if each.logger:
                 self._logged[each.step_name] = value
             if each.prog_bar:
@@ -281,10 +297,19 @@ class Logbook:
     def _keep_epoch(self, key: Key, number: float) -> None:
         if not key.rank_zero_only:
             self._callback[key.base_name] = self._callback[key.epoch_name] = number
+            for name in (key.base_name, key.epoch_name):
+                self._scored_at.pop(name, None)
+                if self.collector is not self.training_collector:
+                    self._scored_at[name] = self._state.step
         if key.logger:
             self._logged[key.epoch_name] = number
         if key.prog_bar:
             self._shown[key.epoch_name] = number
+
+    def _write_held_rows(self) -> None:
+        held, self._held_rows = self._held_rows, []
+        for numbers, step in held:
+            self._write(numbers, step)
 
     def _write(self, numbers: dict[str, float], step: int) -> None:
         """Write a row; a metric that is called step takes the place of its x value, one that is called epoch stays."""

@@ -58,6 +58,25 @@ def count_empty(run: TrainingRun) -> None:
         )
 
 
+def refuse_empty_epoch(run: TrainingRun) -> None:
+    """Refuse, at the end of a run's first epoch, a training_step that has returned None for each batch (RuntimeError)."""
+    if run.num_empty and run.num_empty == run.state.total_batches and run.optimizer is not None:
+        raise RuntimeError(
+            f"training_step returned None for all {run.num_empty} batches of the first epoch, so nothing was trained; return "
+            "the loss (did you forget the return statement?), or set automatic_optimization = False and step yourself."
+        )
+
+
+def explain_second_backward(error: RuntimeError) -> None:
+    """Raise what torch says of a graph that was sent backward twice in this framework's words; do nothing of other errors."""
+    if "backward through the graph a second time" in str(error):
+        raise RuntimeError(
+            "the loss that training_step returned leads to a graph that a backward has already freed. If training_step calls "
+            "loss.backward() itself, leave that out, or set automatic_optimization = False and step there too; if it keeps a "
+            "tensor from an earlier batch (a hidden state), detach it."
+        ) from error
+
+
 def round_weight(run: TrainingRun, index: int) -> float:
     """Return this rank's weight in the round of a batch: not 1 in a re-split last round, unless a limit came before it."""
     if index in run.round_ends:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,16 +23,22 @@ HOST = torch.device("cpu")
 def predict(evaluation: Evaluation, return_predictions: bool) -> list[list[Any]]:
     """Return the outputs of each batch on the host, a list for each loader; empty lists where they are not wanted.
 
-    On several ranks every one of them gets all outputs. Collective: call on every rank.
+    On several ranks every one of them gets all outputs, tensors of a subclass as the tensors that they are, and dicts of a
+    subclass as dicts. Collective: call on every rank.
 
     Raises:
-        TypeError: on several ranks, outputs that are more than plain data and tensors.
+        TypeError: on several ranks, at the first batch: outputs that are more than plain data and tensors.
     """
     engine = evaluation.trainer.engine
     kept: dict[int, dict[int, Any]] = {}
 
     def keep(place: int, index: int, outputs: Any) -> None:
-        kept.setdefault(place, {})[index * engine.world_size + engine.rank] = to_device(outputs, HOST)
+        outputs = to_device(outputs, HOST)
+        if engine.world_size > 1:
+            outputs = plainer(outputs)
+            if place not in kept:
+                encoded({index: outputs})  # what cannot be gathered is told before the work is done
+        kept.setdefault(place, {})[index * engine.world_size + engine.rank] = outputs
 
     evaluate(evaluation, keep=keep if return_predictions else None)
     if not return_predictions:
@@ -47,10 +54,7 @@ def gather_outputs(own: dict[int, Any], engine: Engine) -> dict[int, Any]:
     """Return the outputs of all ranks by the number of their batch. Collective: call on every rank."""
     if engine.world_size == 1:
         return own
-    try:
-        plain, tensors = encode(own, "predict_step's outputs")
-    except TypeError as error:
-        raise TypeError(f"{error} On several ranks predictions are gathered as such; return these.") from error
+    plain, tensors = encoded(own)
     arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     described = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in arrays.items()]
     parts = [as_bytes(each) for each in arrays.values() if each.numel()]
@@ -60,6 +64,24 @@ def gather_outputs(own: dict[int, Any], engine: Engine) -> dict[int, Any]:
     for (text, table), blob in zip(collectives.gather_object([plain, described]), blobs, strict=True):
         gathered.update(decode(text, _tensors_of(table, blob)))
     return gathered
+
+
+def encoded(outputs: dict[int, Any]) -> tuple[Any, dict[str, Tensor]]:
+    """Return outputs as plain data and the tensors in it (TypeError where they are more than that)."""
+    try:
+        return encode(outputs, "predict_step's outputs")
+    except TypeError as error:
+        raise TypeError(f"{error} On several ranks predictions are gathered as such; return these.") from error
+
+
+def plainer(value: Any) -> Any:
+    """Return outputs with tensors of a subclass as plain tensors, and mappings as dicts."""
+    if isinstance(value, Tensor):
+        is_wrapped = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__  # its memory is elsewhere
+        return value if type(value) is Tensor or is_wrapped else value.as_subclass(Tensor)
+    if isinstance(value, Mapping):
+        return {key: plainer(each) for key, each in value.items()}
+    return type(value)(map(plainer, value)) if type(value) in (list, tuple) else value
 
 
 def _tensors_of(table: list[Any], blob: Tensor) -> dict[str, Tensor]:

@@ -12,10 +12,12 @@ from trainwright.checkpoint.opening import Checkpoint
 from trainwright.checkpoint.outcomes import Outcomes
 from trainwright.checkpoint.store import encode_state
 from trainwright.data.datamodule import DataModule
+from trainwright.data.seeding import isolate_rng
 from trainwright.engine.engine import Opened
 from trainwright.errors import CheckpointError
-from trainwright.hyperparameters import HyperParameters, plain_hyper_parameters
+from trainwright.hyperparameters import HyperParameters, stored_hyper_parameters
 from trainwright.module import Module, is_overridden
+from trainwright.plain_forms import LEFT_OUT
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.metric_merging import merged
 from trainwright.trainer.training_data import place_in_data
@@ -73,7 +75,7 @@ def check_state(trainer: Trainer) -> None:
         CheckpointError: on every rank alike; the text says where it stands and of what kind it is.
     """
     engine = trainer.engine
-    if trainer.fast_dev_run or not any(each.save_top_k or each.save_last for each in trainer.checkpoint_callbacks):
+    if trainer.fast_dev_run or not any(each.keeps_any for each in trainer.checkpoint_callbacks):
         return
 
     def look() -> None:
@@ -108,21 +110,30 @@ def rank_state(trainer: Trainer) -> dict[str, Any]:
     """Return what a checkpoint holds of this rank alone: within an epoch, what was logged in it and where its data stands."""
     assert trainer.module is not None
     metrics = trainer.logbook.epoch_state(trainer.module, trainer.is_evaluating)
-    return {"metrics": metrics, "sources": [place_in_data(trainer)[1]]}
+    own_stop = trainer.should_stop and not any(each._has_asked_to_stop for each in trainer.callbacks)
+    return {
+        "metrics": metrics,
+        "sources": [place_in_data(trainer)[1]],
+        "epoch_rng": None if trainer.state.epoch_ended else trainer.state.epoch_generators,
+        "should_stop": own_stop,
+    }
 
 
 def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[str, Any]:
-    plain, left_out = plain_hyper_parameters(owner, is_plain)
+    plain, forms = stored_hyper_parameters(owner, is_plain)
+    left_out = [name for name, form in forms.items() if form["form"] == LEFT_OUT]
     if left_out and not owner.__dict__.get("_has_warned_of_hyper_parameters"):
         owner.__dict__["_has_warned_of_hyper_parameters"] = True
         rank_zero_warn(
-            f"the hyper-parameters {', '.join(left_out)} of the {kind} are no plain data, so checkpoints and loggers are "
-            f"without them. Call save_hyperparameters(ignore={left_out!r}), and pass them to load_from_checkpoint.",
+            f"the hyper-parameters {', '.join(left_out)} of the {kind} have no plain form, so checkpoints and loggers are "
+            f"without them, and load_from_checkpoint wants them as arguments. Call save_hyperparameters(ignore={left_out!r}) "
+            "where the constructor's defaults are right.",
             stacklevel=2,
         )
-    if not plain:
+    if not plain and not forms:
         return {}
-    return {f"{prefix}hyper_parameters": plain, f"{prefix}hparams_name": owner._hparams_name}
+    stored = {f"{prefix}hyper_parameters": plain, f"{prefix}hparams_name": owner._hparams_name}
+    return {**stored, f"{prefix}hyper_parameter_forms": forms} if forms else stored
 
 
 def edit_with_hooks(trainer: Trainer, name: str) -> Edit | None:
@@ -137,6 +148,14 @@ def edit_with_hooks(trainer: Trainer, name: str) -> Edit | None:
 def open_with_hooks(trainer: Trainer, checkpoint: Checkpoint) -> Opened:
     """Read a verified checkpoint and show its contents to on_load_checkpoint, which may still build layers then. Collective."""
     return trainer.engine.open(checkpoint, edit=edit_with_hooks(trainer, "on_load_checkpoint"))
+
+
+def open_to_resume(trainer: Trainer, checkpoint: Checkpoint) -> Opened:
+    """Open a checkpoint and take the state of the parts; what that draws does not shift what the run draws. Collective."""
+    with isolate_rng():
+        opened = open_with_hooks(trainer, checkpoint)
+        restore_parts(trainer, opened)
+    return opened
 
 
 def restore_parts(trainer: Trainer, opened: Opened) -> None:
@@ -172,6 +191,10 @@ def restore(trainer: Trainer, opened: Opened) -> dict[str, Any] | None:
     trainer.state.load_state_dict(state["position"])
     trainer.state.places = state["position"].get("places", ())
     trainer.state.sources = restored.sources[0] if restored.sources else ()
+    own = restored.rank_state or {}
+    trainer.state.epoch_generators = own.get("epoch_rng")
+    if own.get("should_stop"):
+        _stay_stopped(trainer, opened.checkpoint.path)
     schedulers = state.get("lr_schedulers", [])  # as many as in this run, unless a hook has taken them out
     for config, saved in zip(trainer.lr_scheduler_configs, schedulers, strict=False):
         config.scheduler.load_state_dict(saved)
@@ -194,6 +217,15 @@ def restore(trainer: Trainer, opened: Opened) -> dict[str, Any] | None:
             f"{trainer.state.step}"
         )
     return restored.rng
+
+
+def _stay_stopped(trainer: Trainer, path: str) -> None:
+    """Let a run stay stopped that the user's own code had stopped: nobody may ask again where it goes on."""
+    trainer.should_stop = True
+    trainer.print(
+        f"trainer.should_stop had been set when {path} was saved, so the run ends as it would have ended; to train on, set "
+        "trainer.should_stop = False in on_train_start."
+    )
 
 
 def _unfinished_metrics(trainer: Trainer, checkpoint: Checkpoint, own: dict[str, Any] | None) -> dict[str, Any] | None:

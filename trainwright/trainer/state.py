@@ -18,9 +18,11 @@ class TrainerState:
     this rank has finished in the epoch, `total_batches` those of the run, `step` the optimizer steps of the run (each
     optimizer's under manual optimization), `batches_that_stepped` the batches after which a step was made: the loggers' x
     axis. `validations` counts the validations of the run, and `validated_at` is `total_batches` as it was at the latest.
-    `schedulers_stepped` is True once an epoch's schedulers have stepped, but for those that follow a metric: its validation
-    may be still to come. `epoch_ended` is True once the epoch has no batch and no validation to come, while its number still
-    stands. `saves` counts the checkpoints, which puts those of one step in order.
+    `unchecked_batches` counts the batches since it was last asked whether a validation is due within the epoch, up to the
+    present one. `schedulers_stepped` is True once an epoch's schedulers have stepped, but for those that follow a metric: its
+    validation may be still to come. `epoch_ended` is True once the epoch has no batch and no validation to come, while its
+    number still stands, `is_left` once the run has ended within the epoch and has done what such an end asks for. `saves`
+    counts the checkpoints, which puts those of one step in order.
 
     All of them go on at another world size. In an epoch that is taken up there, `batch` goes on from what each rank had
     before, and what is left of the data is shared out anew, so the epoch has another number of batches than a whole one.
@@ -34,13 +36,17 @@ class TrainerState:
     skipped_steps: int = 0
     validations: int = 0
     validated_at: int = -1
+    unchecked_batches: int = 1
     schedulers_stepped: bool = False
     epoch_ended: bool = False
+    is_left: bool = False
     saves: int = 0
     places: Sequence[Place] = field(default=(), metadata={"counts": False})
     """Where the epoch's data is taken up: what was consumed of each loader's stream; empty where `batch` says it."""
     sources: Sequence[SourceState | None] = field(default=(), metadata={"counts": False})
     """The state of each loader's source there."""
+    epoch_generators: dict[str, Any] | None = field(default=None, metadata={"counts": False})
+    """This rank's generators as they were when the epoch began: the hooks of its start draw from them again when resumed."""
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters as plain data."""
@@ -54,7 +60,18 @@ class TrainerState:
         if self.epoch_ended:
             self.next_epoch()
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Return whether an epoch was begun whose end, whole or not, is still to come."""
+        return self.batch > 0 and not self.epoch_ended and not self.is_left
+
+    def begin_epoch(self, generators: dict[str, Any]) -> None:
+        """Begin the epoch, or what is left of it, with these generators."""
+        self.epoch_generators, self.is_left = generators, False
+
     def next_epoch(self) -> None:
         """Go on to the next epoch."""
         self.epoch, self.batch, self.epoch_ended, self.schedulers_stepped = self.epoch + 1, 0, False, False
+        self.unchecked_batches = 0
         self.places = self.sources = ()
+        self.epoch_generators = None

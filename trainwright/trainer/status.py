@@ -333,9 +333,9 @@ class Status:
 
     @property
     def is_done(self) -> bool:
-        """Return whether no epoch is left to train."""
-        last = self.settings.last_epoch
-        return self.wants_to_stop or (last is not None and self.state.epoch >= last)
+        """Return whether no epoch is left to train, nor one to end that a stopped run was resumed in."""
+        last, is_stopped = self.settings.last_epoch, self.wants_to_stop
+        return (is_stopped and not self.state.is_unfinished) or (last is not None and self.state.epoch >= last)
 
     @property
     def wants_to_stop(self) -> bool:

@@ -138,6 +138,12 @@ class SignalStop:
     def _code(self) -> int:
         return exit_code(self.number, bool(self.path))
 
+    def _reason(self) -> str:
+        callback = self._trainer.checkpoint_callback
+        if callback is None or not callback.keeps_any:
+            return "this run has no ModelCheckpoint that saves"
+        return "the weights are not finite"
+
     def _announce(self) -> None:
         """Tell the launcher and the user."""
         trainer = self._trainer
@@ -152,7 +158,7 @@ class SignalStop:
         if self.path:
             said = f'{where}; it is saved as {self.path}. The same command with ckpt_path="auto" goes on from there.'
         else:
-            said = f"{where}; nothing was saved, since this run has no ModelCheckpoint that saves."
+            said = f"{where}; nothing was saved, since {self._reason()}."
         if self.path and name == "SIGUSR1" and (requeued := requeue_job()):
             said = f"{said}\ntrainwright: {requeued}"
         print(said, file=sys.stderr, flush=True)

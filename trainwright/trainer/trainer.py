@@ -44,7 +44,7 @@ from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.parts import arranged_callbacks, arranged_loggers, making_modules, set_switches
 from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
-from trainwright.trainer.resume import check_save, open_with_hooks, restore, restore_parts, save_run
+from trainwright.trainer.resume import check_save, open_to_resume, restore, save_run
 from trainwright.trainer.running import callbacks_for, evaluating, read_request, refuse_nested, running
 from trainwright.trainer.settings import Settings, refuse_unknown
 from trainwright.trainer.sources import find_source, find_transfer, read_datamodule
@@ -278,9 +278,7 @@ class Trainer(Status):
             self.signal_stop.watch()
             seconds = self.settings.validation_seconds
             self.validation_clock = None if seconds is None else IntervalClock(seconds, self.appointment("validation"))
-            opened = open_with_hooks(self, choice.checkpoint) if choice.checkpoint is not None else None
-            if opened is not None:
-                restore_parts(self, opened)
+            opened = open_to_resume(self, choice.checkpoint) if choice.checkpoint is not None else None
             self.run = prepare_fit(self, model, source, self._validation(model, val_dataloaders, datamodule))
             self.hooks.call("on_fit_start")
             generators = restore(self, opened) if opened is not None else None

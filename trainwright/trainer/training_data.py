@@ -46,6 +46,7 @@ def take_training_data(run: TrainingRun, loaders: Any) -> None:
     trainer, engine, settings = run.trainer, run.engine, run.trainer.settings
     if run.loader is not None:
         run.loader.close()
+        trainer.open_loaders.remove(run.loader)
     run.loader = loader = shard(
         loaders,
         rank=engine.rank,

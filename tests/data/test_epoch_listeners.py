@@ -1,0 +1,100 @@
+"""Epoch listeners: whatever of a loader has a `set_epoch` is told the epoch, in workers' copies too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from small import QUIET, Classifier
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+
+import trainwright as tw
+from trainwright.data.loaders import ShardedLoader
+
+
+class Told:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.epoch = -1
+        self.told: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.told.append(epoch)
+
+
+class Items(Told, Dataset[Any]):
+    """Each item is its number and the epoch that this copy was told."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, self.epoch])
+
+
+class Stream(Told, IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([torch.tensor([index, self.epoch]) for index in range(4)])
+
+
+class Order(Told, Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+    def __len__(self) -> int:
+        return 8
+
+
+class Batches(Told, BatchSampler):
+    pass
+
+
+class Loader(Told, DataLoader[Any]):
+    pass
+
+
+WORKERS = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
+
+
+@pytest.mark.parametrize("options", WORKERS, ids=str)
+@pytest.mark.parametrize("batch_size", [2, None])
+@pytest.mark.parametrize("kind", [Items, Stream])
+def test_the_dataset_that_is_read_knows_the_epoch(kind: Any, batch_size: Any, options: dict[str, Any]) -> None:
+    share = ShardedLoader(DataLoader(kind(), batch_size=batch_size, **options), rank=0, world_size=1, mode="train")
+    for epoch in (3, 4, 5):
+        share.set_epoch(1, epoch)
+        read = [batch.reshape(-1, 2).tolist() for batch in share]
+        assert {each[1] for batch in read for each in batch} == {epoch}
+        assert {each[0] for batch in read for each in batch} == set(range(8 if kind is Items else 4))
+    share.close()
+
+
+def test_loader_sampler_and_batch_sampler_are_told_once_each() -> None:
+    data, order = Items(), Order()
+    batches = Batches(order, 2, False)
+    loader = Loader(data, batch_sampler=batches)
+    share = ShardedLoader(loader, rank=1, world_size=2, mode="even")
+    for epoch in (0, 1):
+        share.set_epoch(1, epoch)
+        list(share)
+    assert [each.told for each in (data, order, batches, loader)] == [[0, 1]] * 4
+
+
+def test_trainer_and_accelerator_tell_every_epoch() -> None:
+    class Pairs(Items):
+        def __getitem__(self, index: int) -> Any:
+            return torch.full((8,), 0.1), torch.tensor(index % 3)
+
+    trained, evaluated = Pairs(), Pairs()
+    trainer = tw.Trainer(max_epochs=3, **QUIET)
+    trainer.fit(Classifier(), DataLoader(trained, batch_size=4), DataLoader(evaluated, batch_size=4))
+    assert sorted(set(trained.told)) == [0, 1, 2]
+    assert set(evaluated.told) == {0}, "each evaluation is of the same samples"
+    data = Pairs()
+    loader = tw.Accelerator(cpu=True).prepare(DataLoader(data, batch_size=4))
+    for _ in range(3):
+        list(loader)
+    assert data.told == [0, 1, 2]

@@ -1,0 +1,49 @@
+"""A traceback of another process, told with the source of a cell that only this one has."""
+
+from __future__ import annotations
+
+import json
+import linecache
+
+import pytest
+
+from trainwright.launch.carried_traceback import carry, told
+
+CELL = "def step(batch):\n    raise ValueError('no such batch')\n"
+
+
+def test_the_lines_of_a_cell_are_looked_up_where_it_was_written() -> None:
+    names: dict[str, object] = {}
+    exec(compile(CELL, "<cell 7>", "exec"), names)
+    try:
+        try:
+            names["step"](3)  # type: ignore[operator]
+        except ValueError as error:
+            raise RuntimeError("the run has failed") from error
+    except RuntimeError as error:
+        carried = json.loads(json.dumps(carry(error)))
+    assert "raise ValueError" not in told(carried)
+    linecache.cache["<cell 7>"] = (len(CELL), None, CELL.splitlines(True), "<cell 7>")
+    try:
+        text = told(carried)
+    finally:
+        del linecache.cache["<cell 7>"]
+    first, second = text.split("The above exception was the direct cause of the following exception:")
+    assert (
+        "  File \"<cell 7>\", line 2, in step\n    raise ValueError('no such batch')\nValueError: no such batch"
+        in first
+    )
+    assert second.endswith("RuntimeError: the run has failed\n")
+    assert "test_the_lines_of_a_cell" in second
+
+
+def test_an_error_behind_another_is_told_too() -> None:
+    def fail() -> None:
+        try:
+            {}["key"]
+        except KeyError:
+            raise ValueError("wrong") from None
+
+    with pytest.raises(ValueError, match="wrong") as caught:
+        fail()
+    assert [part["said"] for part in carry(caught.value)] == ["ValueError: wrong\n"]

@@ -1,0 +1,157 @@
+"""What a save refuses under every strategy, alike on every rank: parts in an edited state_dict, weights not finite."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract_job import quiet
+from jobs import run_job
+from small import QUIET, Classifier, make_loader
+from torch import Tensor
+
+import trainwright as tw
+from trainwright.checkpoint.store import open_checkpoint
+
+FAST = ("ddp", "fsdp")
+SLOW = ("ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+Edit = Callable[[dict[str, Any]], None]
+
+
+def cast(contents: dict[str, Any]) -> None:
+    """Store low precision, a layer under another name, and something added, element by element."""
+    state = contents["state_dict"]
+    for name in list(state):
+        state[f"half.{name}"] = state[name].clone().mul_(0.5) + 1.0
+        state[name] = state[name].to(torch.bfloat16)
+    state["renamed"] = state.pop("net.0.weight")
+    state["more"] = torch.arange(3.0)
+
+
+def norms(contents: dict[str, Any]) -> None:
+    state = contents["state_dict"]
+    state["norm"] = state["net.0.weight"].norm()
+
+
+def average(contents: dict[str, Any]) -> None:
+    contents["average"] = {name: value * 0.5 for name, value in contents["state_dict"].items()}
+
+
+class Edits(tw.Callback):
+    def __init__(self) -> None:
+        self.edit: Edit | None = None
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        if self.edit is not None:
+            self.edit(checkpoint)
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    checkpoint = open_checkpoint(str(path))
+    return {name: checkpoint.read_tensor("model", name) for name in checkpoint.tensors("model")}
+
+
+def edited(folder: Path, strategies: tuple[str, ...]) -> dict[str, Any]:
+    said = {}
+    for strategy in strategies:
+        edits = Edits()
+        trainer = tw.Trainer(devices=2, strategy=strategy, max_epochs=1, callbacks=[edits], **QUIET)
+        trainer.fit(Classifier(), make_loader(16))
+        place = folder / strategy
+        trainer.save_checkpoint(place / "plain.ckpt")
+        edits.edit = cast
+        trainer.save_checkpoint(place / "cast.ckpt")
+        trainer.save_checkpoint(place / "async.ckpt", blocking=False)
+        trainer.engine.finish_save()
+        refusals = []
+        for edit in (norms, average):
+            edits.edit = edit
+            try:
+                trainer.save_checkpoint(place / f"{edit.__name__}.ckpt")
+                refusals.append("")
+            except tw.CheckpointError as error:
+                refusals.append(str(error))
+        said[strategy] = [*(tensors_of(place / f"{name}.ckpt") for name in ("plain", "cast", "async")), refusals]
+    return said
+
+
+class Poison(tw.Callback):
+    """Puts a NaN into what rank 1 holds of the weights, in the second epoch."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 1:
+            for piece in trainer.engine.strategy.model_pieces(module):
+                if trainer.global_rank == 1 and piece.name == "net.3.weight":
+                    piece.tensor.view(-1)[-1:] = torch.nan
+
+
+def poisoned(folder: Path, strategies: tuple[str, ...]) -> dict[str, Any]:
+    said = {}
+    for strategy in strategies:
+        best = tw.ModelCheckpoint(folder / strategy / "kept")
+        last = tw.ModelCheckpoint(folder / strategy / "last", every_n_train_steps=1, save_top_k=0, save_last=True)
+        settings = {**QUIET, "enable_checkpointing": True, "max_epochs": 3, "limit_train_batches": 2}
+        trainer = tw.Trainer(devices=2, strategy=strategy, callbacks=[Poison(), best, last], **settings)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(Classifier(), make_loader(16))
+            trainer.save_checkpoint(folder / strategy / "own.ckpt")
+        refused = ""
+        try:
+            trainer.save_checkpoint(best.best_model_path, overwrite=True)
+        except tw.CheckpointError as error:
+            refused = str(error)
+        names = [path.name for each in (best, last) for path in sorted(Path(str(each.dirpath)).glob("*.ckpt"))]
+        newest = [Path(best.best_model_path).name, Path(last.last_model_path).name]
+        said[strategy] = [names, newest, [str(each.message) for each in caught], refused]
+    return said
+
+
+def saved(folder: Path, strategies: tuple[str, ...] = FAST) -> list[dict[str, Any]]:
+    quiet()
+    return [edited(folder / "edited", strategies), poisoned(folder / "poisoned", strategies)]
+
+
+def the_slow_ones(folder: Path) -> list[dict[str, Any]]:
+    return saved(folder, SLOW)
+
+
+@pytest.fixture(scope="module", params=[saved, pytest.param(the_slow_ones, marks=pytest.mark.slow)])
+def ranks(request: Any, tmp_path_factory: Any) -> list[Any]:
+    return run_job(request.param, 2, tmp_path_factory.mktemp("saved"))
+
+
+def test_weights_that_are_not_finite_on_one_rank_take_no_checkpoints_place(ranks: list[Any]) -> None:
+    for strategy, (names, newest, warned, refused) in ranks[0][1].items():
+        assert newest == ["epoch=0-step=2.ckpt", "epoch=0-step=2.ckpt"], strategy
+        assert names == newest
+        assert len(warned) == 3  # one of each ModelCheckpoint, and of the save to a path of its own
+        assert (
+            "saves nothing in epoch 1, at step 3: the weights are not finite (NaN or infinity in 'net.3.weight"
+            in warned[0]
+        )
+        assert "epoch=0-step=2.ckpt stays as the newest one" in warned[0]
+        assert "own.ckpt is written with them" in warned[2]
+        assert "and the one that is there stays" in refused
+        assert ranks[1][1][strategy] == [names, newest, [], refused]
+
+
+def test_an_edited_state_dict_is_stored_whole_or_refused(ranks: list[Any]) -> None:
+    for strategy, (plain, *casts, refusals) in ranks[0][0].items():
+        for found in casts:
+            wanted = {"more": torch.arange(3.0)}
+            for name, value in plain.items():
+                wanted[f"half.{name}"] = value * 0.5 + 1.0
+                wanted["renamed" if name == "net.0.weight" else name] = value.to(torch.bfloat16)
+            assert found.keys() == wanted.keys(), strategy
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted), strategy
+        assert ranks[1][0][strategy][3] == refusals
+        if strategy.startswith("ddp"):
+            assert refusals == ["", ""]
+        else:
+            assert "left as 'norm' in the state_dict what was computed of this rank's part" in refusals[0]
+            assert "part of 'net.0.weight', which other ranks hold the rest of" in refusals[1]

@@ -1,0 +1,388 @@
+"""A run that is cut anywhere and goes on does all that the uninterrupted one does, once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import QUIET
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import trainwright as tw
+from trainwright.errors import RunStopped
+
+
+class Killed(Exception):
+    pass
+
+
+class Falling(tw.Module):
+    """One weight that each step makes less by 1, and what is made of it in a validation."""
+
+    automatic = True
+
+    def __init__(self, best: float = 2.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.best = best
+        self.seen: list[Any] = []
+        self.automatic_optimization = self.automatic
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append((self.trainer.current_epoch, batch_idx))
+        self.log("loss", self.weight.detach(), on_epoch=True)
+        return self.weight * 1.0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and not self.trainer.sanity_checking:
+            self.seen.append(("validated", self.weight.item()))
+        self.log("val_loss", (self.weight + self.best).abs())
+        self.log("val_step", float(batch_idx), on_step=True, on_epoch=False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Stream(IterableDataset[Tensor]):
+    """Its length is not known."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.zeros(self.length, 1))
+
+
+def fit(module: tw.Module, *callbacks: tw.Callback, data: Any = 4, path: Any = None, **settings: Any) -> tw.Trainer:
+    """Train on so many batches an epoch, or on these."""
+    loader = DataLoader(torch.zeros(data, 1)) if isinstance(data, int) else data
+    saves = any(isinstance(each, tw.ModelCheckpoint) for each in callbacks)
+    options = {**QUIET, "enable_checkpointing": saves, "max_epochs": 3, "num_sanity_val_steps": 0, **settings}
+    trainer = tw.Trainer(callbacks=list(callbacks), **options)
+    trainer.fit(module, loader, DataLoader(torch.zeros(2, 1)), ckpt_path=path)
+    return trainer
+
+
+def every_step(folder: Path, every: int = 1) -> tw.ModelCheckpoint:
+    return tw.ModelCheckpoint(folder, "{step}", save_top_k=-1, auto_insert_metric_name=False, every_n_train_steps=every)
+
+
+# -- the weights of a score ----------------------------------------------------------------------------------------------
+
+
+def is_true(callback: tw.ModelCheckpoint, kind: type[Falling] = Falling) -> None:
+    """Each kept checkpoint gets its score again, and its name tells the step of its weights."""
+    assert callback.best_k_models
+    for path, score in callback.best_k_models.items():
+        module = kind()
+        [metrics] = tw.Trainer(**QUIET).validate(module, DataLoader(torch.zeros(2, 1)), ckpt_path=path, verbose=False)
+        assert metrics["val_loss"] == float(score), path
+        assert Path(path).name.startswith(f"step={-int(module.weight.item())}-val_loss={float(score)}"), path
+
+
+@pytest.mark.parametrize(
+    ("every", "settings"),
+    [
+        ({}, {"val_check_interval": 4, "accumulate_grad_batches": 3}),
+        ({}, {"val_check_interval": 0.3, "accumulate_grad_batches": 4}),
+        ({}, {"val_check_interval": 5, "accumulate_grad_batches": 2, "check_val_every_n_epoch": None}),
+        ({"every_n_train_steps": 4}, {}),
+        ({"every_n_train_steps": 3}, {"val_check_interval": 5}),
+        ({"every_n_train_steps": 2}, {"max_steps": 17, "val_check_interval": 4}),
+    ],
+)
+def test_a_checkpoint_holds_the_weights_that_got_its_score(tmp_path: Path, every: Any, settings: Any) -> None:
+    callback = tw.ModelCheckpoint(tmp_path, "{step}-{val_loss}", monitor="val_loss", save_top_k=3, **every)
+    if every:
+        with pytest.warns(UserWarning, match="was not logged yet"):
+            fit(Falling(7.0), callback, data=11, max_epochs=2, **settings)
+    else:
+        fit(Falling(), callback, data=11, max_epochs=2, **settings)
+    is_true(callback, lambda: Falling(7.0) if every else Falling())  # type: ignore[arg-type]
+
+
+def test_a_save_at_an_epochs_end_has_no_score_of_earlier_weights(tmp_path: Path) -> None:
+    callback = tw.ModelCheckpoint(
+        tmp_path, "{step}-{val_loss}", monitor="val_loss", save_top_k=-1, save_on_train_epoch_end=True
+    )
+    with pytest.warns(
+        UserWarning, match=r"the latest validation was of earlier weights; .*leave save_on_train_epoch_end"
+    ):
+        fit(Falling(), callback, data=11, max_epochs=2, val_check_interval=4)
+    assert callback.best_model_path == ""
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=22-val_loss=nan.ckpt"]
+    fit(Falling(), callback, data=12, max_epochs=2, val_check_interval=4)
+    is_true(callback)
+
+
+# -- an epoch's end, and a run's -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [4, DataLoader(Stream(4))])
+def test_the_end_of_an_epoch_that_a_checkpoint_stands_before(tmp_path: Path, data: Any) -> None:
+    def run(folder: Path, path: Any = None) -> tuple[Any, ...]:
+        module = Falling()
+        stopping = tw.EarlyStopping("loss_epoch", patience=1)
+        trainer = fit(module, every_step(folder), stopping, data=data, path=path, val_check_interval=4)
+        return module.seen, trainer.global_step, trainer.current_epoch, stopping.wait_count, stopping.best_score
+
+    whole = run(tmp_path)
+    assert whole[1:3] == (12, 3)
+    for step in (3, 4, 7, 8, 11, 12):
+        resumed = run(tmp_path / "more", tmp_path / f"{step}.ckpt")
+        rest = whole[0][whole[0].index(resumed[0][0]) :]
+        assert resumed == (rest, *whole[1:]), step
+
+
+class Dies(tw.Callback):
+    """Ends the run in its n-th validation."""
+
+    def __init__(self, call: int) -> None:
+        self.call = call
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.call -= 1
+        if self.call == 0 and trainer.resume_source is None:
+            raise Killed
+
+
+class StopsAt(tw.Callback):
+    """Asks once for a stop, after so many batches."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.state.total_batches == self.batches
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_steps": 8}, {"max_steps": 6}, {"stop": 8}, {"stop": 6}, {"stop": 3, "min_steps": 6}]
+)
+def test_the_end_of_a_run_whose_last_validation_was_killed(tmp_path: Path, settings: dict[str, Any]) -> None:
+    settings = {**settings}
+    stop = settings.pop("stop", 0)
+
+    def run(folder: Path, *extra: tw.Callback) -> tuple[Any, ...]:
+        module = Falling()
+        best = tw.ModelCheckpoint(folder / "best", "{step}", monitor="val_loss")
+        callbacks = (every_step(folder, 2), best, *extra, *([StopsAt(stop)] if stop else []))
+        logger = tw.CSVLogger(folder, name="logs", version=0)
+        trainer = fit(module, *callbacks, path="auto", logger=logger, log_every_n_steps=1, **settings)
+        files = sorted(path.name for path in folder.glob("**/*.ckpt"))
+        rows = (folder / "logs" / "version_0" / "metrics.csv").read_bytes()
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        return (
+            metrics,
+            trainer.current_epoch,
+            trainer.global_step,
+            best.best_model_path.removeprefix(str(folder)),
+            files,
+            rows,
+        )
+
+    whole = run(tmp_path / "whole")
+    assert whole[2] == settings.get("max_steps", settings.get("min_steps", 8 if stop == 8 else 6))
+    with pytest.raises(Killed):
+        run(tmp_path / "part", Dies(2))
+    assert run(tmp_path / "part") == whole
+    again = Falling()
+    callbacks = (every_step(tmp_path / "part", 2), *([StopsAt(stop)] if stop else []))
+    fit(again, *callbacks, path="auto", **settings)
+    assert again.seen == []  # it has come to its end
+
+
+def test_a_stop_that_was_held_back_stays_asked_for(tmp_path: Path, capsys: Any) -> None:
+    """Of early stopping, though the metric becomes better meanwhile, and of the user's own."""
+
+    class Bumpy(Falling):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", [3.0, 4.0, 4.0, 2.0, 1.0, 1.0][min(self.trainer.current_epoch, 5)])
+
+    for number, kind in enumerate((lambda: tw.EarlyStopping("val_loss", patience=2), lambda: StopsAt(10))):
+        folder = tmp_path / str(number)
+        whole = fit(Bumpy(), every_step(folder), kind(), min_epochs=5, max_epochs=10)
+        assert whole.current_epoch == 5
+        for step in (13, 16, 18):
+            path = folder / f"{step}.ckpt"
+            assert fit(Bumpy(), kind(), path=path, min_epochs=5, max_epochs=10).current_epoch == 5, step
+        if number == 0:  # what would not stop it any more does not
+            patient = tw.EarlyStopping("val_loss", patience=4)
+            assert fit(Bumpy(), patient, path=folder / "18.ckpt", min_epochs=5, max_epochs=8).current_epoch == 8
+    assert "to train on, set trainer.should_stop = False in on_train_start" in capsys.readouterr().out
+
+
+# -- validations that are due --------------------------------------------------------------------------------------------
+
+
+class Pulls(Falling):
+    """Takes two batches a step."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        _, index, _ = next(dataloader_iter)
+        self.seen.append((self.trainer.current_epoch, index))
+        next(dataloader_iter)
+        return self.weight * 1.0
+
+
+class Steps(Falling):
+    """Steps by itself, every third batch, over the ends of epochs too."""
+
+    automatic = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.seen.append((self.trainer.current_epoch, batch_idx))
+        optimizer = self.optimizers()
+        self.manual_backward(self.weight / 3.0)
+        if self.trainer.state.total_batches % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [Falling, Pulls, Steps])
+@pytest.mark.parametrize(
+    "interval", [{"val_check_interval": 3}, {"val_check_interval": 5, "check_val_every_n_epoch": None}]
+)
+def test_a_validation_that_is_due_at_the_checkpoint(
+    tmp_path: Path, kind: type[Falling], interval: dict[str, Any]
+) -> None:
+    whole = kind()
+    fit(whole, every_step(tmp_path), data=8, **interval)
+    for step in range(1, 12):
+        if (tmp_path / f"{step}.ckpt").exists():
+            resumed = kind()
+            fit(resumed, data=8, path=tmp_path / f"{step}.ckpt", **interval)
+            trained = [place for place, each in enumerate(whole.seen) if each[0] != "validated"]
+            last = trained[(3 * step if kind is Steps else step) - 1]
+            assert resumed.seen == whole.seen[last + 1 :], step
+            assert torch.equal(resumed.weight, whole.weight)
+
+
+# -- what hooks draw -----------------------------------------------------------------------------------------------------
+
+
+class Draws(Falling):
+    """Draws in each hook of a run's start and of an epoch's, and trains on what they drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.zeros(3)
+        self.drawn: list[float] = []
+
+    def on_train_start(self) -> None:
+        self.noise[0] = torch.rand(())
+
+    def on_train_epoch_start(self) -> None:
+        self.noise[1] = torch.rand(())
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        torch.rand(())
+
+    def val_dataloader(self) -> Any:
+        self.noise[2] = torch.rand(())
+        return DataLoader(torch.zeros(2, 1))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.rand(4, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.drawn.append(float(batch + torch.rand(()) + self.noise[:2].sum()))
+        return self.weight * self.drawn[-1]
+
+    def on_validation_start(self) -> None:
+        self.drawn.append(float(torch.rand(()) + self.noise[2]))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"num_sanity_val_steps": 0}, {"num_sanity_val_steps": 2}, {"reload_dataloaders_every_n_epochs": 1}]
+)
+def test_hooks_that_run_again_draw_what_they_drew(tmp_path: Path, settings: dict[str, Any]) -> None:
+    def run(*callbacks: tw.Callback, path: Any = None) -> list[float]:
+        torch.manual_seed(3)
+        module = Draws()
+        options = {
+            **QUIET,
+            "enable_checkpointing": bool(callbacks),
+            "max_epochs": 3,
+            "val_check_interval": 2,
+            **settings,
+        }
+        tw.Trainer(callbacks=list(callbacks), **options).fit(module, ckpt_path=path)
+        return module.drawn[settings.get("num_sanity_val_steps", 2) > 0 and path is None :]
+
+    ends = tw.ModelCheckpoint(
+        tmp_path / "ends", "{step}", save_top_k=-1, auto_insert_metric_name=False, save_on_train_epoch_end=True
+    )
+    whole = run(every_step(tmp_path), ends)
+    for path in (*(tmp_path / f"{step}.ckpt" for step in range(1, 12)), tmp_path / "ends" / "4.ckpt"):
+        resumed = run(path=path)
+        assert resumed == whole[len(whole) - len(resumed) :], path
+
+
+# -- rows of loggers -----------------------------------------------------------------------------------------------------
+
+
+def test_the_rows_of_a_validation_that_a_signal_ended_come_once(tmp_path: Path) -> None:
+    class Signals(tw.Callback):
+        def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.current_epoch == 1 and trainer.resume_source is None:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def run(folder: Path, *callbacks: tw.Callback) -> bytes:
+        logger = tw.CSVLogger(folder, name="logs", version=0)
+        fit(Falling(), every_step(folder), *callbacks, path="auto", logger=logger, log_every_n_steps=1)
+        return (folder / "logs" / "version_0" / "metrics.csv").read_bytes()
+
+    whole = run(tmp_path / "whole")
+    assert whole.count(b"\n") == 1 + 12 + 3 * 3
+    with pytest.raises(RunStopped):
+        run(tmp_path / "part", Signals())
+    assert run(tmp_path / "part") == whole
+
+
+# -- windows -------------------------------------------------------------------------------------------------------------
+
+
+def test_windows_of_another_length_begin_where_the_run_goes_on(tmp_path: Path) -> None:
+    """Saved after batch 6 of 10: the rest is a window of four, whose steps are whole ones."""
+    fit(Falling(), every_step(tmp_path), data=10, max_epochs=1, accumulate_grad_batches=2)
+    for windows, steps in ((4, 4), (3, 5), (2, 5), (1, 7)):
+        module, again = Falling(), tmp_path / str(windows)
+        fit(module, every_step(again), data=10, max_epochs=1, accumulate_grad_batches=windows, path=tmp_path / "3.ckpt")
+        assert module.weight.item() == pytest.approx(-steps)
+    module = Falling()
+    fit(module, data=10, max_epochs=1, accumulate_grad_batches=3, path=tmp_path / "3" / "4.ckpt")  # and again, after 9
+    assert module.weight.item() == pytest.approx(-5)
+
+
+# -- a training step that trains nothing ---------------------------------------------------------------------------------
+
+
+def test_a_training_step_without_a_loss() -> None:
+    class Forgets(Falling):
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            self.log("loss", self.weight.detach(), on_epoch=True)
+
+    class Sends(Falling):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = (self.weight * 2.0).square().sum()
+            loss.backward()
+            return loss
+
+    with (
+        pytest.warns(UserWarning, match="Did you forget the return statement"),
+        pytest.raises(
+            RuntimeError, match=r"returned None for all 4 batches of the first epoch.*automatic_optimization = False"
+        ),
+    ):
+        fit(Forgets())
+    with pytest.raises(
+        RuntimeError, match=r"If training_step calls loss.backward\(\) itself, leave that out, or set automatic"
+    ):
+        fit(Sends())

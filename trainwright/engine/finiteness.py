@@ -1,0 +1,101 @@
+"""Finiteness: whether what is trained still has values to go on from, asked once a save and answered alike on all ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from trainwright.checkpoint.store import SAVE
+from trainwright.checkpoint.tensors import Piece
+from trainwright.compiled_names import clean_name
+from trainwright.distributed.agreement import Agreement
+
+DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64})
+STATISTICS = ("running_mean", "running_var")
+
+
+class Finiteness:
+    """Looks for NaN and infinity in trained parameters and in the running statistics of norms.
+
+    Other buffers and frozen parameters may hold such values by design (a mask of -inf), and so may what held them before the
+    training: neither is looked at.
+
+    Args:
+        agreement: carries what each rank has found.
+        timeout_seconds: how long to wait for the slowest rank.
+        read: returns the modules, and this rank's share of their tensors.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        timeout_seconds: float,
+        read: Callable[[], tuple[Sequence[nn.Module], Sequence[Piece]]],
+    ) -> None:
+        self._agreement, self._timeout_seconds, self._read = agreement, timeout_seconds, read
+        self._passed_over: set[str] = set()
+        self._is_known = False
+        """Whether the weights were found to be finite for the save that comes."""
+
+    def begin(self) -> None:
+        """Take note of what is not finite before the training."""
+        modules, pieces = self._read()
+        self._passed_over = set(_found(_trained(modules), pieces))
+
+    def fault(self) -> str:
+        """Return what is not finite on any rank, as a text; empty where nothing is. Collective: call on every rank.
+
+        The save that follows does not look again where all is finite.
+        """
+        modules, pieces = self._read()
+        own = _found(_trained(modules) - self._passed_over, pieces)
+        told = self._agreement.exchange(json.dumps(own).encode(), call=SAVE, timeout_seconds=self._timeout_seconds)
+        names = list(dict.fromkeys(name for each in told for name in json.loads(each)))
+        self._is_known = not names
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        return f"the weights are not finite (NaN or infinity in {names[0]!r}{more})" if names else ""
+
+    def fault_at_save(self) -> str:
+        """Return the same, without another look where one has just been taken for this save. Collective."""
+        fault = "" if self._is_known else self.fault()
+        self._is_known = False
+        return fault
+
+
+def _trained(modules: Iterable[nn.Module]) -> set[str]:
+    """Return the names, in a checkpoint, of what is looked at."""
+    names = set()
+    for number, module in enumerate(modules):
+        prefix = f"{number}." if number else ""
+        names |= {prefix + clean_name(name) for name, each in module.named_parameters() if each.requires_grad}
+        for place, layer in module.named_modules():
+            if isinstance(layer, _NormBase):
+                names |= {prefix + clean_name(f"{place}.{leaf}" if place else leaf) for leaf in STATISTICS}
+    return names
+
+
+def _found(names: set[str], pieces: Iterable[Piece]) -> list[str]:
+    """Return the names of the pieces that are not finite; one read of results a device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
+    for piece in pieces:
+        tensor = piece.tensor
+        if piece.name in names and tensor.numel() > 0 and tensor.dtype in DTYPES and not tensor.is_meta:
+            groups.setdefault((tensor.device, tensor.dtype), []).append((piece.name, tensor.detach()))
+    with torch.no_grad():
+        return [name for (device, _), group in groups.items() for name in _not_finite(device.type, group)]
+
+
+def _not_finite(device_type: str, group: Sequence[tuple[str, Tensor]]) -> list[str]:
+    tensors = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for _, each in group]
+    if device_type == "cpu":
+        # On the CPU ten times as fast as a norm.
+        extremes = torch.stack([torch.stack(torch.aminmax(each)) for each in tensors])
+    else:
+        extremes = torch.stack(torch._foreach_norm(tensors, math.inf))[:, None]
+    are_finite = extremes.isfinite().all(dim=1).tolist()  # an extreme is NaN where any element is
+    return [name for (name, _), is_finite in zip(group, are_finite, strict=True) if not is_finite]
