@@ -26,8 +26,8 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import zero_state
 from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, refuse_lazy, state_tensors
 from trainwright.strategies.deepspeed_config import build_config, low_precision, read_config, settle
-from trainwright.strategies.deepspeed_engine import make_engine, scale_losses
-from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, owned
+from trainwright.strategies.deepspeed_engine import make_engine, refuse_other_dtype, scale_losses
+from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, part_of
 from trainwright.strategies.zero_traces import ZeroTraces
 
 STAGES = (1, 2, 3)
@@ -161,7 +161,7 @@ class DeepSpeedStrategy(Strategy):
         if self.stage < 3 or not sharded:
             self.place(module)
         else:
-            self._refuse_other_dtype(sharded)
+            refuse_other_dtype(sharded, self.precision.name)
         whole = [p for p in module.parameters() if not hasattr(p, "ds_id")]
         broadcast_tensors((*whole, *module.buffers()))
         self.wrapped[module] = None
@@ -169,18 +169,6 @@ class DeepSpeedStrategy(Strategy):
             module.register_state_dict_post_hook(zero_state.warn_of_shards)  # type: ignore[no-untyped-call]
         if optimization is None and self.stage == 3 and any(True for _ in module.parameters()):
             self._parts[module] = [self._initialize(Part([module]), None)]
-
-    def _refuse_other_dtype(self, sharded: Mapping[str, Any]) -> None:
-        """Refuse what an earlier run has sharded in another precision's dtype (ValueError)."""
-        told = self.precision.name
-        low = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(told)
-        for name, parameter in sharded.items():
-            is_low = parameter.ds_tensor.dtype in (torch.bfloat16, torch.float16)
-            if parameter.ds_tensor.dtype != low and (low is not None or is_low):
-                raise ValueError(
-                    f"parameter {name!r} was sharded by a run in another precision, and this one is in {told}; "
-                    "go on in that precision, or make the module anew and load a checkpoint."
-                )
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
@@ -213,18 +201,8 @@ class DeepSpeedStrategy(Strategy):
         """Return what the engine of an optimizer owns of the modules."""
         if self.stage < 3 or num_optimizers == 1:
             return Part(owners)
-        # ZeRO-3 hangs its hooks on modules, and two engines that fetch and release one module's parameters break.
-        members = [member for module in owners for member in owned(module, own)]
-        inside = {p for member in members for p in member.parameters()}
-        strays = [p for group in optimizer.param_groups for p in group["params"] if p not in inside]
         least = self._config()["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
-        if any(stray.numel() > least for stray in strays):
-            raise ValueError(
-                "under ZeRO stage 3 each of several optimizers needs whole submodules of its own, but one of these holds a "
-                f"parameter of {max(stray.numel() for stray in strays)} elements that shares its module with others. Put it "
-                "into a submodule, or choose stage 2."
-            )
-        return Part(members, strays)
+        return part_of(optimizer, own, owners, least)
 
     def _make_optimizer(self, modules: Sequence[nn.Module]) -> Optimizer:
         """Return the optimizer of the config's own "optimizer" section, over all that is trained."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -86,6 +87,18 @@ def scale_losses(engine: Any) -> None:
         dynamic_loss_args=engine.dynamic_loss_scale_args(),
     )
     zero.dynamic_loss_scale = zero.loss_scaler.dynamic
+
+
+def refuse_other_dtype(sharded: Mapping[str, Any], precision: str) -> None:
+    """Refuse what an earlier run has sharded in another precision's dtype (ValueError)."""
+    low = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision)
+    for name, parameter in sharded.items():
+        is_low = parameter.ds_tensor.dtype in (torch.bfloat16, torch.float16)
+        if parameter.ds_tensor.dtype != low and (low is not None or is_low):
+            raise ValueError(
+                f"parameter {name!r} was sharded by a run in another precision, and this one is in {precision}; "
+                "go on in that precision, or make the module anew and load a checkpoint."
+            )
 
 
 def _refuse_what_cannot_be_sharded(parameters: list[nn.Parameter]) -> None:
