@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,19 +13,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.strategies.base import broadcast_tensors
 
 ENGINES = (str(Path(__file__).parent), str(Path(dist.__file__).parent))
 """Where the code lies that strategies hang on a module."""
+PACKAGES = ("deepspeed.", "torch.distributed.", "trainwright.strategies.")
 ADDED = (
     "_fsdp_root",
     "_fsdp_use_orig_params",
     "_is_fsdp_managed_module",
     "__composable_api_state_key",
     "__composable_api_registry_key",
+    "_external_params",
+    "_original_parameters",
+    "applied_pre_backward_ref_cnt",
+    "ds_external_parameters",
+    "ds_grads_remaining",
+    "ds_id",
+    "ds_inflight_param_registry",
+    "ds_recompute_parameters",
+    "all_parameters",
+    "post_bwd_fn",
+    "pre_bwd_fn",
 )
+"""What torch's fully_shard and DeepSpeed keep in a module."""
 
 
 def gather_module(module: nn.Module, *, all_ranks: bool = False) -> nn.Module | None:
@@ -95,7 +110,8 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         )  # fully_shard has made (FSDPModule, kind)
         memo[id(each)] = plain.__new__(plain)
     for each in members:
-        state = each.__getstate__() if hasattr(each, "__getstate__") else each.__dict__  # type: ignore[no-untyped-call]
+        # A parametrized module refuses to tell its state, and can be copied all the same.
+        state: Any = each.__dict__ if is_parametrized(each) else each.__getstate__()  # type: ignore[no-untyped-call]
         kept: dict[str, Any] = {}
         for name, value in state.items():
             if name in ADDED or _is_engines(value):
@@ -105,18 +121,24 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
             elif name == "_parameters":
                 value = dict(value.items())
             kept[name] = copy.deepcopy(value, memo)
-        memo[id(each)].__dict__.update(kept)
-    copied: nn.Module = memo[id(module)]
-    return copied
+        copied = memo[id(each)]
+        if is_parametrized(each):
+            copied.__dict__.update(kept)
+        else:
+            copied.__setstate__(kept)
+    whole: nn.Module = memo[id(module)]
+    return whole
 
 
 def _is_engines(value: Any) -> bool:
     """Return whether this is a function of a strategy or of its engine, and no attribute or hook of the user's."""
     while (inner := _inner(value)) is not None:
         value = inner
-    code = getattr(value, "__code__", None)
-    path = code.co_filename if code is not None else ""
-    return path.startswith(ENGINES) or "/deepspeed/" in path or value is checkpoint
+    if not isinstance(value, FunctionType):
+        return False
+    # A decorated function tells its own module, and a method that a strategy has opened the user's: its code is looked at too.
+    home = f"{value.__module__}."
+    return home.startswith(PACKAGES) or value.__code__.co_filename.startswith(ENGINES) or value is checkpoint
 
 
 def _inner(value: Any) -> Any:
