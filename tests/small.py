@@ -64,6 +64,32 @@ class Classifier(tw.Module):
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
+class Averaging(torch.optim.SGD):
+    """As the schedule-free optimizers: it trains one point and is evaluated at another, and has to be told which."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for group in self.param_groups:
+            group["train_mode"] = False
+
+    def train(self) -> None:
+        self._move(True)
+
+    def eval(self) -> None:
+        self._move(False)
+
+    @torch.no_grad()
+    def _move(self, to_train: bool) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"] if group["train_mode"] != to_train else []:
+                parameter.mul_(2.0 if to_train else 0.5)
+            group["train_mode"] = to_train
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.param_groups[0]["train_mode"]
+        return super().step(closure)
+
+
 def weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 

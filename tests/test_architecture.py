@@ -16,7 +16,7 @@ from trainwright.strategies import STRATEGIES
 ROOT = Path(trainwright.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = [
-    {"errors", "duration", "compiled_names", "metric_kinds", "plain_forms"},
+    {"errors", "duration", "compiled_names", "metric_kinds", "plain_forms", "paths"},
     {"distributed", "hyperparameters"},
     {"precision", "checkpoint", "loggers", "profilers", "rank_zero"},
     {"data"},

@@ -20,7 +20,7 @@ from trainwright.compiled_names import register_clean_names
 from trainwright.data.transfer import map_leaves, to_device
 from trainwright.distributed import collectives
 from trainwright.hyperparameters import HyperParameters, build, classonly, read_hyper_parameters
-from trainwright.metric_kinds import is_collection
+from trainwright.metric_kinds import is_collection, is_metric
 from trainwright.module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
@@ -181,6 +181,11 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log each value of a flat dict, or each metric of a MetricCollection; the other arguments are those of `log`."""
+        if is_metric(dictionary):
+            raise TypeError(
+                f"log_dict was given a {type(dictionary).__name__}, which is one Metric; log it with self.log(name, metric): "
+                "what it computes is logged as name_key then."
+            )
         items: Callable[..., Any] = dictionary.items
         for name, value in items(keep_base=False, copy_state=False) if is_collection(dictionary) else items():
             self.log(name, value, *args, **kwargs)

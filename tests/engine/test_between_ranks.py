@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from jobs import run_job
 from small import QUIET, Classifier, make_loader
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import trainwright as tw
 from trainwright.engine.between_ranks import portion
@@ -62,6 +64,62 @@ def by_turns(context: Any, rank: int, folder: Path) -> bool:
         return path.exists()
 
 
+def plain_data(accelerator: tw.Accelerator) -> dict[str, Any]:
+    """Gather and reduce what is no tensor, over a loader whose last round is filled up."""
+    rank = accelerator.process_index
+    texts, labels = [], []
+    for batch in accelerator.prepare(DataLoader([(f"sample {index}", index) for index in range(5)], batch_size=2)):
+        joined = accelerator.gather_for_metrics({"text": batch[0], "label": batch[1]})
+        texts += joined["text"]
+        labels += joined["label"].tolist()
+    return {
+        "texts": texts,
+        "labels": labels,
+        "gathered plain": accelerator.gather({"list": [rank, None], "one": 0.5 + rank, "tensor": torch.tensor(rank)}),
+        "reduced plain": [accelerator.reduce({"loss": 1.0 + rank}, op)["loss"] for op in ("sum", "mean", "min", "max")],
+        "reduced both": accelerator.reduce([2**60 + rank, torch.tensor(rank)]),
+    }
+
+
+def late_and_foreign(accelerator: tw.Accelerator) -> dict[str, Any]:
+    """Train what was frozen first, and what was added later, on data of each rank's own; return the weights of all ranks."""
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    with torch.device("meta"):
+        net = torch.nn.ModuleDict({"body": torch.nn.Linear(3, 3), "head": torch.nn.Linear(3, 1)})
+    net.forward = lambda x: net["head"](net["extra"](net["body"](x)) if "extra" in net else net["body"](x))
+    net["body"].requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model, optimizer = accelerator.prepare(net, optimizer)
+    loader = accelerator.prepare(DataLoader(torch.arange(12.0).reshape(4, 3) / 10, batch_size=1))
+    made = [{name: each.clone() for name, each in net.named_parameters()}]
+    for epoch in range(3):
+        if epoch == 1:
+            net["body"].requires_grad_(True)
+        if epoch == 2:
+            torch.manual_seed(rank)
+            net["extra"] = torch.nn.Linear(3, 3)
+            optimizer.add_param_group({"params": list(net["extra"].parameters())})
+        for batch in loader:
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        made.append({name: each.detach().clone() for name, each in net.named_parameters()})
+    copied = copy.deepcopy(model)
+    found: dict[str, Any] = {"moved": {}, "copy": copied(torch.ones(1, 3)).item() == model(torch.ones(1, 3)).item()}
+    for name, last in made[-1].items():
+        everywhere = accelerator.gather(last.reshape(1, -1))
+        assert torch.equal(everywhere, everywhere[:1].expand(ranks, -1)), name
+        found["moved"][name] = [name in before and not torch.equal(before[name], last) for before in made[:-1]]
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    found["average"] = average(torch.ones(1, 3)).item() == model(torch.ones(1, 3)).item()
+    if ranks > 1:
+        foreign = {"params": [torch.nn.Parameter(torch.ones(1))]}
+        with pytest.raises(ValueError, match="has parameters of no prepared model, which 2 ranks would train apart"):
+            optimizer.add_param_group(foreign)
+    return found
+
+
 def job(folder: Path) -> dict[str, Any]:
     accelerator = tw.Accelerator(cpu=True)
     engine, rank = accelerator.engine, accelerator.process_index
@@ -70,6 +128,8 @@ def job(folder: Path) -> dict[str, Any]:
     found["reduced"] = [
         accelerator.reduce({"x": torch.tensor([1.0 + rank])}, op)["x"].item() for op in ("sum", "mean", "max")
     ]
+    found.update(plain_data(accelerator))
+    found["late"] = late_and_foreign(tw.Accelerator(cpu=True))
     found["sent"] = engine.broadcast(SENT if rank == 0 else None)
     last = accelerator.num_processes - 1
     found["sent by the last"] = accelerator.broadcast({"from": rank, "tensor": torch.tensor([rank])}, from_process=last)
@@ -109,6 +169,18 @@ def check(found: dict[str, Any], ranks: int) -> None:
     assert found["gathered"]["a"][0].tolist() == list(range(ranks))
     assert found["gathered"]["b"].shape == (sum(range(1, ranks + 1)), 2)
     assert found["reduced"] == ([1.0, 1.0, 1.0] if ranks == 1 else [3.0, 1.5, 2.0])
+    assert sorted(found["texts"]) == [f"sample {index}" for index in range(5)]
+    assert [f"sample {index}" for index in found["labels"]] == found["texts"]
+    plain = found["gathered plain"]
+    assert (plain["list"], plain["one"]) == ([0, None, 1, None][: 2 * ranks], [0.5, 1.5][:ranks])
+    assert plain["tensor"].tolist() == list(range(ranks))
+    assert found["reduced plain"] == ([1.0] * 4 if ranks == 1 else [3.0, 1.5, 1.0, 2.0])
+    assert found["reduced both"][0] == (2**60 if ranks == 1 else 2**61 + 1)
+    assert found["reduced both"][1].item() == ranks - 1
+    assert found["late"]["copy"]
+    assert found["late"]["average"]
+    for name, moved in found["late"]["moved"].items():
+        assert moved == ([False, False, False] if name.startswith("extra") else [True] * 3), name
     sent = found["sent"]
     assert (sent["text"], sent["numbers"]) == (SENT["text"], SENT["numbers"])
     assert sent["nested"][0] == {3: "three"}

@@ -9,6 +9,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,20 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         fsspec.filesystem("memory").rm("/", recursive=True)
 
 
+def test_a_folder_stays_where_it_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given, following, alone = tw.CSVLogger("given"), tw.CSVLogger(), tw.CSVLogger()
+    trainer = tw.Trainer(logger=[given, following], default_root_dir="root", accelerator="cpu")
+    monkeypatch.chdir("/")
+    assert trainer.default_root_dir == f"{tmp_path}/root"
+    assert [each.save_dir for each in (given, following, alone)] == [
+        f"{tmp_path}/given",
+        f"{tmp_path}/root",
+        str(tmp_path),
+    ]
+    assert tw.CSVLogger("~/logs").save_dir == os.path.expanduser("~/logs")
+
+
 def test_each_run_has_a_folder_of_its_own(place: str) -> None:
     runs = [started(place) for _ in range(3)]
     assert [logger.log_dir for logger in runs] == [f"{place}/trainwright_logs/version_{n}" for n in range(3)]
@@ -68,10 +83,25 @@ def test_runs_that_start_at_once_claim_different_folders(tmp_path: Path) -> None
     assert sorted(folders) == sorted(f"{tmp_path}/runs/version_{number}" for number in range(12))
 
 
+def test_a_run_in_a_given_folder_begins_a_table_of_its_own(place: str) -> None:
+    for number in range(3):
+        logger = started(place, version="baseline")
+        with pytest.warns(UserWarning, match=r"metrics\.csv is of an earlier run") if number else nullcontext():
+            logger.log_metrics({"a": float(number)}, 1)
+            logger.flush()
+        logger.log_metrics({"a": float(number)}, 2)
+        logger.close()
+        assert [row["a"] for row in rows(logger)] == [str(float(number))] * 2
+    folder = f"{place}/trainwright_logs/baseline"
+    for number in range(2):
+        with fsspec.open(f"{folder}/metrics-{number}.csv", "r", newline="") as file:
+            assert [row["a"] for row in csv.DictReader(file)] == [str(float(number))] * 2
+
+
 def test_other_ranks_know_the_folder_and_write_nothing(tmp_path: Path) -> None:
     writer = started(tmp_path)
     other = tw.CSVLogger(str(tmp_path))
-    other.start(lambda text: str(writer.log_dir), is_writer=False)
+    other.start(lambda text: writer.save_dir if text else str(writer.log_dir), is_writer=False)
     other.log_metrics({"a": 1.0}, 1)
     other.log_hyperparams({"lr": 1})
     other.close()
@@ -154,16 +184,25 @@ def test_hyper_parameters_become_json(place: str) -> None:
         logger.log_hyperparams(3)  # type: ignore[arg-type]
 
 
-def test_a_run_goes_on_in_the_folder_of_a_given_version(place: str) -> None:
-    for value in (1.0, 2.0):
-        logger = started(place, version="mine")
-        logger.log_metrics({"epoch": 0, "a": value}, 1)
-        logger.close()
+def resumed(place: Any, state: dict[str, Any], **kwargs: Any) -> tw.CSVLogger:
+    logger = tw.CSVLogger(str(place), **kwargs)
+    logger.load_state_dict(state)
+    logger.start(lambda text: text, is_writer=True)
+    return logger
+
+
+def test_a_resumed_run_goes_on_in_the_folder_of_a_given_version(place: str) -> None:
+    logger = started(place, version="mine")
+    logger.log_metrics({"epoch": 0, "a": 1.0}, 1)
+    logger.flush()
+    state = logger.state_dict()
+    logger.log_metrics({"epoch": 0, "a": 2.0}, 1)
+    logger.close()
     with fsspec.open(logger.metrics_path, "r") as file:
         text = file.read()
     with fsspec.open(logger.metrics_path, "w") as file:
         file.write(text[:-3])  # the writer was killed amid a line: nobody knows which number it was to be
-    logger = started(place, version="mine")
+    logger = resumed(place, state, version="mine")
     logger.log_metrics({"epoch": 0, "a": 3.0}, 1)
     logger.close()
     assert [row["a"] for row in rows(logger)] == ["1.0", "3.0"]
@@ -196,6 +235,7 @@ def test_half_a_row_is_taken_back_when_the_disk_is_full(tmp_path: Path) -> None:
     logger = started(tmp_path, flush_logs_every_n_steps=1000)
     logger.log_metrics({"a": 1.0}, 0)
     logger.flush()
+    state = logger.state_dict()
     child = os.fork()
     if child == 0:
         import resource
@@ -203,7 +243,7 @@ def test_half_a_row_is_taken_back_when_the_disk_is_full(tmp_path: Path) -> None:
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
-        again = started(tmp_path, version=0)
+        again = resumed(tmp_path, state, version=0)
         outcome = "written"
         for step in range(1, 100):
             again.log_metrics({"a": 1.0}, step)
@@ -251,7 +291,7 @@ def test_the_thread_ends_when_nothing_is_to_be_done(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"save_dir": 3}, TypeError, r"CSVLogger\(save_dir=3\) is a int; accepted is a path"),
+        ({"save_dir": 3}, TypeError, r"CSVLogger\(save_dir=3\) is a int; accepted are a path"),
         ({"version": 1.5}, TypeError, r"version=1\.5\) is a float; accepted are int, str or None"),
         ({"flush_logs_every_n_steps": 0}, ValueError, "must be at least 1"),
         ({"flush_logs_every_n_steps": "1"}, TypeError, "is no int"),

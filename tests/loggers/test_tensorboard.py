@@ -115,7 +115,7 @@ def test_the_experiment_is_the_summary_writer_on_one_rank(tmp_path: Path) -> Non
     logger.close()
     assert events(logger).Tags()["histograms"] == ["weights"]
     other = TensorBoardLogger(tmp_path)
-    other.start(lambda text: str(logger.log_dir), is_writer=False)
+    other.start(lambda text: logger.save_dir if text else str(logger.log_dir), is_writer=False)
     files = os.listdir(str(logger.log_dir))
     other.experiment.add_text("note", "hello", 1)
     with other.experiment.anything[3].deeper() as chained:

@@ -14,7 +14,7 @@ import torch
 from contract_job import Players, draws, quiet
 from contract_job import loader as loader_of
 from everyday_job import RANK_BATCH, Regresses, everyday, loader, numbers, trainer
-from small import QUIET
+from small import QUIET, Averaging
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -208,6 +208,48 @@ def own_loop(stage: int) -> list[float]:
             prepared.step()
             prepared.zero_grad()
     return norms
+
+
+class Moves(Regresses):
+    """Tells its optimizer when it is trained and when it is evaluated."""
+
+    def configure_optimizers(self) -> Any:
+        return Averaging(self.parameters(), 0.02, momentum=0.9)
+
+    def on_train_epoch_start(self) -> None:
+        self.optimizers().train()
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.optimizers[0].eval()
+
+
+def configured_loop(strategy: Any, path: Path) -> None:
+    """A loop of one's own that leaves clipping and accumulation to the strategy's configuration, and asks for others."""
+    configured = isinstance(strategy, DeepSpeedStrategy)
+    used = tw.Accelerator(strategy=strategy, cpu=True, gradient_accumulation_steps=1 if configured else 4)
+    module = Plain()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    model, prepared, data = used.prepare(module, optimizer, DataLoader(numbers(16), batch_size=2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in data:
+            with used.accumulate(model):
+                used.backward(F.mse_loss(model(x), y))
+                used.clip_grad_norm_(model.parameters(), 9.0 if configured else 0.01)
+                prepared.step()
+                prepared.zero_grad()
+        for x, y in data:
+            with used.accumulate(model):
+                used.backward(F.mse_loss(model(x), y))
+                used.step(prepared, max_norm=None if configured else 0.01)
+                prepared.zero_grad()
+    texts = [str(each.message) for each in caught if "own configuration" in str(each.message)]
+    told = (
+        "the strategy's own configuration clips at a norm of 0.01, and this loop at 9.0: the configuration's is used."
+    )
+    assert texts == ([told] if configured else [])
+    assert used.step_count == 4
+    used.save_state(str(path))
 
 
 def one_loop() -> list[float]:

@@ -15,6 +15,7 @@ from jobs import run_alone, run_job
 
 from trainwright.strategies.base import Optimization
 from trainwright.strategies.deepspeed import DeepSpeedStrategy
+from trainwright.strategies.zero_optimizer import Part
 
 TOLD = "the DeepSpeed config says {}: the config's is used."
 
@@ -95,18 +96,24 @@ def test_one_process(tmp_path: Path) -> None:
     script = (
         "from pathlib import Path\n"
         "from contract_job import quiet\n"
-        "from deepspeed_job import MAKERS, Plain, fitted\n"
+        "from deepspeed_job import MAKERS, DeepSpeedStrategy, Moves, Plain, configured_loop, fitted\n"
         "quiet()\n"
+        "config = {'gradient_clipping': 0.01, 'gradient_accumulation_steps': 4}\n"
         "for stage in (2, 3):\n"
         "    strategy, path = f'deepspeed_stage_{stage}', Path(f'{stage}.ckpt')\n"
         "    fitted(strategy, Plain(MAKERS['sgd']), 2, path, accumulate_grad_batches=2, gradient_clip_val=0.3)\n"
+        "    fitted(strategy, Moves(), 2, Path(f'{stage}-moves.ckpt'), max_epochs=2)\n"
+        "    configured_loop(DeepSpeedStrategy(stage=stage, config=config), Path(f'{stage}-loop.ckpt'))\n"
     )
     run_alone(script, tmp_path)
     module = deepspeed_job.Plain(deepspeed_job.MAKERS["sgd"])
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
     deepspeed_job.fitted("single_device", module, 2, tmp_path / "plain.ckpt", **settings)
+    deepspeed_job.fitted("single_device", deepspeed_job.Moves(), 2, tmp_path / "plain-moves.ckpt", max_epochs=2)
+    deepspeed_job.configured_loop("single_device", tmp_path / "plain-loop.ckpt")
     for stage in (2, 3):
-        assert_same_weights(tmp_path / f"{stage}.ckpt", tmp_path / "plain.ckpt")
+        for kind in ("", "-moves", "-loop"):
+            assert_same_weights(tmp_path / f"{stage}{kind}.ckpt", tmp_path / f"plain{kind}.ckpt")
 
 
 @pytest.mark.parametrize(
@@ -152,20 +159,53 @@ def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameter", "text"),
+    ("stage", "parameter", "text"),
     [
+        (3, torch.zeros(0, 4), r"parameter 'odd' has the shape \(0, 4\), but ZeRO stage 3 cannot gather one without"),
         (
-            torch.zeros(0, 4),
-            r"a parameter of shape \(0, 4\), but ZeRO stage 3 cannot gather one without elements; make it a",
-        ),
-        (
+            3,
             torch.zeros(3, dtype=torch.bfloat16),
-            "trains parameters in bfloat16 and float32, but ZeRO stage 3 shards those of one",
+            "trains 'whole' in float32 and 'odd' in bfloat16, but DeepSpeed lays",
         ),
+        (
+            1,
+            torch.zeros(3, dtype=torch.bfloat16),
+            "trains 'whole' in float32 and 'odd' in bfloat16, but DeepSpeed lays",
+        ),
+        (2, torch.zeros(3, dtype=torch.float64), "parameter 'odd' is float64, and DeepSpeed's masters are float32"),
+        (1, torch.zeros(3, dtype=torch.complex64), "parameter 'odd' is complex64, and DeepSpeed's masters are real"),
+        (2, torch.zeros(3, dtype=torch.complex64), "parameter 'odd' is complex64, and DeepSpeed's masters are real"),
     ],
 )
-def test_parameters_that_stage_3_fails_on(parameter: torch.Tensor, text: str) -> None:
-    from trainwright.strategies.deepspeed_engine import _refuse_what_cannot_be_sharded
+def test_parameters_that_are_refused(stage: int, parameter: torch.Tensor, text: str) -> None:
+    from trainwright.strategies.deepspeed_engine import refuse_what_cannot_be_sharded
 
+    module = torch.nn.Module()
+    module.whole, module.odd = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(parameter)
     with pytest.raises(ValueError, match=text):
-        _refuse_what_cannot_be_sharded([torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(parameter)])
+        refuse_what_cannot_be_sharded(Part([module]), stage)
+
+
+def test_parameters_that_are_not_trained_may_be_of_any_dtype() -> None:
+    from trainwright.strategies.deepspeed_engine import refuse_what_cannot_be_sharded
+
+    module = torch.nn.Linear(2, 2)
+    module.odd = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64), requires_grad=False)
+    refuse_what_cannot_be_sharded(Part([module]), 2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        ({"offload_optimizer": {"device": "nvme"}}, "offload_optimizer.device='nvme'"),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "offload_optimizer.ratio"),
+        ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "offload_optimizer.super_offload"),
+        ({"zenflow": {"topk_ratio": 0.1}}, "zenflow"),
+    ],
+)
+def test_state_that_no_checkpoint_would_find(setting: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"zero_optimization.{name} has DeepSpeed keep optimizer state where no"):
+        DeepSpeedStrategy(config={"zero_optimization": setting})
+    if "zenflow" in setting:
+        with pytest.raises(ValueError, match="zenflow has DeepSpeed keep"):
+            DeepSpeedStrategy(**setting)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET
+from jobs import run_job
+from small import QUIET, Classifier, make_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -252,8 +253,8 @@ class Steps(Falling):
 def test_a_validation_that_is_due_at_the_checkpoint(
     tmp_path: Path, kind: type[Falling], interval: dict[str, Any]
 ) -> None:
-    whole = kind()
-    fit(whole, every_step(tmp_path), data=8, **interval)
+    whole, ends = kind(), tw.ModelCheckpoint(tmp_path, "end-{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    fit(whole, every_step(tmp_path), ends, data=8, **interval)
     for step in range(1, 12):
         if (tmp_path / f"{step}.ckpt").exists():
             resumed = kind()
@@ -262,6 +263,11 @@ def test_a_validation_that_is_due_at_the_checkpoint(
             last = trained[(3 * step if kind is Steps else step) - 1]
             assert resumed.seen == whole.seen[last + 1 :], step
             assert torch.equal(resumed.weight, whole.weight)
+    for epoch in (0, 1):
+        resumed = kind()
+        trainer = fit(resumed, data=8, path=tmp_path / f"end-epoch={epoch}.ckpt", **interval)
+        assert torch.equal(resumed.weight, whole.weight)
+        assert trainer.global_step == 8 if kind is Steps else trainer.global_step > 8
 
 
 # -- what hooks draw -----------------------------------------------------------------------------------------------------
@@ -386,3 +392,47 @@ def test_a_training_step_without_a_loss() -> None:
         RuntimeError, match=r"If training_step calls loss.backward\(\) itself, leave that out, or set automatic"
     ):
         fit(Sends())
+
+
+class Gathers(Classifier):
+    """Steps each third batch of the run, over the ends of epochs too, and has a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        self.manual_backward(nn.functional.cross_entropy(self.net(batch[0]) * self.scale, batch[1]))
+        if self.trainer.state.total_batches % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).double().sum() * self.scale
+
+
+def gathers_over_ends(folder: Path) -> dict[str, bool]:
+    found = {}
+    for strategy in ("ddp", "fsdp", "ddp_sharded"):
+
+        def run(epochs: int, path: str | None = None, name: str = strategy) -> Any:
+            tw.seed_everything(3)
+            module = Gathers()
+            options = {**QUIET, "devices": 2, "strategy": name, "max_epochs": epochs}
+            trainer = tw.Trainer(**options)
+            trainer.fit(module, make_loader(40), ckpt_path=path)  # five batches on each of two ranks
+            trainer.save_checkpoint(folder / f"{name}-{epochs}-{path is None}.ckpt")
+            return [float(each) for each in trainer.predict(module, make_loader(8))]
+
+        whole = run(3)
+        run(1)
+        found[strategy] = run(3, str(folder / f"{strategy}-1-True.ckpt")) == whole
+    return found
+
+
+@pytest.mark.slow
+def test_gradients_wait_over_an_epochs_end_on_two_ranks(tmp_path: Path) -> None:
+    for found in run_job(gathers_over_ends, 2, tmp_path):
+        assert found == {"ddp": True, "fsdp": True, "ddp_sharded": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -38,12 +39,31 @@ def meet(folder: Path) -> dict[str, str]:
             fit(save_alone(hook, str(folder / f"{hook}.ckpt")))
         except RuntimeError as error:
             said[hook] = str(error)
-    return said
+    return said | write_elsewhere(folder)
+
+
+def write_elsewhere(folder: Path) -> dict[str, str]:
+    """Each rank works in a folder of its own, as under a launcher of experiments; what is written lies in rank 0's."""
+    own = folder / f"rank-{os.environ['RANK']}"
+    own.mkdir()
+    os.chdir(own)
+    saving = tw.ModelCheckpoint()
+    places = {**QUIET, "logger": tw.CSVLogger(), "enable_checkpointing": True, "default_root_dir": "out"}
+    trainer = tw.Trainer(max_epochs=1, callbacks=[saving], devices=2, **places)
+    os.chdir(folder)
+    trainer.fit(Classifier(), make_loader(16))
+    return {"log_dir": str(trainer.log_dir), "best": saving.best_model_path, "root": trainer.default_root_dir}
 
 
 def test_ranks_that_meet_in_different_calls_all_raise(tmp_path: Path) -> None:
     results = run_job(meet, 2, tmp_path)
     assert results[0] == results[1]
+    root = f"{tmp_path}/rank-0/out"
+    assert results[0]["root"] == root
+    assert results[0]["log_dir"] == f"{root}/trainwright_logs/version_0"
+    assert results[0]["best"].startswith(f"{root}/trainwright_logs/version_0/checkpoints/")
+    assert Path(results[0]["best"]).is_dir()
+    assert not any((tmp_path / "rank-1").iterdir())
     for hook in MET:
         text = results[0][hook]
         assert text.startswith("the ranks have come to different calls: rank 0 to a save of step "), text

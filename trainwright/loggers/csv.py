@@ -20,7 +20,7 @@ class CSVLogger(FolderLogger):
     written by a thread: when 100 wait, every ten seconds or so, at an epoch's end, and at the end of the run.
 
     Args:
-        save_dir: a path or an fsspec URL.
+        save_dir: a path or an fsspec URL; by default the trainer's default_root_dir.
         name: the folder of all runs.
         version: the run's own folder; by default version_<n> with the next n that is free.
         prefix: stands before the name of every metric, with a dash.
@@ -31,7 +31,7 @@ class CSVLogger(FolderLogger):
 
     def __init__(
         self,
-        save_dir: str | os.PathLike[str] = ".",
+        save_dir: str | os.PathLike[str] | None = None,
         name: str | None = "trainwright_logs",
         version: int | str | None = None,
         prefix: str = "",
@@ -102,8 +102,27 @@ class CSVLogger(FolderLogger):
     def _open(self) -> MetricsFile:
         if self._file is None:
             position, self._position = self._position, {}
+            if self._is_first_here and "rows" not in position:
+                set_aside(self.metrics_path)
+            self._is_first_here = False
             self._file = MetricsFile(self.metrics_path, position.get("rows"))
         return self._file
+
+
+def set_aside(path: str) -> None:
+    """Give the table of an earlier run another name: its rows are none of the run that begins."""
+    filesystem, inside = fsspec.core.url_to_fs(path)
+    if not filesystem.exists(inside):
+        return
+    number, stem = 0, inside.removesuffix(".csv")
+    while filesystem.exists(f"{stem}-{number}.csv"):
+        number += 1
+    filesystem.mv(inside, f"{stem}-{number}.csv")
+    warnings.warn(
+        f"{path} is of an earlier run; it is kept as {stem}-{number}.csv, and this run begins a table of its own. Leave out "
+        "version= for a folder of each run's own.",
+        stacklevel=2,
+    )
 
 
 class MetricsFile:

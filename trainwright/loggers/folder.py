@@ -18,6 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from trainwright.loggers.background import BackgroundWriter
 from trainwright.loggers.base import Logger, to_dict, to_numbers
+from trainwright.paths import absolute
 
 HPARAMS_NAME = "hparams.json"
 LONGEST_WAIT_SECONDS = 10.0
@@ -32,7 +33,7 @@ class FolderLogger(Logger):
     written (`_write_rows`), and which kind of file it is (`kind`): loggers of different kinds may share a folder.
 
     Args:
-        save_dir: a path or an fsspec URL.
+        save_dir: a path or an fsspec URL; None for the trainer's default_root_dir, or the working directory without one.
         name: the folder of all runs; none where it is empty or None.
         version: the run's own folder, a number or a name; by default the next number that is free.
         prefix: stands before the name of every metric, with a dash.
@@ -43,20 +44,22 @@ class FolderLogger(Logger):
 
     def __init__(
         self,
-        save_dir: str | os.PathLike[str],
+        save_dir: str | os.PathLike[str] | None,
         name: str | None,
         version: int | str | None,
         prefix: str,
         rows_at_once: int,
     ) -> None:
         own = type(self).__name__
-        if not isinstance(save_dir, (str, os.PathLike)):
+        if not (save_dir is None or isinstance(save_dir, (str, os.PathLike))):
             raise TypeError(
-                f"{own}(save_dir={save_dir!r}) is a {type(save_dir).__name__}; accepted is a path or a URL."
+                f"{own}(save_dir={save_dir!r}) is a {type(save_dir).__name__}; accepted are a path, a URL, and None for the "
+                "trainer's default_root_dir."
             )
         if version is not None and (isinstance(version, bool) or not isinstance(version, (int, str))):
             raise TypeError(f"{own}(version={version!r}) is a {type(version).__name__}; accepted are int, str or None.")
-        self.save_dir: str = os.path.expanduser(save_dir) or "."
+        self.save_dir: str = absolute(save_dir or ".")
+        self._follows_root = save_dir is None
         self.name: str = name or ""
         self.version = version
         self.prefix = prefix
@@ -68,6 +71,8 @@ class FolderLogger(Logger):
         self._writes_hparams = True
         self._is_writer = True
         self._is_new = False
+        self._is_first_here = False
+        """Whether this is the first run of the logger in a folder that was given: an earlier run may have written there."""
         self._step = 0
         self._written_at = 0.0
         self._writer = BackgroundWriter()
@@ -83,6 +88,15 @@ class FolderLogger(Logger):
         """Return the folder of all runs, with the name."""
         root = self.save_dir if self.save_dir.endswith("/") else f"{self.save_dir}/"
         return f"{root}{self.name}".rstrip("/") if self.name else root.removesuffix("/")
+
+    def use_root(self, root: str) -> None:
+        """Take the trainer's default_root_dir, where no folder was given."""
+        if self._follows_root and self._folder is None:
+            self.save_dir = root
+
+    def agree_on_root(self, agreed: Callable[[str], str]) -> None:
+        """Take rank 0's folder of all runs: a rank's working directory may be its own. Collective: call on every rank."""
+        self.save_dir = agreed(self.save_dir)
 
     @property
     def log_dir(self) -> str | None:  # type: ignore[override]
@@ -135,11 +149,13 @@ class FolderLogger(Logger):
         return {}
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
+        self.agree_on_root(agreed)
         self._start(agreed, is_writer, None)
 
     def _start(self, agreed: Callable[[str], str], is_writer: bool, shared: str | None) -> None:
         self._is_writer = is_writer
         self._is_new = self._folder is None and self.version is None
+        self._is_first_here = self._folder is None and self.version is not None and not self._goes_on
         if self._folder is not None:
             self._goes_on = False
             return  # the next run of a trainer goes on in its folder
@@ -235,6 +251,8 @@ def start_loggers(loggers: Sequence[Logger], agreed: Callable[[str], str], *, is
     """
     started: list[FolderLogger] = []
     for logger in loggers:
+        if isinstance(logger, FolderLogger):
+            logger.agree_on_root(agreed)
         if not isinstance(logger, FolderLogger):
             logger.start(agreed, is_writer=is_writer)
             continue

@@ -34,7 +34,7 @@ class TensorBoardLogger(FolderLogger):
     """Writes event files for TensorBoard into `<save_dir>/<name>/version_<n>`, and `hparams.json` beside them.
 
     Args:
-        save_dir: a path, or an fsspec URL that tensorboard can write to.
+        save_dir: a path, or an fsspec URL that tensorboard can write to; by default the trainer's default_root_dir.
         name: the folder of all runs.
         version: the run's own folder; by default version_<n> with the next n that is free.
         log_graph: log the model's graph; the module needs `example_input_array`.
@@ -51,7 +51,7 @@ class TensorBoardLogger(FolderLogger):
 
     def __init__(
         self,
-        save_dir: str | os.PathLike[str] = ".",
+        save_dir: str | os.PathLike[str] | None = None,
         name: str | None = "trainwright_logs",
         version: int | str | None = None,
         log_graph: bool = False,

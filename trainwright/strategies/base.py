@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -24,11 +23,11 @@ from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name as clean_name
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.strategies.materialize import materialize
+from trainwright.strategies.shared_buffers import SharedBuffers
+from trainwright.strategies.shared_buffers import broadcast_tensors as broadcast_tensors
 
 STORED_NEVER = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
 """Keys of a parameter group that a checkpoint leaves out: its tensors, and how the optimizer is computed here."""
-
-BROADCAST_BYTES = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,9 @@ class Strategy:
     takes_compile = True
     """True where torch.compile can trace what its engine does around the modules."""
     keeps_optimizers = True
-    """True where optimizers still have their state when the run that they were made for is over."""
+    """True where optimizers still have their state once the strategy was closed; else an evaluation leaves it open."""
+    gradients_are_parameters = True
+    """True where each rank's gradients are its parameters' `.grad`, from which a checkpoint can take them."""
     needs_group = False
     """True where its engine wants a process group, on one process too."""
     communicates_on_host = False
@@ -96,6 +97,8 @@ class Strategy:
         self.precision = Precision()
         self.wrapped: Mapping[nn.Module, Any] = {}
         """The modules whose forward has to go through `run`, since calling them would leave something out."""
+        self.buffers = SharedBuffers()
+        """Makes those that training steps read and write rank 0's, where a strategy lets it."""
 
     # -- before a run ------------------------------------------------------------------------------------------------
 
@@ -184,6 +187,7 @@ class Strategy:
 
     def sync_gradients(self, enabled: bool) -> None:
         """Say, before a forward, whether the backward that follows it ends an accumulation window."""
+        self.buffers.ends_window = enabled
 
     def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
         """Clip where asked and step; the optimizer may call the closure, which runs the step's forward and backward again."""
@@ -214,7 +218,9 @@ class Strategy:
         return None
 
     def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
-        """Make every rank evaluate the same model (running statistics may differ between ranks)."""
+        """Make every rank evaluate the same model: rank 0's buffers go to all. Collective."""
+        if self.world_size > 1:
+            broadcast_tensors(buffer for module in modules for buffer in module.buffers())
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -253,18 +259,12 @@ class Strategy:
             parameter_name, key = name.rsplit("/", 1)
             by_parameter.setdefault(parameter_name, {})[key] = entry
         for group in optimizer.param_groups:
-            on_device = bool(group.get("fused") or group.get("capturable"))
             for parameter in group["params"]:
                 state = optimizer.state[parameter]
                 state.clear()
                 for key, entry in by_parameter.get(names[parameter], {}).items():
-                    if tuple(parameter.shape) == tuple(entry.shape) and key != "step":
-                        state[key] = torch.zeros_like(parameter, dtype=entry.dtype)
-                    else:
-                        device = parameter.device if on_device or key != "step" else "cpu"
-                        # A fused kernel reads its step as float32; a run in float64 may have stored a wider one.
-                        dtype = torch.float32 if on_device and key == "step" else entry.dtype
-                        state[key] = torch.zeros(entry.shape, dtype=dtype, device=device)
+                    is_part = tuple(parameter.shape) == tuple(entry.shape) and key != "step"
+                    state[key] = made_state(parameter, key, entry, group, is_part)
 
     def piece(self, name: str, value: Tensor, writer: int | None) -> Piece:
         """Return one tensor of the state as a piece; a sharded one as the range that this rank holds."""
@@ -300,6 +300,17 @@ class Strategy:
         """
 
 
+def made_state(parameter: Tensor, key: str, entry: TensorEntry, group: Mapping[str, Any], is_part: bool) -> Tensor:
+    """Return a state tensor for a load to fill: like the parameter where it has an element for each, else as it was stored."""
+    if is_part:
+        return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
+    on_device = bool(group.get("fused") or group.get("capturable"))
+    device = parameter.device if on_device or key != "step" else torch.device("cpu")
+    # A fused kernel reads its step as float32; a run in float64 may have stored a wider one.
+    dtype = torch.float32 if on_device and key == "step" else entry.dtype
+    return torch.zeros(entry.shape, dtype=dtype, device=device)
+
+
 def refuse_sharded(module: nn.Module, name: str) -> None:
     """Refuse a module that another strategy's engine has sharded (ValueError)."""
     for parameter_name, parameter in module.named_parameters():
@@ -322,6 +333,21 @@ def refuse_lazy(module: nn.Module, name: str) -> None:
             )
 
 
+def own_to_each_rank(module: nn.Module) -> frozenset[str]:
+    """Return the parameters and buffers of which torch's DDP is told, on the module, to leave each rank its own."""
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def check_alike(module: nn.Module, name: str) -> None:
+    """Refuse what cannot be shared out: lazy parameters, and what torch's DDP alone can leave to each rank (ValueError)."""
+    refuse_lazy(module, name)
+    if names := sorted(own_to_each_rank(module)):
+        raise ValueError(
+            f"{type(module).__name__}._ddp_params_and_buffers_to_ignore leaves {names[0]!r} to each rank, but "
+            f"strategy={name!r} trains one model; use strategy='ddp', or delete that attribute."
+        )
+
+
 def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a module's state_dict by their names there: those in use, which a load may write into.
 
@@ -337,12 +363,3 @@ def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 # A Metric puts copies of its states there.
                 value = own if isinstance(own, Tensor) and own.shape == value.shape else value
         yield name, value
-
-
-def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
-    """Give every rank rank 0's values, in place. Collective: call on every rank."""
-    present = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
-    if present and dist.is_initialized() and dist.get_world_size() > 1:
-        group = dist.group.WORLD
-        assert group is not None
-        dist._broadcast_coalesced(group, present, BROADCAST_BYTES, 0)  # type: ignore[attr-defined]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,7 +18,14 @@ from torch.optim import Optimizer
 
 from trainwright.precision.base import Clipper, Closure, Sender, StepResult
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, refuse_lazy
+from trainwright.strategies.base import (
+    Optimization,
+    StepForward,
+    Strategy,
+    broadcast_tensors,
+    own_to_each_rank,
+    refuse_lazy,
+)
 
 UNUSED = (
     "the step left out parameters that require gradients ({names}), and ddp waits for those of all of them. Use each parameter "
@@ -93,7 +101,8 @@ class DDPStrategy(Strategy):
             return
         refuse_lazy(module, self.name)
         if optimization is None:
-            broadcast_tensors((*module.parameters(), *module.buffers()))
+            broadcast_tensors(_common(module, module.named_parameters()))
+            broadcast_tensors(_common(module, module.named_buffers()))
             return
         self._automatic = optimization.automatic
         if self.static_graph and not self._automatic:
@@ -105,11 +114,18 @@ class DDPStrategy(Strategy):
 
     def _wrap(self, module: nn.Module) -> None:
         self._trained[module] = trained(module)
+        left_out = own_to_each_rank(module)
+        broadcast_tensors(_common(module, module.named_buffers()))
+        self.buffers.follow(module, left_out)
         if not self._trained[module]:
-            broadcast_tensors((*module.parameters(), *module.buffers()))
+            broadcast_tensors(_common(module, module.named_parameters()))
             return
+        forward: Any = StepForward(module)
+        # Buffers too: those that DDP would send are the ones that were there when it was made (see SharedBuffers).
+        not_ddps = (*left_out, *(name for name, _ in module.named_buffers()))
+        forward._ddp_params_and_buffers_to_ignore = [f"module.{name}" for name in not_ddps]
         self.wrapped[module] = DistributedDataParallel(
-            StepForward(module),
+            forward,
             find_unused_parameters=self.find_unused_parameters or not self._automatic,
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
@@ -126,7 +142,10 @@ class DDPStrategy(Strategy):
     def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
         """Wrap a module anew where parameters were frozen or unfrozen since: its reducer knows those of then."""
         for module in modules:
-            if module not in self._trained or trained(module) == self._trained[module]:
+            if module not in self._trained:
+                continue
+            self.buffers.follow(module, own_to_each_rank(module))
+            if trained(module) == self._trained[module]:
                 continue
             if module in self.wrapped:
                 self._orders.pop(module).close()
@@ -141,6 +160,7 @@ class DDPStrategy(Strategy):
         batches. So it is under manual optimization, where `backward` prepares the reducer (a backward inside the wrapper's
         forward comes before the wrapper prepares it, and its gradients would silently not be averaged).
         """
+        self.buffers.begin_step(module)
         wrapped = self.wrapped.get(module)
         if wrapped is None or not torch.is_grad_enabled() or not self._automatic:
             return super().run(module, name, args, kwargs)
@@ -164,8 +184,10 @@ class DDPStrategy(Strategy):
                     wrapped.reducer._rebuild_buckets()
                     wrapped.reducer.prepare_for_backward(list(_find_tensors(loss)))  # type: ignore[no-untyped-call]
         self.precision.backward(loss, send, **options)
+        self.buffers.end_backward()
 
     def sync_gradients(self, enabled: bool) -> None:
+        super().sync_gradients(enabled)
         # The switch behind DDP.no_sync, without a context: forward and backward both read it.
         for wrapped in self.wrapped.values():
             # NOTE: a static graph is learned in the first backward, which has to be a synchronised one; averaging that
@@ -194,7 +216,7 @@ class DDPStrategy(Strategy):
 
     def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
         """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""
-        broadcast_tensors(buffer for module in modules for buffer in module.buffers())
+        broadcast_tensors(buffer for module in modules for buffer in _common(module, module.named_buffers()))
 
     @property
     def state(self) -> dict[str, Any]:
@@ -224,6 +246,7 @@ class DDPStrategy(Strategy):
         for order in self._orders.values():
             order.close()
         self._orders.clear()
+        self.buffers.clear()
         self.wrapped.clear()
         self._trained.clear()
 
@@ -267,8 +290,15 @@ def seconds_of(timeout: float | timedelta | None) -> float | None:
 
 
 def trained(module: nn.Module) -> list[str]:
-    """Return the names of the parameters that require gradients."""
-    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    """Return the names of the parameters that require gradients, and are not each rank's own."""
+    left_out = own_to_each_rank(module)
+    return [name for name, each in module.named_parameters() if each.requires_grad and name not in left_out]
+
+
+def _common(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
+    """Return those of a module's parameters or buffers that are to be alike on every rank."""
+    left_out = own_to_each_rank(module)
+    return [each for name, each in named if name not in left_out]
 
 
 class ReadyOrder:
@@ -278,9 +308,11 @@ class ReadyOrder:
         self.indices: list[int] = []
         self._seen: set[int] = set()
         self._wrapped = wrapped
-        self._parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+        left_out = wrapped.parameters_to_ignore
+        named = wrapped.module.named_parameters()
+        self._parameters = [each for name, each in named if each.requires_grad and name not in left_out]
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._record, index))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(self._record, index))
             for index, parameter in enumerate(self._parameters)
         ]
 
@@ -311,9 +343,28 @@ class ReadyOrder:
             or wrapped.static_graph
         ):
             return
-        wrapped.reducer.prepare_for_backward([])
-        for index in indices:
-            parameter = self._parameters[index]
-            torch.autograd.backward(parameter, torch.zeros_like(parameter))
+        self.close()
+        with without_hooks(self._parameters):
+            wrapped.reducer.prepare_for_backward([])
+            for index in indices:
+                parameter = self._parameters[index]
+                torch.autograd.backward(parameter, torch.zeros_like(parameter))
         for parameter in self._parameters:
             parameter.grad = None
+        self.indices, self._seen = list(indices), set(indices)
+
+
+@contextmanager
+def without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Leave out the hooks of these parameters' gradients: what goes backward here is no gradient."""
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    # Emptied in place, since autograd holds the dicts themselves.
+    found = [each for p in parameters for kind in kinds if (each := getattr(p, kind, None))]
+    kept = [dict(each) for each in found]
+    try:
+        for hooks in found:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, own in zip(found, kept, strict=True):
+            hooks.update(own)

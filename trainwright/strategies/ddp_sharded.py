@@ -8,7 +8,10 @@ torch 2.13.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,16 +20,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
-from trainwright.distributed import collectives
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_info
-from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, refuse_lazy
+from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, check_alike
 from trainwright.strategies.group_view import GroupView
+from trainwright.strategies.joined_state import join_plain
 from trainwright.strategies.late_reduction import LateReduction
+from trainwright.strategies.reached_parameters import ReachedParameters
+from trainwright.strategies.step_probe import refuse_uneven_steps
 
 
 class ShardedOptimizer(Optimizer):
     """The user's optimizer with all of the parameters, of which each rank steps its own and sends them to the others.
+
+    What else its class has (methods such as `train` and `eval`) it has too.
 
     Args:
         own: the user's own; from here on its groups hold this rank's parameters only.
@@ -41,6 +48,8 @@ class ShardedOptimizer(Optimizer):
         ]
         self.param_groups = views
         self.defaults = own.defaults
+        self.reached = ReachedParameters()
+        self.reached.follow(parameter for parameters in everyones for parameter in parameters)
         self.wrapped_module: Any = None
         """FairScale's ShardedDDP around the module, under automatic optimization."""
         self.shares_module = False
@@ -52,12 +61,25 @@ class ShardedOptimizer(Optimizer):
         """Return this rank's state by parameter."""
         return self.own.state
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "own" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(self.own, name)
+        return partial(self._call, value) if inspect.ismethod(value) else value
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the user's optimizer; it may change the parameters. Collective."""
+        result = method(*args, **kwargs)
+        self.send()
+        return result
+
     def owner_of(self, parameter: Tensor) -> int:
         """Return the rank that steps a parameter."""
         return int(self.oss._param_to_rank[parameter])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; those that lie in ShardedDDP's buckets stay there, as zeros."""
+        self.reached.forget()
         wrapped, bucketed = self.wrapped_module, set()
         if wrapped is not None and not self.shares_module:
             wrapped.zero_grad(set_to_none=True)
@@ -70,6 +92,23 @@ class ShardedOptimizer(Optimizer):
                 parameter.grad.zero_()
             else:
                 parameter.grad = None
+
+    @contextmanager
+    def without_left_out(self) -> Iterator[None]:
+        """Take the gradients of parameters that no loss has reached away for the context: zeros, in ShardedDDP's buckets."""
+        left_out = [
+            (parameter, parameter.grad)
+            for parameter in (p for group in self.own.param_groups for p in group["params"])
+            if parameter.grad is not None and self.reached.has_left_out(parameter, parameter.grad)
+        ]
+        for parameter, _ in left_out:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in left_out:
+                parameter.grad = gradient
+        self.reached.forget()
 
     def send(self) -> None:
         """Send this rank's parameters to the others. Collective."""
@@ -145,8 +184,7 @@ class ShardedDDPStrategy(Strategy):
     """Data parallelism whose optimizer state is dealt out over the ranks, tensor by tensor.
 
     For any module whose parameters have one dtype, and any optimizer that steps each parameter by itself. Optimizers may not
-    call closures. Gradients that this rank does not step are undefined after a backward, and a parameter that a step leaves out
-    counts as one whose gradient is zero.
+    call closures. Gradients that this rank does not step are undefined after a backward.
 
     Args:
         reduce_buffer_size: elements of a bucket in which small gradients are sent together.
@@ -183,10 +221,15 @@ class ShardedDDPStrategy(Strategy):
         self.place(module)
         if self.world_size == 1:
             return
-        refuse_lazy(module, self.name)
+        check_alike(module, self.name)
         broadcast_tensors((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic
         self.wrapped[module] = None  # until its optimizers are there
+        self.buffers.follow(module)
+
+    def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
+        for module in modules if self.world_size > 1 else ():
+            self.buffers.follow(module)
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
@@ -197,6 +240,7 @@ class ShardedDDPStrategy(Strategy):
         for optimizer in optimizers:
             if not isinstance(optimizer, ShardedOptimizer):
                 _refuse_mixed(optimizer)
+                refuse_uneven_steps(optimizer, self.device, self.name, flat=False)
                 optimizer = ShardedOptimizer(optimizer)
                 self._optimizers[id(optimizer)] = optimizer
             sharded.append(optimizer)
@@ -222,6 +266,7 @@ class ShardedDDPStrategy(Strategy):
             self.wrapped[module] = _make_wrapper(
                 StepForward(module),
                 [each.oss for each in theirs],
+                broadcast_buffers=False,  # see SharedBuffers
                 sync_models_at_startup=False,  # done already
                 reduce_buffer_size=self.reduce_buffer_size,
                 reduce_fp16=self.reduce_fp16,
@@ -234,6 +279,7 @@ class ShardedDDPStrategy(Strategy):
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as ShardedDDP's forward while training; without gradients, or under manual optimization, without it."""
+        self.buffers.begin_step(module)
         wrapped = self.wrapped.get(module)
         if wrapped is None or not torch.is_grad_enabled():
             return super().run(module, name, args, kwargs)
@@ -244,9 +290,12 @@ class ShardedDDPStrategy(Strategy):
             return wrapped(name, *args, **kwargs)
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
+        self._late.begin_backward()
         self.precision.backward(loss, send, **options)
+        self.buffers.end_backward()
 
     def sync_gradients(self, enabled: bool) -> None:
+        super().sync_gradients(enabled)
         for wrapped in self.wrapped.values():
             if wrapped is not None:
                 wrapped._should_accumulate_grads = not enabled  # the switch behind its no_sync()
@@ -262,7 +311,8 @@ class ShardedDDPStrategy(Strategy):
         if not isinstance(optimizer, ShardedOptimizer):
             return super().step(optimizer, clip, closure)
         self.unscale(optimizer)
-        result = self.precision.step(optimizer.own, None if clip is None else lambda _: clip(optimizer))
+        with optimizer.without_left_out():
+            result = self.precision.step(optimizer.own, None if clip is None else lambda _: clip(optimizer))
         self._late.reset(optimizer)
         if not result.skipped:
             optimizer.send()
@@ -290,11 +340,6 @@ class ShardedDDPStrategy(Strategy):
         torch.nn.utils.clip_grads_with_norm_(parameters, norm, total)
         return total
 
-    def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
-        """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""
-        if self.world_size > 1:
-            broadcast_tensors(buffer for module in modules for buffer in module.buffers())
-
     # -- state -------------------------------------------------------------------------------------------------------
 
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
@@ -316,8 +361,10 @@ class ShardedDDPStrategy(Strategy):
     def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
         described = super().describe_optimizer(optimizer, names)
         if isinstance(optimizer, ShardedOptimizer):
-            for plain in collectives.gather_object(described["plain"]):
-                described["plain"].update(plain)
+            mine = {names[p] for group in optimizer.own.param_groups for p in group["params"]}
+            # A load has given this rank the others' too, as they were then.
+            own = {name: state for name, state in described["plain"].items() if name in mine}
+            described["plain"] = join_plain(own, f"the state of {type(optimizer).__name__}", self.rank, self.device)
         return described
 
     def close(self) -> None:
@@ -328,9 +375,11 @@ class ShardedDDPStrategy(Strategy):
         for optimizer in self._optimizers.values():
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 parameter.grad = None  # it may lie in a bucket
+            optimizer.reached.close()
         self.wrapped.clear()
         self._optimizers.clear()
         self._late.clear()
+        self.buffers.clear()
 
 
 def _refuse_mixed(optimizer: Optimizer) -> None:

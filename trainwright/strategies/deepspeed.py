@@ -14,19 +14,27 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name
+from trainwright.distributed import collectives
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.precision.fast_path import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies import zero_state
-from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, refuse_lazy, state_tensors
-from trainwright.strategies.deepspeed_config import build_config, low_precision, read_config, settle
+from trainwright.strategies import zero_gradients, zero_state
+from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, check_alike, state_tensors
+from trainwright.strategies.deepspeed_config import (
+    build_config,
+    low_precision,
+    read_config,
+    refuse_other_steppers,
+    settle,
+)
 from trainwright.strategies.deepspeed_engine import make_engine, refuse_other_dtype, scale_losses
+from trainwright.strategies.master_optimizer import MasterOptimizer, Share
+from trainwright.strategies.step_probe import refuse_uneven_steps
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, part_of
 from trainwright.strategies.zero_traces import ZeroTraces
 
@@ -59,6 +67,7 @@ class DeepSpeedStrategy(Strategy):
     takes_closure = False
     needs_group = True
     keeps_optimizers = False
+    gradients_are_parameters = False
 
     def __init__(
         self,
@@ -90,6 +99,7 @@ class DeepSpeedStrategy(Strategy):
             raise ValueError(
                 f"offload_parameters=True needs stage 3, which shards them, and this is stage {self.stage}."
             )
+        refuse_other_steppers({**zero, **self.own_config.get("zero_optimization", {})})
         self._asked_precision = low_precision(self.own_config)
         self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
         self.zero = zero
@@ -97,13 +107,13 @@ class DeepSpeedStrategy(Strategy):
         self.makes_optimizer = "optimizer" in self.own_config
         self.takes_compile = self.stage < 3  # the compiler sees the parameters before they are gathered
         self.wrapped: dict[nn.Module, None] = {}
-        self._engines: dict[Optimizer, Any] = {}
+        self._engines: dict[ZeroOptimizer, Any] = {}
         self._parts: dict[nn.Module, list[Any]] = {}
         self._trained: dict[nn.Module, list[str]] = {}
         self._traces: list[ZeroTraces] = []
-        self._left: dict[Any, list[zero_state.Share]] = {}
+        self._left: dict[Any, list[Share]] = {}
         """The shares of engines whose module is the user's own again; what they hold can still be saved."""
-        self._finished: set[Optimizer] = set()
+        self._finished: set[ZeroOptimizer] = set()
         """The optimizers whose gradients are this rank's share already, before their step."""
 
     # -- before a run ------------------------------------------------------------------------------------------------
@@ -140,13 +150,7 @@ class DeepSpeedStrategy(Strategy):
         return [engine.optimizer.loss_scaler for engine in self._engines.values()]
 
     def settle(self, optimization: Optimization) -> Optimization:
-        settled = settle(self.own_config, optimization)
-        if settled.clip_value is not None and self._offloads:
-            raise ValueError(
-                "gradient_clip_algorithm='value': under offloading DeepSpeed keeps gradients where they cannot be clipped one "
-                "by one; clip by norm, or do not offload."
-            )
-        return settled
+        return settle(self.own_config, optimization)
 
     @property
     def _offloads(self) -> bool:
@@ -156,7 +160,7 @@ class DeepSpeedStrategy(Strategy):
         return (self.offload_optimizer and self.device.type != "cpu") or asked
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        refuse_lazy(module, self.name)
+        check_alike(module, self.name)
         sharded = {name: p for name, p in module.named_parameters() if hasattr(p, "ds_id")}
         if self.stage < 3 or not sharded:
             self.place(module)
@@ -165,6 +169,7 @@ class DeepSpeedStrategy(Strategy):
         whole = [p for p in module.parameters() if not hasattr(p, "ds_id")]
         broadcast_tensors((*whole, *module.buffers()))
         self.wrapped[module] = None
+        self.buffers.follow(module)
         if self.stage == 3 and zero_state.warn_of_shards not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(zero_state.warn_of_shards)  # type: ignore[no-untyped-call]
         if optimization is None and self.stage == 3 and any(True for _ in module.parameters()):
@@ -188,14 +193,23 @@ class DeepSpeedStrategy(Strategy):
                 "itself, so one backward cannot serve several. Use 'bf16-mixed', or one optimizer."
             )
         for optimizer in (each for each in optimizers if each not in self._engines):
+            self._refuse_optimizer(optimizer)
             own = {p for group in optimizer.param_groups for p in group["params"]}
             owners = [module for module in modules if not own.isdisjoint(module.parameters())]
-            facade = ZeroOptimizer(optimizer)
-            # Groups in which nothing is trained are none to DeepSpeed.
-            optimizer.param_groups[:] = [g for g in optimizer.param_groups if any(p.requires_grad for p in g["params"])]
-            facade.engine = self._initialize(self._part(optimizer, own, owners, len(optimizers)), optimizer)
-            self._take(facade, owners)
+            master = MasterOptimizer(optimizer)
+            engine = self._initialize(self._part(optimizer, own, owners, len(optimizers)), master)
+            self._take(master, engine, owners)
         return list(self._engines)
+
+    def _refuse_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that flat pieces would lead to other weights (ValueError), unless the config takes any."""
+        device = torch.device("cpu") if self._offloads else self.device
+        try:
+            refuse_uneven_steps(optimizer, device, self.name, flat=True)
+        except ValueError as error:
+            if self.own_config.get("zero_allow_untested_optimizer") is not True:
+                raise
+            rank_zero_warn(f"the DeepSpeed config says zero_allow_untested_optimizer=True, so it is taken: {error}")
 
     def _part(self, optimizer: Optimizer, own: set[Tensor], owners: list[nn.Module], num_optimizers: int) -> Part:
         """Return what the engine of an optimizer owns of the modules."""
@@ -208,18 +222,18 @@ class DeepSpeedStrategy(Strategy):
         """Return the optimizer of the config's own "optimizer" section, over all that is trained."""
         trained = [p for module in modules for p in module.parameters() if p.requires_grad]
         engine = self._initialize(Part(list(modules)), None, trained)
-        facade = ZeroOptimizer(engine.optimizer.optimizer, [trained])
-        facade.engine = engine
-        self._take(facade, list(modules))
-        return facade
+        return self._take(engine.optimizer.optimizer, engine, list(modules))
 
-    def _take(self, facade: ZeroOptimizer, owners: list[nn.Module]) -> None:
-        strays = list(facade.engine.module.strays)
+    def _take(self, master: MasterOptimizer, engine: Any, owners: list[nn.Module]) -> ZeroOptimizer:
+        zero, strays = engine.optimizer, list(engine.module.strays)
         if strays:
             strays[0].all_gather(strays)  # small ones stay gathered from their first use on, which no hook would see
-        self._engines[facade] = facade.engine
+        master.take(zero_state.shares_of(zero, self.stage, self.rank))
+        facade = ZeroOptimizer(master, engine, partial(zero_state.refresh_from_masters, zero, self.stage))
+        self._engines[facade] = engine
         for module in owners:
-            self._parts.setdefault(module, []).append(facade.engine)
+            self._parts.setdefault(module, []).append(engine)
+        return facade
 
     def _config(self) -> dict[str, Any]:
         on_gpu = self.device.type != "cpu"
@@ -232,17 +246,22 @@ class DeepSpeedStrategy(Strategy):
             **self.zero,
         )
 
-    def _initialize(self, part: Part, optimizer: Optimizer | None, trained: Any = None) -> Any:
+    def _initialize(self, part: Part, optimizer: MasterOptimizer | None, trained: Any = None) -> Any:
         self._traces.append(ZeroTraces(list(part.members)))
         with self._traces[-1]:
-            engine = make_engine(part, optimizer, trained, self._config(), self.device.type)
+            engine = make_engine(part, optimizer, trained, self._config(), self.device.type, self._refuse_optimizer)
         if self.precision.name == "16-mixed" and (optimizer is not None or trained is not None):
             scale_losses(engine)
         return engine
 
+    def _taken(self, optimizer: Optimizer) -> ZeroOptimizer:
+        assert isinstance(optimizer, ZeroOptimizer)
+        return optimizer
+
     def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
         """Refuse a change of what is trained (RuntimeError): DeepSpeed has laid out its buffers by then."""
         for module in modules:
+            self.buffers.follow(module)
             now = [name for name, p in module.named_parameters() if p.requires_grad]
             if changed := sorted(set(now) ^ set(self._trained.get(module, now))):
                 raise RuntimeError(
@@ -254,6 +273,7 @@ class DeepSpeedStrategy(Strategy):
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step: Callable[[], Any] = partial(call_step, module, name, args, kwargs)
+        self.buffers.begin_step(module)
         for engine in self._parts.get(module, []):
             # Not engine(...): it would hang its own prologue on what the step returns, and a manual backward runs before.
             step = partial(engine.module, step)
@@ -271,84 +291,60 @@ class DeepSpeedStrategy(Strategy):
         for engine in self._engines.values():
             # Engines that this loss reached have run their epilogue from their gradient hooks; the others did not.
             engine.optimizer._backward_hook_state.backward_active_depth = 0
+        self.buffers.end_backward()
 
     def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
-        engine = self._engines[optimizer]
+        facade = self._taken(optimizer)
+        engine, master = facade.engine, facade.master
         zero, norm = engine.optimizer, None
-        zero_state.fill_missing_gradients(zero, self.stage)
+        zero_gradients.fill_missing_gradients(zero, self.stage)
         zero.clip_grad = 0.0
         if isinstance(clip, partial) and clip.func == self.clip_gradients:
             asked = clip.keywords
-            zero.clip_grad = asked["norm"] or 0.0  # by the engine, which takes the norm in any case
             if asked["value"] is not None or asked["scale"] != 1.0:
-                self.clip_gradients(optimizer, None, asked["value"], asked["scale"])
+                self.clip_gradients(facade, None, asked["value"], asked["scale"])
+            # By the engine, which takes the norm in any case; of what has yet to be multiplied.
+            zero.clip_grad = (asked["norm"] or 0.0) / master.rescale
         elif clip is not None:
-            norm = clip(optimizer)
-        engine.enable_backward_allreduce = optimizer not in self._finished
+            norm = clip(facade)
+        engine.enable_backward_allreduce = facade not in self._finished
         with self.precision.step_context():
             engine.step()
         engine.enable_backward_allreduce = True
-        self._finished.discard(optimizer)
         if zero.clip_grad:
-            norm = torch.as_tensor(zero._global_grad_norm)
+            norm = torch.as_tensor(zero._global_grad_norm) * master.rescale
+        self._finished.discard(facade)
+        master.forget()
         return StepResult(norm, bool(zero.overflow))
 
     def clip_gradients(
         self, optimizer: Optimizer, norm: float | None, value: float | None, scale: float = 1.0
     ) -> Tensor | None:
-        zero = self._engines[optimizer].optimizer
-        mine = self._own_gradients(optimizer)
-        for gradient in mine:
-            gradient.mul_(scale)
-            if value is not None:
-                gradient.clamp_(-value * zero.loss_scale, value * zero.loss_scale)
-        if norm is None:
+        facade = self._taken(optimizer)
+        if self._offloads and norm is None:
+            facade.master.put_off(value, scale)
             return None
-        total = torch.zeros((), device=self.device)
-        for gradient in mine:
-            total += gradient.float().square().sum()
-        dist.all_reduce(total)
-        total = torch.sqrt(total) / float(zero.loss_scale)
-        for gradient in mine:
-            gradient.mul_((norm / (total + 1e-6)).clamp(max=1.0))
-        return total
-
-    def _own_gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return this rank's share of the averaged gradients, as views that the step will use. Collective."""
-        engine = self._engines[optimizer]
-        zero = engine.optimizer
         if self._offloads:
             raise RuntimeError(
-                "under offloading DeepSpeed keeps gradients where they cannot be changed before its step; clip by the "
+                "under offloading DeepSpeed keeps gradients where their norm is not known before its step; clip by the "
                 "Trainer's gradient_clip_val, or do not offload."
             )
-        zero_state.fill_missing_gradients(zero, self.stage)
-        if self.stage == 1 and optimizer not in self._finished:
-            engine._running_engine_step = True  # the boundary of a window, else nothing is reduced
-            engine.allreduce_gradients()
-            engine._running_engine_step = False
-        elif self.stage == 2:
-            # What the step will do first: cut this rank's share out of the gradients, as views, so clipping them lasts.
-            kept = dict(zero.all_grad_tensors)
-            zero.finalize_gradient_accumulation_boundary()
-            zero.all_grad_tensors = kept
-        self._finished.add(optimizer)
-        return [gradient for group in zero.averaged_gradients.values() if group is not None for gradient in group]
-
-    def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
-        """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""
-        broadcast_tensors(buffer for module in modules for buffer in module.buffers())
+        mine = zero_gradients.own_gradients(facade.engine, self.stage, facade in self._finished)
+        self._finished.add(facade)
+        loss_scale = float(facade.engine.optimizer.loss_scale)
+        zero_gradients.clip_by_value(mine, value, scale, loss_scale)
+        return None if norm is None else zero_gradients.clip_by_norm(mine, norm, loss_scale, self.device)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
-        shares = {share[0]: share for engine in self._engines.values() for share in self._shares(engine)}
+        shares = {share.parameter: share for engine in self._engines.values() for share in self._shares(engine)}
         pieces = []
         for name, value in state_tensors(module):
             if value in shares:
-                _, flat, offset, start, numel, shape = shares[value]
-                part = flat.detach().narrow(0, offset, numel)
-                pieces.append(Piece(clean_name(name), shape, start, part, self.rank))
+                share = shares[value]
+                part = share.flat.detach().narrow(0, share.offset, share.numel)
+                pieces.append(Piece(clean_name(name), share.shape, share.start, part, self.rank))
             elif hasattr(value, "ds_tensor"):  # not trained: no float32 master, its partition counts
                 pieces.append(zero_state.partition_piece(clean_name(name), value, self.rank))
             else:
@@ -357,37 +353,23 @@ class DeepSpeedStrategy(Strategy):
         return pieces
 
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
-        pieces = []
-        for parameter, flat, offset, start, numel, shape in self._shares(self._engines[optimizer]):
-            for key, value in optimizer.state.get(flat, {}).items():
-                if not isinstance(value, Tensor):
-                    continue
-                if value.shape == flat.shape and key != "step":
-                    part = value.narrow(0, offset, numel)
-                    pieces.append(Piece(f"{names[parameter]}/{key}", shape, start, part, self.rank))
-                else:
-                    pieces.append(self.piece(f"{names[parameter]}/{key}", value, None))
-        return pieces
+        return list(zero_state.optimizer_pieces(self._taken(optimizer).master, names, self.rank))
 
     def allocate_optimizer_state(
         self, optimizer: Optimizer, names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry]
     ) -> None:
-        engine = self._engines[optimizer]
-        engine.optimizer._hp_optimizer_states_linked = False
-        zero_state.allocate(optimizer, self._shares(engine), names, entries)
+        zero_state.allocate(self._taken(optimizer).master, names, entries)
 
     def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
         described = super().describe_optimizer(optimizer, names)
-        for parameter, flat, *_ in self._shares(self._engines[optimizer]):
-            plain = {k: v for k, v in optimizer.state.get(flat, {}).items() if not isinstance(v, Tensor)}
-            if plain:
-                described["plain"][names[parameter]] = plain
+        for plain in collectives.gather_object(described["plain"]):
+            described["plain"].update(plain)
         return described
 
     def after_load(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
     ) -> None:
-        trained = {p for engine in self._engines.values() for p, *_ in self._shares(engine)}
+        trained = {share.parameter for engine in self._engines.values() for share in self._shares(engine)}
         zero_state.refresh([p for module in modules for p in module.parameters() if p not in trained])
         for engine in self._engines.values():
             zero_state.refresh_from_masters(engine.optimizer, self.stage)
@@ -400,7 +382,7 @@ class DeepSpeedStrategy(Strategy):
         schedulers = [engine.lr_scheduler for engine in self._engines.values()]
         return {"lr_schedulers": [None if each is None else each.state_dict() for each in schedulers]}
 
-    def _shares(self, engine: Any) -> Iterable[zero_state.Share]:
+    def _shares(self, engine: Any) -> Iterable[Share]:
         left = self._left.get(engine)
         return zero_state.shares_of(engine.optimizer, self.stage, self.rank) if left is None else left
 
@@ -413,6 +395,8 @@ class DeepSpeedStrategy(Strategy):
         """Take everything of the engines off the modules. What stage 3 has sharded stays so: whole, it might not fit."""
         for engine in {id(engine): engine for engines in self._parts.values() for engine in engines}.values():
             engine.destroy()
+        for facade in self._engines:
+            facade.master.close()
         for traces in reversed(self._traces):
             traces.remove()
         self._parts.clear()
@@ -425,4 +409,5 @@ class DeepSpeedStrategy(Strategy):
         self._left.clear()
         self._trained.clear()
         self._finished.clear()
+        self.buffers.clear()
         self.wrapped.clear()

@@ -73,6 +73,28 @@ def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def refuse_other_steppers(zero: Mapping[str, Any]) -> None:
+    """Refuse what has DeepSpeed step elsewhere than in its optimizer, whose state no checkpoint would hold (ValueError).
+
+    Args:
+        zero: the settings of the section "zero_optimization".
+    """
+    offload = zero.get("offload_optimizer")
+    offload = offload if isinstance(offload, Mapping) else {}
+    odd = {
+        "zenflow": zero.get("zenflow") is not None,
+        "offload_optimizer.device='nvme'": offload.get("device") == "nvme",
+        "offload_optimizer.ratio": offload.get("ratio", 1.0) != 1.0,
+        "offload_optimizer.super_offload": bool(offload.get("super_offload")),
+    }
+    if any(odd.values()):
+        name = next(name for name, is_asked in odd.items() if is_asked)
+        raise ValueError(
+            f"zero_optimization.{name} has DeepSpeed keep optimizer state where no checkpoint finds it; leave it out, or "
+            "offload by {'offload_optimizer': {'device': 'cpu'}}."
+        )
+
+
 def low_precision(config: Mapping[str, Any]) -> str | None:
     """Return "16-mixed" or "bf16-mixed" where the configuration enables one; "32-true" where it disables both in words.
 
@@ -141,6 +163,8 @@ def build_config(
     }
     if name == "16-mixed":
         config["fp16"] = {"hysteresis": 1, "loss_scale_window": 2000}  # a loss scale that moves as torch's
+    if name in ("16-true", "bf16-true"):
+        config["data_types"] = {"grad_accum_dtype": "fp32"}  # else windows are summed in 16 bits
     config["zero_optimization"] = {
         "stage": stage,
         "overlap_comm": False,

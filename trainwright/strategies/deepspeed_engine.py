@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,42 +14,45 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.distributed.environment import Environment, announce_place
+from trainwright.strategies.master_optimizer import MasterOptimizer
 
 
 def make_engine(
-    part: nn.Module, optimizer: Optimizer | None, trained: Any, config: dict[str, Any], device_type: str
+    part: nn.Module,
+    optimizer: MasterOptimizer | None,
+    trained: Any,
+    config: dict[str, Any],
+    device_type: str,
+    check: Callable[[Optimizer], None],
 ) -> Any:
     """Return DeepSpeed's engine around a module whose weights are rank 0's on every rank already. Collective.
 
+    `trained` are the parameters for the optimizer that the config names, where there is one; `check` may refuse it.
+
     Raises:
-        ValueError: DeepSpeed refuses a setting.
+        ValueError: DeepSpeed refuses a setting, or cannot train a parameter.
     """
     announce_place(Environment.detect().local_rank, **({"DS_ACCELERATOR": "cpu"} if device_type == "cpu" else {}))
     deepspeed = import_deepspeed(device_type)
     is_sharding = config["zero_optimization"]["stage"] == 3
+    refuse_what_cannot_be_sharded(part, config["zero_optimization"]["stage"])
     whole = [p for p in part.parameters() if not hasattr(p, "ds_id")] if is_sharding else []
-    _refuse_what_cannot_be_sharded(whole)
-    # DeepSpeed broadcasts parameters as bytes, which fails where one has no dimensions. They are rank 0's already.
-    kind, name = deepspeed.DeepSpeedEngine, "_broadcast_model"
-    broadcast = getattr(kind, name)
-    setattr(kind, name, lambda engine: None)
-    own_hooks = {module: set(module._forward_pre_hooks) for module in part.modules()}
     for parameter in whole:
         parameter.data = parameter.data.contiguous()  # nor where its elements lie in another order
     scalars = [p for p in whole if p.dim() == 0]
+    own_hooks = {module: set(module._forward_pre_hooks) for module in part.modules()}
     for parameter in scalars:
         parameter.data = parameter.data.reshape(1)
     try:
-        engine = deepspeed.initialize(
-            model=part, optimizer=optimizer, model_parameters=trained, config=config, dist_init_required=False
-        )[0]
+        with _own_ways(deepspeed.DeepSpeedEngine, check):
+            engine = deepspeed.initialize(
+                model=part, optimizer=optimizer, model_parameters=trained, config=config, dist_init_required=False
+            )[0]
     except pydantic_error() as error:
         raise ValueError(
             f"DeepSpeed refuses a setting of the strategy or its config: {error}. Its settings are listed at "
             "https://www.deepspeed.ai/docs/config-json."
         ) from error
-    finally:
-        setattr(kind, name, broadcast)
     _make_printable(part)
     _gather_first(own_hooks)
     for parameter in scalars:
@@ -101,17 +105,64 @@ def refuse_other_dtype(sharded: Mapping[str, Any], precision: str) -> None:
             )
 
 
-def _refuse_what_cannot_be_sharded(parameters: list[nn.Parameter]) -> None:
-    """Refuse parameters that ZeRO stage 3 fails on (ValueError)."""
-    if len(dtypes := {str(p.dtype).removeprefix("torch.") for p in parameters if p.requires_grad}) > 1:
+@contextmanager
+def _own_ways(kind: Any, look: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Have engines of this class made in our ways, within the context."""
+    theirs = {name: getattr(kind, name) for name in ("_broadcast_model", "_configure_basic_optimizer")}
+    check = kind._do_optimizer_sanity_check
+
+    def configure(engine: Any, parameters: Any) -> MasterOptimizer:
+        optimizer = theirs["_configure_basic_optimizer"](engine, parameters)
+        look(optimizer)
+        return MasterOptimizer(optimizer)
+
+    def choose(engine: Any, optimizer: Any) -> Any:
+        # For windows summed in float32 DeepSpeed would take another class in stage 1, with other masters.
+        chosen = check(engine, optimizer)
+        return "zero_optimization" if engine.zero_optimization() else chosen
+
+    # DeepSpeed broadcasts parameters as bytes, which fails where one has no dimensions. They are rank 0's already.
+    kind._broadcast_model = lambda engine: None
+    kind._configure_basic_optimizer = configure
+    kind._do_optimizer_sanity_check = choose
+    try:
+        yield
+    finally:
+        for name, own in theirs.items():
+            setattr(kind, name, own)
+        kind._do_optimizer_sanity_check = check
+
+
+def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:
+    """Refuse parameters that ZeRO would train otherwise than one process, or not at all (ValueError)."""
+    named = [
+        (f"{prefix}.{name}" if (prefix := place.partition(".")[2].partition(".")[2]) else name, parameter)
+        for place, member in part.named_modules()
+        for name, parameter in member.named_parameters(recurse=False)
+        if parameter.requires_grad or stage == 3
+    ]
+    for name, parameter in named:
+        told = str(parameter.dtype).removeprefix("torch.")
+        if parameter.is_complex():
+            raise ValueError(
+                f"parameter {name!r} is {told}, and DeepSpeed's masters are real numbers; keep its real and imaginary parts as "
+                "two parameters (torch.view_as_real), or choose 'ddp'."
+            )
+        if parameter.dtype == torch.float64 and parameter.requires_grad:
+            raise ValueError(
+                f"parameter {name!r} is float64, and DeepSpeed's masters are float32; convert it, or choose 'ddp' or 'fsdp'."
+            )
+        if parameter.numel() == 0 and not hasattr(parameter, "ds_id") and stage == 3:
+            raise ValueError(
+                f"parameter {name!r} has the shape {tuple(parameter.shape)}, but ZeRO stage 3 cannot gather one without "
+                "elements; make it a buffer, or choose stage 1 or 2."
+            )
+    dtypes = {parameter.dtype: name for name, parameter in reversed(named) if parameter.requires_grad}
+    if len(dtypes) > 1:
+        told = " and ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
         raise ValueError(
-            f"the module trains parameters in {' and '.join(sorted(dtypes))}, but ZeRO stage 3 shards those of one dtype; "
-            "convert the module to one, or choose stage 1 or 2."
-        )
-    if shapes := [tuple(p.shape) for p in parameters if p.numel() == 0]:
-        raise ValueError(
-            f"the module has a parameter of shape {shapes[0]}, but ZeRO stage 3 cannot gather one without elements; make it a "
-            "buffer, or choose stage 1 or 2."
+            f"the module trains {told}, but DeepSpeed lays parameters of one dtype out side by side; convert the module to "
+            "one, or choose 'ddp'."
         )
 
 

@@ -6,7 +6,7 @@ Zhao et al., 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Para
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from trainwright.checkpoint.tensors import Piece
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, refuse_lazy
+from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, check_alike
 from trainwright.strategies.late_reduction import LateReduction
 from trainwright.strategies.low_layers import Float32, allow_float32, find_float32
 from trainwright.strategies.materialize import innermost_first, materialize
@@ -36,11 +36,15 @@ from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, choos
 
 ROOT = "_fsdp_root"
 """Where a sharded module keeps the wrapper that is FSDP's root, for the next run with it."""
+UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
+"""The optimizers of torch that compute on no DTensors; of others the first step tells."""
 
 
 class Root(StepForward):
     """FSDP's root: its forward is a step of the module, whose own class and attributes so stay as they are."""
 
+    dtype: torch.dtype | None = None
+    """What parameters are gathered in; None for their own."""
     depth = 0
     """Greater than 0 while a step runs."""
     is_called_alone = False
@@ -116,13 +120,16 @@ class FSDPStrategy(Strategy):
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         self._automatic = optimization is None or optimization.automatic
-        if ROOT not in module.__dict__:
+        if ROOT in module.__dict__:
+            self._refuse_other_precision(module)
+        else:
             self._shard(module)
         self.wrapped[module] = module.__dict__[ROOT]
         self._late.follow(p for p in module.parameters() if not isinstance(p, DTensor))
+        self.buffers.follow(module)
 
     def _shard(self, module: nn.Module) -> None:
-        refuse_lazy(module, self.name)
+        check_alike(module, self.name)
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise ValueError(
                 f"{type(module).__name__} holds sharded parameters already, of torch's fully_shard; leave the sharding to the "
@@ -133,6 +140,7 @@ class FSDPStrategy(Strategy):
         root = Root(module)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         low = self.mixed_precision or self._policy()
+        root.dtype = low.param_dtype
         chosen, self._float32 = set(groups), Float32()
         if self.mixed_precision is None and low.param_dtype is not None:
             self._float32 = find_float32(module)
@@ -167,6 +175,16 @@ class FSDPStrategy(Strategy):
         after = dict(module.named_parameters())
         for name, parameter in unmade.items():
             self._sharded[parameter] = after[name]
+
+    def _refuse_other_precision(self, module: nn.Module) -> None:
+        """Refuse what an earlier run has sharded to be gathered in another low precision (ValueError)."""
+        gathered, asked = module.__dict__[ROOT].dtype, (self.mixed_precision or self._policy()).param_dtype
+        if gathered not in (None, asked):
+            raise ValueError(
+                f"fsdp gathers the weights of {type(module).__name__} in {str(gathered).removeprefix('torch.')}, as an earlier "
+                f"run has sharded it, and this one is in {self.precision.name}; go on in that run's precision, or make the "
+                "module anew and load a checkpoint."
+            )
 
     def _to_checkpoint(self, module: nn.Module, groups: list[nn.Module]) -> list[nn.Module]:
         policy = self.activation_checkpointing_policy
@@ -220,12 +238,24 @@ class FSDPStrategy(Strategy):
                 "or put those of another into a submodule that is a group of its own (auto_wrap_policy)."
             )
 
+    def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
+        """Follow parameters that were made after the module was sharded: whole on each rank, and averaged before each step."""
+        for module in modules:
+            made = [p for p in module.parameters() if not isinstance(p, DTensor) and not self._late.follows(p)]
+            broadcast_tensors(made)
+            self._late.follow(made)
+            self.buffers.follow(module)
+
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
     ) -> list[Optimizer]:
+        for optimizer in optimizers:
+            if isinstance(optimizer, UNSHARDED):
+                raise ValueError(_no_shards(optimizer))
         # In a loop of one's own the optimizers were made before their modules were sharded.
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["params"] = [self._sharded.get(each, each) for each in group["params"]]  # type: ignore[no-untyped-call]
+        self.follow_parameters(modules)  # configure_optimizers may have made some
         return list(optimizers)
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
@@ -239,6 +269,7 @@ class FSDPStrategy(Strategy):
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         root: Any = self.wrapped[module]
+        self.buffers.begin_step(module)
         try:
             with self.precision.forward_context() or nullcontext():
                 outputs = root(name, *args, **kwargs)
@@ -252,16 +283,21 @@ class FSDPStrategy(Strategy):
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         refuse_sharded_loss(loss, next(iter(self.wrapped), None))
+        self._late.begin_backward()
         if self._automatic:
-            return super().backward(loss, send, **options)
+            super().backward(loss, send, **options)
+            self.buffers.end_backward()
+            return
         # The root's hooks sit on what its step returns, and this backward runs inside of the step: without these the
         # root's group is never reduced.
         for root in self._roots():
             root._get_fsdp_state()._register_pre_backward_hook(loss)
         super().backward(loss, send, **options)
+        self.buffers.end_backward()
         self._gather_roots()
 
     def sync_gradients(self, enabled: bool) -> None:
+        super().sync_gradients(enabled)
         if not self.sync_every_batch:
             for root in self._roots():
                 root.set_requires_gradient_sync(enabled)
@@ -272,7 +308,12 @@ class FSDPStrategy(Strategy):
 
     def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
         self.unscale(optimizer)
-        result = self.precision.step(optimizer, clip, closure)
+        try:
+            result = self.precision.step(optimizer, clip, closure)
+        except (RuntimeError, NotImplementedError) as error:
+            if "DTensor" in str(error) or "placement" in str(error):
+                raise RuntimeError(_no_shards(optimizer)) from error
+            raise
         self._late.reset(optimizer)
         if not self._automatic:
             self._gather_roots()
@@ -303,10 +344,6 @@ class FSDPStrategy(Strategy):
             torch.nn.utils.clip_grads_with_norm_(kind, norm, total)
         return total
 
-    def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
-        """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""
-        broadcast_tensors(buffer for module in modules for buffer in module.buffers())
-
     # -- state -------------------------------------------------------------------------------------------------------
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
@@ -332,6 +369,7 @@ class FSDPStrategy(Strategy):
         self._reshard_roots()
         self.wrapped.clear()
         self._late.clear()
+        self.buffers.clear()
 
     def _roots(self) -> Iterator[FSDPModule]:
         return (root for root in self.wrapped.values() if isinstance(root, FSDPModule))
@@ -346,6 +384,13 @@ class FSDPStrategy(Strategy):
         for root in self._roots():
             root.reshard()
             root.unshard()
+
+
+def _no_shards(optimizer: Optimizer) -> str:
+    return (
+        f"{type(optimizer).__name__} does not compute on the sharded parameters (DTensors) that strategy='fsdp' gives it. Use "
+        "another optimizer, such as AdamW, or strategy='ddp' or 'ddp_sharded', where a parameter is stepped whole."
+    )
 
 
 def _gather_for_call(module: nn.Module, args: Any) -> None:

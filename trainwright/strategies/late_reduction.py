@@ -18,12 +18,16 @@ class LateReduction:
 
     def __init__(self) -> None:
         self._parameters: dict[Tensor, int | None] = {}
-        self._done: set[int] = set()
+        self._done: dict[int, Optimizer] = {}
 
     def follow(self, parameters: Iterable[nn.Parameter], owners: Mapping[Tensor, int] | None = None) -> None:
         """Reduce these parameters' gradients; with `owners` each to its rank only, and the other ranks drop it."""
         for parameter in parameters:
             self._parameters[parameter] = None if owners is None else owners[parameter]
+
+    def follows(self, parameter: Tensor) -> bool:
+        """Return whether a parameter's gradients are reduced here."""
+        return parameter in self._parameters
 
     def clear(self) -> None:
         """Follow no parameter any more."""
@@ -32,13 +36,22 @@ class LateReduction:
 
     def reset(self, optimizer: Optimizer) -> None:
         """Take note that an optimizer has stepped, or that its gradients were dropped."""
-        self._done.discard(id(optimizer))
+        self._done.pop(id(optimizer), None)
+
+    def begin_backward(self) -> None:
+        """Take note of a backward, after which gradients that were averaged already are to be averaged with what it adds."""
+        for optimizer in self._done.values():
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                # Of one that has an owner the others hold nothing of the average, so that a mean would take a part of it.
+                if parameter.grad is not None and self._parameters.get(parameter) is not None:
+                    parameter.grad.mul_(dist.get_world_size())
+        self._done.clear()
 
     def reduce(self, optimizer: Optimizer) -> None:
         """Average the gradients of an optimizer's parameters, once for each of its steps. Collective."""
         if not self._parameters or id(optimizer) in self._done or dist.get_world_size() == 1:
             return
-        self._done.add(id(optimizer))
+        self._done[id(optimizer)] = optimizer
         mine = [p for group in optimizer.param_groups for p in group["params"] if p in self._parameters]
         if not mine:
             return

@@ -25,8 +25,6 @@ ADDED = (
     "_fsdp_root",
     "_fsdp_use_orig_params",
     "_is_fsdp_managed_module",
-    "__composable_api_state_key",
-    "__composable_api_registry_key",
     "_external_params",
     "_original_parameters",
     "applied_pre_backward_ref_cnt",
@@ -114,7 +112,7 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         state: Any = each.__dict__ if is_parametrized(each) else each.__getstate__()  # type: ignore[no-untyped-call]
         kept: dict[str, Any] = {}
         for name, value in state.items():
-            if name in ADDED or _is_engines(value):
+            if name in ADDED or name.startswith("__composable_api") or _is_engines(value):
                 continue
             if name.endswith("_hooks") and isinstance(value, dict):
                 value = type(value)((key, hook) for key, hook in value.items() if not _is_engines(hook))

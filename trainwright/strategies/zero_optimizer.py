@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainwright.precision.base import Precision, Sender
 from trainwright.strategies.group_view import GroupView
+from trainwright.strategies.master_optimizer import MasterOptimizer, StateByParameter
 
 
 class Part(nn.Module):
@@ -27,31 +30,49 @@ class Part(nn.Module):
 
 
 class ZeroOptimizer(Optimizer):
-    """The optimizer with the module's own parameters in its groups, after DeepSpeed has put flat masters there.
+    """The user's optimizer with the module's own parameters in its groups, while DeepSpeed steps flat masters.
+
+    What else its class has (methods such as `train` and `eval`) it has too.
 
     Args:
-        stepped: the optimizer that DeepSpeed steps.
-        parameters: the module's own, a list for each group; as they stand in the groups where it is not given.
+        master: what the engine steps.
+        engine: DeepSpeed's engine.
+        refresh: lets the weights follow their masters. Collective.
     """
 
-    def __init__(self, stepped: Optimizer, parameters: Sequence[Sequence[Tensor]] | None = None) -> None:
-        given = [group["params"] for group in stepped.param_groups] if parameters is None else parameters
-        views: list[Any] = [GroupView(group, own) for group, own in zip(stepped.param_groups, given, strict=True)]
+    def __init__(self, master: MasterOptimizer, engine: Any, refresh: Callable[[], None]) -> None:
+        own = master.own
+        views: list[Any] = [
+            GroupView(group, given) for group, given in zip(own.param_groups, master.given, strict=True)
+        ]
         self.param_groups = views
-        self.defaults = stepped.defaults
-        self.stepped = stepped
-        self.engine: Any = None
-        self.__class__ = type(type(stepped).__name__, (ZeroOptimizer,), {})  # a checkpoint names the optimizer's class
+        self.defaults = own.defaults
+        self.master, self.engine = master, engine
+        self._refresh = refresh
+        self.__class__ = type(type(own).__name__, (ZeroOptimizer,), {})  # a checkpoint names the optimizer's class
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Return this rank's state, by flat master."""
-        return self.stepped.state
+        """Return this rank's state by parameter."""
+        return StateByParameter(self.master)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "master" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(self.master.own, name)
+        return partial(self._call, value) if inspect.ismethod(value) else value
+
+    def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the user's optimizer; it may change the masters. Collective."""
+        result = method(*args, **kwargs)
+        self._refresh()
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that wait in DeepSpeed's buckets; no parameter has one of its own."""
         zero = self.engine.optimizer
         zero.zero_grad()
+        self.master.forget()
         if hasattr(zero, "all_grad_tensors"):  # stages 1 and 2
             zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
             zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)

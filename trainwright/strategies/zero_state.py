@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.rank_zero import rank_zero_warn
-
-Share = tuple[Tensor, Tensor, int, int, int, tuple[int, ...]]
-"""(parameter, flat master, offset in the master, start in the parameter, elements, shape of the parameter)."""
+from trainwright.strategies.base import made_state
+from trainwright.strategies.master_optimizer import MasterOptimizer, Share
 
 
 def shares_of(zero: Any, stage: int, rank: int) -> Iterator[Share]:
@@ -28,13 +26,14 @@ def shares_of(zero: Any, stage: int, rank: int) -> Iterator[Share]:
                 _, offset, padded = zero.grad_position[zero.get_param_id(parameter)]
                 start = min(padded * rank, parameter.ds_numel)
                 numel = min(padded, parameter.ds_numel - start)
-                yield parameter, flat, offset, start, numel, tuple(parameter.ds_shape)
+                yield Share(parameter, flat, offset, start, numel, tuple(parameter.ds_shape), 0)
             elif parameter._hp_mapping is None:  # all of it is others'
-                yield parameter, flat, 0, 0, 0, tuple(parameter.shape)
+                yield Share(parameter, flat, 0, 0, 0, tuple(parameter.shape), 0)
             else:
                 mine = parameter._hp_mapping.lp_fragment_address
                 there = parameter._hp_mapping.hp_fragment_address
-                yield parameter, flat, there.start, mine.start, mine.numel, tuple(parameter.shape)
+                first = (rank * flat.numel() + there.start - mine.start) // flat.numel()
+                yield Share(parameter, flat, there.start, mine.start, mine.numel, tuple(parameter.shape), first)
 
 
 def partition_piece(name: str, parameter: Any, rank: int) -> Piece:
@@ -44,39 +43,32 @@ def partition_piece(name: str, parameter: Any, rank: int) -> Piece:
     return Piece(name, tuple(parameter.ds_shape), start, share, rank)
 
 
-def allocate(
-    optimizer: Optimizer,
-    shares: Iterable[Share],
-    names: Mapping[Tensor, str],
-    entries: Mapping[str, TensorEntry],
-) -> None:
-    """Make the flat state tensors that a load fills."""
-    optimizer.state.clear()
+def optimizer_pieces(master: MasterOptimizer, names: Mapping[Tensor, str], rank: int) -> Iterator[Piece]:
+    """Yield this rank's share of the state of the user's optimizer."""
+    for parameter, view in master.views.items():
+        for key, value in master.own.state.get(view.tensor, {}).items():
+            name = f"{names[parameter]}/{key}"
+            if isinstance(value, Tensor) and view.is_part(key, value):
+                yield Piece(name, view.share.shape, view.share.start, value.detach(), rank)
+            elif isinstance(value, Tensor):  # ranks without a share of the parameter have none
+                yield Piece(name, tuple(value.shape), 0, value.detach(), view.share.first)
+
+
+def allocate(master: MasterOptimizer, names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry]) -> None:
+    """Make the state tensors that a load fills."""
     by_name: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in entries.items():
         parameter_name, key = name.rsplit("/", 1)
         by_name.setdefault(parameter_name, {})[key] = entry
-    for parameter, flat, *_, shape in shares:
-        for key, entry in by_name.get(names[parameter], {}).items():
-            like_parameter = tuple(entry.shape) == shape and key != "step"
-            made = torch.zeros_like(flat, dtype=entry.dtype) if like_parameter else torch.zeros(entry.shape)
-            optimizer.state[flat].setdefault(key, made)
-
-
-def fill_missing_gradients(zero: Any, stage: int) -> None:
-    """Let a step whose window no loss reached be one of zero gradients; DeepSpeed takes it that one did."""
-    if stage == 3:
-        partitions = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-        for index, group in enumerate(zero.fp16_groups if not zero.offload_optimizer else []):
-            if zero.averaged_gradients.get(index) is None:
-                zero.averaged_gradients[index] = [partitions[parameter.ds_id] for parameter in group]
-        return
-    if stage == 1:
-        zero.setup_buckets()  # which its step reduces through; made by the backward, where there was one
-        return
-    for index, owned in enumerate(zero.params_in_partition if not zero.cpu_offload else []):
-        if zero.all_grad_tensors.get(index) is None:
-            zero.all_grad_tensors[index] = zero.get_all_grad_tensors(owned, zero.gradient_accumulation_dtype)
+    master.own.state.clear()
+    for group, given in zip(master.own.param_groups, master.given, strict=True):
+        for view in (master.views[p] for p in given if p in master.views):
+            state = master.own.state[view.tensor]
+            for key, entry in by_name.get(names[view.share.parameter], {}).items():
+                is_part = tuple(entry.shape) == view.share.shape and key != "step"
+                if is_part and entry.dtype == view.share.parameter.dtype:
+                    entry = replace(entry, dtype=view.tensor.dtype)  # what is like its parameter is like its master
+                state[key] = made_state(view.tensor, key, entry, group, is_part)
 
 
 def warn_of_shards(module: nn.Module, state: dict[str, Any], *_: Any) -> None:

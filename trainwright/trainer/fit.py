@@ -43,6 +43,7 @@ from trainwright.trainer.hooks import JUDGED, HookTable
 from trainwright.trainer.optimization import (
     count_empty,
     explain_second_backward,
+    hold_over_end,
     read_loss,
     read_outputs,
     refuse_empty_epoch,
@@ -326,7 +327,7 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     refuse_empty_epoch(run)
     run.is_ending_epoch = is_complete
     if run.is_manual:
-        run.is_within_window = False  # what gathers gradients across epochs is saved here, without them
+        hold_over_end(run)
     if is_complete and not state.schedulers_stepped:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=False)
         state.schedulers_stepped = True

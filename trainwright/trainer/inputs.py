@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from trainwright.module import Module, is_overridden
+from trainwright.paths import absolute
 from trainwright.precision import Precision
 from trainwright.strategies import Strategy
 
@@ -113,15 +114,15 @@ def choose_precision(precision: Any, plugins: Any) -> Any:
 
 
 def choose_root(default_root_dir: Any) -> str:
-    """Return the folder of a Trainer's files; TypeError for what is no path."""
+    """Return the folder of a Trainer's files, absolute; TypeError for what is no path."""
     if default_root_dir is None:
-        return "."
+        return absolute(".")
     if not isinstance(default_root_dir, (str, os.PathLike)):
         raise TypeError(
             f"default_root_dir={default_root_dir!r} is a {type(default_root_dir).__name__}; accepted are a path, an fsspec URL "
             "and None for the working directory."
         )
-    return os.fspath(default_root_dir)
+    return absolute(default_root_dir)
 
 
 def check_compile(compile: Any, strategy: Strategy) -> None:

@@ -12,7 +12,7 @@ from trainwright.loggers.base import Logger
 from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.position import logger_states
 from trainwright.module import Module
-from trainwright.trainer.logged_value import Key, Loader, as_tensor, to_numbers
+from trainwright.trainer.logged_value import Key, Loader, as_tensor, expanded, to_numbers
 from trainwright.trainer.metric_objects import metrics_in_use
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.reduction import end_loader, reduce_epoch
@@ -134,7 +134,7 @@ class Logbook:
         self.reductions += 1
         reduced = reduce_epoch(collector, module, self._engine.world_size, self._engine.device, collector.reduced)
         collector.reduced |= reduced
-        for key, number in reduced.items():
+        for key, number in expanded(reduced).items():
             self._keep_epoch(key, number)
 
     def finish(self, module: Module, num_loaders: int = 1) -> list[dict[str, float]]:
@@ -144,7 +144,7 @@ class Logbook:
         """
         self.reduce(module)
         assert self.collector is not None
-        reduced = dict(self.collector.reduced)
+        reduced = expanded(self.collector.reduced)
         self.collector.clear()
         if self.collector is self.training_collector:
             self.training_collector = None

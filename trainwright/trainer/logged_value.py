@@ -36,6 +36,20 @@ class Key(NamedTuple):
     rank_zero_only: bool
 
 
+Reduced = float | dict[str, float]
+"""An epoch value over all ranks; of a Metric that computes several numbers each of them, by what follows the name."""
+
+
+def expanded(reduced: Mapping[Key, Reduced]) -> dict[Key, float]:
+    """Return each number under a key of its own: those of one Metric as name_key (of a vector name_0, name_1, ...)."""
+    numbers: dict[Key, float] = {}
+    for key, value in reduced.items():
+        parts = {"": value} if isinstance(value, (int, float)) else {f"_{part}": each for part, each in value.items()}
+        for part, number in parts.items():
+            numbers[key._replace(base_name=f"{key.base_name}{part}", epoch_name=f"{key.epoch_name}{part}")] = number
+    return numbers
+
+
 class LoggedValue:
     """What one hook logs under one name for one loader.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainwright.checkpoint.exchange import is_plain
 from trainwright.metric_kinds import is_collection, is_metric
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.trainer.logged_value import Key
+from trainwright.trainer.logged_value import Key, Reduced
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -46,10 +46,14 @@ def step_value(name: str, metric: Metric) -> Tensor | None:
     )
 
 
-def compute_metrics(module: nn.Module, keys: Iterable[Key]) -> dict[Key, float]:
-    """Compute the Metric objects of some keys, each once. Collective: they gather their own state, in the keys' order."""
+def compute_metrics(module: nn.Module, keys: Iterable[Key]) -> dict[Key, Reduced]:
+    """Compute the Metric objects of some keys, each once. Collective: they gather their own state, in the keys' order.
+
+    Raises:
+        ValueError: one computes what is no number, vector of numbers or dict of numbers.
+    """
     values: dict[str, Any] = {}
-    numbers: dict[Key, float] = {}
+    numbers: dict[Key, Reduced] = {}
     for key in sorted(keys):
         if key.attribute not in values:
             metric = found_at(module, key.attribute)
@@ -57,7 +61,7 @@ def compute_metrics(module: nn.Module, keys: Iterable[Key]) -> dict[Key, float]:
                 # A rank without a batch of its own computes too; that it had no update is no news to the user.
                 warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
                 values[key.attribute] = metric.compute()
-        numbers[key] = _number(key, values[key.attribute])
+        numbers[key] = _numbers(key, values[key.attribute])
     return numbers
 
 
@@ -120,11 +124,25 @@ def restore_metrics(module: nn.Module, states: dict[str, Any]) -> None:
         metric._update_count = states[path]["updates"]
 
 
-def _number(key: Key, value: Any) -> float:
-    if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
-        return float(value)
+def _numbers(key: Key, value: Any) -> Reduced:
+    number = _number(value)
+    if number is not None:
+        return number
+    parts: Mapping[Any, Any] = {}
+    if isinstance(value, Tensor) and value.dim() == 1:
+        parts = dict(enumerate(value.tolist()))
+    elif isinstance(value, Mapping):
+        parts = value
+    numbers = {str(name): number for name, each in parts.items() if (number := _number(each)) is not None}
+    if numbers and len(numbers) == len(parts):
+        return numbers
     told = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise ValueError(
-        f"the metric logged as {key.base_name!r} computes {told}; accepted is one element. Log its elements under names of "
-        "their own."
+        f"the metric logged as {key.base_name!r} computes {told}; accepted are one number, a vector of numbers (logged as "
+        f"{key.base_name}_0, ...) and a dict of numbers (logged as {key.base_name}_key). Log the rest under names of its own."
     )
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    return float(value) if is_number else None

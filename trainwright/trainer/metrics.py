@@ -27,7 +27,7 @@ from trainwright.trainer.log_rules import (
     reduction_named,
     rule_of,
 )
-from trainwright.trainer.logged_value import Key, Loader, LoggedValue, read_all
+from trainwright.trainer.logged_value import Key, Loader, LoggedValue, Reduced, read_all
 from trainwright.trainer.metric_objects import (
     found_at,
     metrics_in_use,
@@ -64,9 +64,9 @@ class MetricCollector:
         self.silent = False
         """True while a batch is run whose results are thrown away."""
         self.training, self.stage = training, stage
-        self.computed: dict[Key, float] = {}
+        self.computed: dict[Key, Reduced] = {}
         """The values of the Metric objects of loaders that have ended; alike on all ranks."""
-        self.reduced: dict[Key, float] = {}
+        self.reduced: dict[Key, Reduced] = {}
         """The epoch values that are known over all ranks."""
         self.warned: set[str] = set()
         """What the user was told, once for a run."""

@@ -115,6 +115,20 @@ def weigh(run: TrainingRun, loss: Tensor, index: int, place: int, weight: float)
     return loss / length
 
 
+def hold_over_end(run: TrainingRun) -> None:
+    """Let what waits for a step under manual optimization wait over an epoch's end, where it is saved with its gradients."""
+    if run.is_within_window and not run.engine.strategy.gradients_are_parameters:
+        rank_zero_warn(
+            f"gradients wait over the end of epoch {run.state.epoch} for a step, and strategy={run.engine.strategy.name!r} "
+            "cannot save them: a run that goes on from there is without them. Step before the epoch ends "
+            "(trainer.is_last_batch).",
+            stacklevel=2,
+        )
+    elif run.is_within_window:
+        run.state.holds_gradients = True
+    run.is_within_window = False
+
+
 def step(
     run: TrainingRun,
     optimizer: Optimizer | None,

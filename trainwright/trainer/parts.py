@@ -17,6 +17,7 @@ from trainwright.distributed.environment import prepare_deterministic
 from trainwright.engine.engine import Engine
 from trainwright.loggers.base import Logger
 from trainwright.loggers.csv import CSVLogger
+from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.silent import SilentLogger
 from trainwright.module import is_overridden
 from trainwright.trainer.inputs import refuse_replaced_hooks
@@ -124,6 +125,9 @@ def arranged_loggers(logger: Any, root: str, settings: Settings) -> list[Logger]
             )
     if settings.fast_dev_run:
         return [SilentLogger()] if logger is not False else []
+    for each in loggers:
+        if isinstance(each, FolderLogger):
+            each.use_root(root)
     return [CSVLogger(root)] if logger is None or logger is True else loggers
 
 

@@ -133,7 +133,7 @@ def _prepare_optimizers(run: TrainingRun) -> None:
         if run.is_manual:
             state.step += 1
             state.skipped_steps += result.skipped
-            run.is_within_window = False
+            run.is_within_window = state.holds_gradients = False
         else:
             run.step_results.append(result)  # counted when optimizer_step has returned
 

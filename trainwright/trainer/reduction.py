@@ -17,7 +17,7 @@ from torch import nn
 
 from trainwright.distributed import collectives
 from trainwright.metric_kinds import is_metric
-from trainwright.trainer.logged_value import Key, LoggedValue, read_all
+from trainwright.trainer.logged_value import Key, LoggedValue, Reduced, read_all
 from trainwright.trainer.metric_objects import compute_metrics, reset_metrics
 from trainwright.trainer.metrics import MetricCollector
 
@@ -31,7 +31,7 @@ def reduce_epoch(
     world_size: int,
     device: torch.device,
     done: Collection[Key] = (),
-) -> dict[Key, float]:
+) -> dict[Key, Reduced]:
     """Return each epoch value over all ranks, in the order in which they were logged; rank 0's own ones on rank 0.
 
     What is `done` was reduced before. Metric objects are computed, not reset. Collective: call on every rank.
@@ -43,7 +43,8 @@ def reduce_epoch(
     totals = _totals(values)
     keys = sorted((values.keys() | computed.keys()) - own)
     if world_size > 1:
-        reduced, keys = _gathered(keys, totals, device)
+        gathered, keys = _gathered(keys, totals, device)
+        reduced: dict[Key, Reduced] = {**gathered}
     else:
         reduced = {key: _combine(key, [totals[key]]) for key in keys if not key.attribute}
     reduced |= {key: _combine(key, [totals[key]]) for key in own}

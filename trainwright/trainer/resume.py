@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.contents import extra_states
@@ -14,6 +17,7 @@ from trainwright.checkpoint.store import encode_state
 from trainwright.data.datamodule import DataModule
 from trainwright.data.seeding import isolate_rng
 from trainwright.engine.engine import Opened
+from trainwright.engine.gradients import held_gradients, hold_gradients
 from trainwright.errors import CheckpointError
 from trainwright.hyperparameters import HyperParameters, stored_hyper_parameters
 from trainwright.module import Module, is_overridden
@@ -116,6 +120,7 @@ def rank_state(trainer: Trainer) -> dict[str, Any]:
         "sources": [place_in_data(trainer)[1]],
         "epoch_rng": None if trainer.state.epoch_ended else trainer.state.epoch_generators,
         "should_stop": own_stop,
+        "gradients": held_gradients(trainer.engine.modules) if trainer.state.holds_gradients else [],
     }
 
 
@@ -195,6 +200,8 @@ def restore(trainer: Trainer, opened: Opened) -> dict[str, Any] | None:
     trainer.state.epoch_generators = own.get("epoch_rng")
     if own.get("should_stop"):
         _stay_stopped(trainer, opened.checkpoint.path)
+    if trainer.state.holds_gradients:
+        _take_gradients(trainer, opened.checkpoint, own.get("gradients", []))
     schedulers = state.get("lr_schedulers", [])  # as many as in this run, unless a hook has taken them out
     for config, saved in zip(trainer.lr_scheduler_configs, schedulers, strict=False):
         config.scheduler.load_state_dict(saved)
@@ -225,6 +232,21 @@ def _stay_stopped(trainer: Trainer, path: str) -> None:
     trainer.print(
         f"trainer.should_stop had been set when {path} was saved, so the run ends as it would have ended; to train on, set "
         "trainer.should_stop = False in on_train_start."
+    )
+
+
+def _take_gradients(trainer: Trainer, checkpoint: Checkpoint, held: Sequence[Mapping[str, Tensor]]) -> None:
+    """Take back the gradients that wait for a step of manual optimization, in a job like the one that saved them."""
+    strategy = trainer.engine.strategy
+    if checkpoint.header.get("strategy") == strategy.name and len(held) == len(trainer.engine.modules):
+        hold_gradients(trainer.engine.modules, held)
+        return
+    trainer.state.holds_gradients = False
+    rank_zero_warn(
+        f"{checkpoint.path} holds gradients that wait for a step, as {checkpoint.world_size} processes under "
+        f"{checkpoint.header.get('strategy')!r} had them; on {trainer.world_size} under {strategy.name!r} the run goes on "
+        "without them.",
+        stacklevel=2,
     )
 
 

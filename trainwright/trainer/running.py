@@ -35,9 +35,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def running(
-    trainer: Trainer, module: Module, stage: str, datamodule: DataModule | None, choice: Choice
+    trainer: Trainer, module: Module, stage: str, datamodule: DataModule | None, choice: Choice, stays: bool = False
 ) -> Iterator[None]:
-    """Set up what surrounds a run, and take it down whatever happens. Collective: call on every rank."""
+    """Set up what surrounds a run, and take it down whatever happens. Collective: call on every rank.
+
+    Where the module `stays` prepared as the latest run has left it, the engine is not closed before.
+    """
     engine, outcome, locks = trainer.engine, Outcome(), FolderLocks(trainer, stage)
     trainer.ckpt_path = choice.path
     trainer.module, trainer.datamodule = module, datamodule
@@ -57,7 +60,8 @@ def running(
         _agree_on_hooks(trainer)
         for callback in trainer.callbacks:
             callback.__dict__["_running_module"] = module
-        engine.close()
+        if not stays:
+            engine.close()
         stack.enter_context(engine.agreement.following(partial(_place, trainer)))
         if profiler is not None:
             stack.callback(instrument(engine, profiler))
@@ -150,6 +154,7 @@ def _agree_on_hooks(trainer: Trainer) -> None:
 def _start_loggers(trainer: Trainer, choice: Choice, locks: FolderLocks) -> None:
     """Let the loggers choose their folders, and hold those of the checkpoints before anything is written. Collective."""
     engine, path = trainer.engine, choice.path or ""
+    trainer.default_root_dir = engine.agreed(trainer.default_root_dir, "the start of the loggers")
     locks.take(started=False)
     if choice.continues:
         call = "the start of the loggers"
@@ -281,17 +286,19 @@ def evaluating(trainer: Trainer, request: Request) -> Iterator[Evaluation]:
     """Surround one evaluation with what it needs, and give it ready to run. Collective: call on every rank."""
     call, stage, module, loaders, datamodule, choice, _ = request
     source = find_source(stage, loaders, datamodule, module, "dataloaders", call)
-    can_keep = choice.path is None and trainer.module is module and trainer.engine.strategy.keeps_optimizers
-    trained = list(trainer.engine.optimizers) if can_keep else []
-    with running(trainer, module, call, datamodule, choice):
+    engine, is_the_same = trainer.engine, choice.path is None and trainer.module is module
+    trained = list(engine.optimizers) if is_the_same else []
+    stays = bool(trained) and not engine.strategy.keeps_optimizers  # they would go with what else the strategy holds
+    with running(trainer, module, call, datamodule, choice, stays):
         opened = open_with_hooks(trainer, choice.checkpoint) if choice.checkpoint is not None else None
         prepare_module(trainer, module)
-        trainer.engine.prepare_module(module, None)
+        if not stays:
+            engine.prepare_module(module, None)
         if opened is not None:
             restore_weights(trainer, opened)
-        trainer.engine.take_seed()
-        yield Evaluation(trainer, module, stage, source, find_transfer(trainer.engine, module, datamodule))
+        engine.take_seed()
+        yield Evaluation(trainer, module, stage, source, find_transfer(engine, module, datamodule))
     # What was trained with can still be saved, unless the weights are other ones now.
-    trainer.engine.optimizers = trained
+    engine.optimizers = trained
     if not trained:
         trainer.optimizers, trainer.prepared_optimizers, trainer.lr_scheduler_configs = [], [], []

@@ -21,8 +21,9 @@ class TrainerState:
     `unchecked_batches` counts the batches since it was last asked whether a validation is due within the epoch, up to the
     present one. `schedulers_stepped` is True once an epoch's schedulers have stepped, but for those that follow a metric: its
     validation may be still to come. `epoch_ended` is True once the epoch has no batch and no validation to come, while its
-    number still stands, `is_left` once the run has ended within the epoch and has done what such an end asks for. `saves`
-    counts the checkpoints, which puts those of one step in order.
+    number still stands, `is_left` once the run has ended within the epoch and has done what such an end asks for.
+    `holds_gradients` is True while gradients of manual optimization wait over an epoch's end for a step. `saves` counts the
+    checkpoints, which puts those of one step in order.
 
     All of them go on at another world size. In an epoch that is taken up there, `batch` goes on from what each rank had
     before, and what is left of the data is shared out anew, so the epoch has another number of batches than a whole one.
@@ -40,6 +41,7 @@ class TrainerState:
     schedulers_stepped: bool = False
     epoch_ended: bool = False
     is_left: bool = False
+    holds_gradients: bool = False
     saves: int = 0
     places: Sequence[Place] = field(default=(), metadata={"counts": False})
     """Where the epoch's data is taken up: what was consumed of each loader's stream; empty where `batch` says it."""

@@ -1,0 +1,80 @@
+"""What gather and reduce do with structures, plain data and numbers: on one process as on several."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+
+import trainwright as tw
+from trainwright.engine import gathering
+
+Pair = namedtuple("Pair", "left right")
+
+
+def gathered(values: list[Any], sizes: list[int] | None = None) -> Any:
+    """Return what rank 0 gets of plain data, which each rank has one of."""
+    sent: list[bytes] = []
+
+    def post(payload: bytes) -> list[bytes]:
+        sent.append(payload)
+        raise StopIteration
+
+    for value in values:
+        with pytest.raises(StopIteration):
+            gathering.gather(value, lambda tensor: tensor, sizes, post)
+    return gathering.gather(values[0], lambda tensor: tensor, sizes, lambda _: sent)
+
+
+def test_plain_data_is_joined_by_rank() -> None:
+    assert gathered([["a", "b"], ["c"]]) == ["a", "b", "c"]
+    assert gathered([("a", "b"), ("c",)]) == ("a", "b", "c")
+    assert gathered([3, 4]) == [3, 4]
+    assert gathered([[[1, 2], [3]], [[4]]]) == [[1, 2], [3], [4]]
+    assert gathered([[{"id": 1}], [{"id": 2, "x": None}]]) == [{"id": 1}, {"id": 2, "x": None}]
+    assert gathered([{"text": ["a"], "loss": 0.5, "none": None}, {"text": ["b"], "loss": 1.5, "none": None}]) == {
+        "text": ["a", "b"],
+        "loss": [0.5, 1.5],
+        "none": None,
+    }
+    assert gathered([(["a"], ["b"]), (["c"], ["d"])]) == (["a", "c"], ["b", "d"])
+    assert gathered([Pair("a", 1), Pair("b", 2)]) == Pair(["a", "b"], [1, 2])
+
+
+def test_the_last_round_is_trimmed() -> None:
+    assert gathered([["a", "b"], ["c", "c"]], [2, 1]) == ["a", "b", "c"]
+    assert gathered([("a", "b"), ("c", "c")], [1, 0]) == ("a",)
+    assert gathered([1, 2], [2, 0]) == [1, 2]  # no samples
+
+
+def test_unlike_structures_are_named() -> None:
+    with pytest.raises(ValueError, match=r"gather was given other structures on rank 1 than on rank 0"):
+        gathered([{"a": 1}, {"b": 1}])
+
+
+def test_numbers_are_reduced() -> None:
+    accelerator = tw.Accelerator(cpu=True)
+    assert accelerator.reduce({"loss": 1.5, "count": [3, True], "none": None}) == {
+        "loss": 1.5,
+        "count": [3, 1],
+        "none": None,
+    }
+    assert accelerator.reduce(3, "mean") == 3.0
+    assert isinstance(accelerator.reduce(3, "mean"), float)
+    assert accelerator.gather((torch.tensor(1.0), ["x"], 2)) == (torch.tensor([1.0]), ["x"], [2])
+
+
+@pytest.mark.parametrize("value", [object(), {"a": {1, 2}}, [object()], [torch.ones(1), object()]])
+def test_what_cannot_be_gathered_is_named(value: Any) -> None:
+    with pytest.raises(TypeError, match="gather"):
+        tw.Accelerator(cpu=True).gather(value)
+
+
+@pytest.mark.parametrize("value", ["text", [b"bytes"], {"a": {1, 2}}, object()])
+def test_what_cannot_be_reduced_is_named(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"reduce was given a .* accepted are tensors, numbers, and lists"):
+        tw.Accelerator(cpu=True).reduce(value)
+    with pytest.raises(ValueError, match="reduction='product' is unknown; choose from sum, mean, min, max"):
+        tw.Accelerator(cpu=True).reduce(1.0, "product")

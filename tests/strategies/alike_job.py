@@ -1,0 +1,357 @@
+"""What has to be the same under every strategy, in corners of a step: as functions that run on each rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contract_job import quiet
+from small import QUIET
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainwright as tw
+
+WIDTH = 6
+STRATEGIES = ("ddp", "ddp_sharded", "fsdp")
+ZERO = ("deepspeed_stage_1", "deepspeed_stage_3")
+
+
+def data(samples: int = 24) -> DataLoader[Any]:
+    torch.manual_seed(5)
+    return DataLoader(TensorDataset(torch.randn(samples, WIDTH)), batch_size=2)
+
+
+def whole(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters, gathered where each rank has a part. Collective."""
+    named = {name: each.detach() for name, each in module.named_parameters()}
+    return {
+        name: (each.full_tensor() if hasattr(each, "full_tensor") else each).float().clone()
+        for name, each in named.items()
+    }
+
+
+class Buffers(tw.Module):
+    """Has buffers that its step reads and writes: one in place, one by another tensor, one of a layer."""
+
+    def __init__(self, is_automatic: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.automatic_optimization = is_automatic
+        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, WIDTH))
+        self.register_buffer("center", torch.zeros(WIDTH))
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        x = batch[0]
+        self.seen.append([*self.center.tolist(), self.scale.item(), *self.net[1].running_mean.tolist()])
+        out = self.net(x - self.center) * self.scale.detach()
+        with torch.no_grad():
+            self.center.mul_(0.9).add_(0.1 * x.mean(0))
+            self.scale = self.scale * 0.9 + 0.1 * x.abs().mean()
+        loss = (out - x).square().mean()
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def buffers(strategy: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for mode, is_automatic, accumulate in (("automatic", True, 1), ("manual", False, 1), ("windows", True, 2)):
+        module = Buffers(is_automatic)
+        tw.Trainer(strategy=strategy, max_epochs=1, accumulate_grad_batches=accumulate, **QUIET).fit(module, data())
+        found[mode] = module.seen
+    return found
+
+
+class Late(tw.Module):
+    """Makes parameters after it was set up, other ones on each rank, and clips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Linear(WIDTH, 4)
+        self.made_in_an_epoch = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.head(self.net(x).tanh())
+        return out + self.shift if self.made_in_an_epoch else out
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return (self(batch[0]) - batch[0]).square().mean()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("error", (self(batch[0]) - batch[0]).square().mean())
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.made_in_an_epoch = True
+            self.shift = nn.Parameter(torch.full((WIDTH,), float(dist.get_rank())))
+            self.trainer.optimizers[0].add_param_group({"params": [self.shift]})
+
+    def configure_optimizers(self) -> Any:
+        torch.manual_seed(dist.get_rank())
+        self.head = nn.Linear(4, WIDTH)
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def late(strategy: str, folder: Path) -> dict[str, Any]:
+    module = Late()
+    trainer = tw.Trainer(strategy=strategy, max_epochs=2, gradient_clip_val=1.0, **QUIET)
+    trainer.fit(module, data())
+    trainer.save_checkpoint(folder / f"late-{strategy}.ckpt")
+    return whole(module)
+
+
+class Tempered(tw.Module):
+    """Has parameters with and without dimensions, and clips in each of two batches before it steps."""
+
+    def __init__(self, is_automatic: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.automatic_optimization = is_automatic
+        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        loss = (self.net(batch[0]) * self.temperature - batch[0]).float().square().mean()
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, 0.5)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.5)
+
+
+def tempered(strategy: str) -> dict[str, Any]:
+    found = {}
+    for precision in ("32-true", "16-mixed"):
+        for is_automatic in (True, False):
+            module = Tempered(is_automatic)
+            clip = 0.5 if is_automatic else None
+            tw.Trainer(strategy=strategy, precision=precision, max_epochs=1, gradient_clip_val=clip, **QUIET).fit(
+                module, data()
+            )
+            found[f"{precision} {is_automatic}"] = whole(module)
+    return found
+
+
+class Keeping(torch.optim.Optimizer):
+    """Keeps what is no tensor of its parameter: a number, a tuple, tensors in a list."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[parameter]
+            state["count"] = state.get("count", 0) + 1
+            state["pair"] = (state["count"], float("inf"))
+            state["history"] = [*state.get("history", []), parameter.grad.clone()][-2:]
+            parameter -= 0.1 / state["pair"][0] * sum(state["history"])
+
+
+class Kept(Late):
+    def on_train_epoch_start(self) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        self.head = nn.Linear(4, WIDTH)
+        return Keeping(self.parameters(), lr=0.1)
+
+
+def kept(strategy: str, folder: Path) -> dict[str, Any]:
+    """Whole, and in three parts."""
+    module = Kept()
+    tw.Trainer(strategy=strategy, max_epochs=3, **QUIET).fit(module, data())
+    path = None
+    for epochs in (1, 2, 3):
+        again = Kept()
+        trainer = tw.Trainer(strategy=strategy, max_epochs=epochs, **QUIET)
+        trainer.fit(again, data(), ckpt_path=path)
+        path = folder / f"kept-{strategy}-{epochs}.ckpt"
+        trainer.save_checkpoint(path)
+    return {"whole": whole(module), "in parts": whole(again)}
+
+
+class Unstorable(Kept):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(self._put)
+        return optimizer
+
+    def _put(self, optimizer: Any, *_: Any) -> None:
+        mine = [p for p in optimizer.state if p is self.head.bias]
+        for parameter in mine:
+            optimizer.state[parameter]["odd"] = object()
+
+
+def told(work: Any) -> str:
+    """What the work is refused with."""
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+class Hooked(Late):
+    """Counts what its parameters' hooks are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, WIDTH)
+
+    def on_train_epoch_start(self) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        self.calls: list[bool] = []
+        self.net.weight.register_post_accumulate_grad_hook(lambda p: self.calls.append(bool(p.grad.any())))
+        self.net.bias.register_hook(lambda gradient: self.calls.append(bool(gradient.any())))
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def hooked(folder: Path) -> dict[str, Any]:
+    """The hooks' calls in a run, in one that goes on from its end, and in one that goes on and trains."""
+    found = {}
+    for name, epochs, path in (("first", 1, None), ("ended", 1, "hooked.ckpt"), ("more", 2, "hooked.ckpt")):
+        module = Hooked()
+        trainer = tw.Trainer(strategy="ddp", max_epochs=epochs, **QUIET)
+        trainer.fit(module, data(), ckpt_path=None if path is None else folder / path)
+        found[name] = module.calls
+        if path is None:
+            trainer.save_checkpoint(folder / "hooked.ckpt")
+    return found
+
+
+class Apart(Late):
+    """Leaves a parameter and a buffer to each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.full((WIDTH,), float(dist.get_rank())))
+        self.register_buffer("place", torch.full((), float(dist.get_rank())))
+        self._ddp_params_and_buffers_to_ignore = ["own", "place"]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return (self(batch[0]) + self.own - batch[0]).square().mean()
+
+    def on_train_epoch_start(self) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        self.head = nn.Linear(4, WIDTH)
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def apart() -> dict[str, Any]:
+    module = Apart()
+    trainer = tw.Trainer(strategy="ddp", max_epochs=1, **QUIET)
+    trainer.fit(module, data())
+    trainer.validate(module, data(), verbose=False)
+    return {**whole(module), "place": module.place}
+
+
+class Other(Late):
+    """Is stepped by an optimizer that is given."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def on_train_epoch_start(self) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        self.head = nn.Linear(4, WIDTH)
+        return self.make(self.parameters(), lr=0.1)
+
+
+class Telling(torch.optim.SGD):
+    """Notes what its arithmetic is computed in."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.seen: set[Any] = set()
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen.add((torch.is_autocast_enabled("cpu"), str(torch.get_default_dtype())))
+        return super().step(closure)
+
+
+def arithmetic(strategy: str) -> dict[str, Any]:
+    found = {}
+    for precision in ("bf16-mixed", "bf16-true"):
+        for is_automatic in (True, False):
+            module, seen = Tempered(is_automatic), set()
+            module.configure_optimizers = lambda m=module, s=seen: _telling(m, s)
+            tw.Trainer(strategy=strategy, precision=precision, max_epochs=1, **QUIET).fit(module, data())
+            found[f"{precision} {is_automatic}"] = seen
+    return found
+
+
+def _telling(module: nn.Module, seen: set[Any]) -> Telling:
+    optimizer = Telling(module.parameters(), lr=0.1)
+    optimizer.seen = seen
+    return optimizer
+
+
+class Whole(torch.optim.SGD):
+    """Takes its parameters for whole ones."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.data.add_(torch.zeros(parameter.shape))
+
+
+def alike(folder: Path) -> dict[str, Any]:
+    """Make every check, on this rank."""
+    quiet()
+    found: dict[str, Any] = {"buffers": {}, "late": {}, "tempered": {}, "kept": {}, "arithmetic": {}, "refused": {}}
+    for strategy in (*STRATEGIES, *ZERO):
+        found["buffers"][strategy] = buffers(strategy)
+        found["arithmetic"][strategy] = arithmetic(strategy)
+    for strategy in STRATEGIES:
+        found["tempered"][strategy] = tempered(strategy)
+        found["kept"][strategy] = kept(strategy, folder) if strategy != "fsdp" else {}
+    for strategy in ("ddp", "fsdp"):
+        found["late"][strategy] = late(strategy, folder)
+    found["hooked"] = hooked(folder)
+    found["apart"] = apart()
+    refused = found["refused"]
+    trainer = tw.Trainer(strategy="ddp_sharded", max_epochs=1, **QUIET)
+    trainer.fit(Unstorable(), data())
+    refused["unstorable"] = told(lambda: trainer.save_checkpoint(folder / "unstorable.ckpt"))
+    for strategy in ("ddp_sharded", "fsdp"):
+        refused[f"apart {strategy}"] = told(
+            lambda strategy=strategy: tw.Trainer(strategy=strategy, max_epochs=1, **QUIET).fit(Apart(), data())
+        )
+    module = Other(torch.optim.SGD)
+    tw.Trainer(strategy="fsdp", precision="bf16-mixed", max_epochs=1, **QUIET).fit(module, data())
+    for call in ("fit", "validate"):
+        for precision in ("32-true", "16-mixed"):
+            trainer = tw.Trainer(strategy="fsdp", precision=precision, max_epochs=1, **QUIET)
+            refused[f"{call} {precision}"] = told(lambda t=trainer, call=call: getattr(t, call)(module, data()))
+    for kind in (torch.optim.Adafactor, torch.optim.Rprop, Whole):
+        refused[kind.__name__] = told(
+            lambda kind=kind: tw.Trainer(strategy="fsdp", max_epochs=1, **QUIET).fit(Other(kind), data())
+        )
+    return found

@@ -1,0 +1,99 @@
+"""What is the same under every strategy in the corners of a step, on two ranks: buffers, late parameters, clipping, state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from alike_job import STRATEGIES, ZERO, alike
+from jobs import run_job
+from small import assert_close, assert_equal
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_job(alike, 2, tmp_path_factory.mktemp("alike"))
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *ZERO])
+def test_a_step_finds_rank_0s_buffers(ranks: Any, strategy: str) -> None:
+    first, second = (rank["buffers"][strategy] for rank in ranks)
+    for mode in ("automatic", "manual"):
+        assert first[mode] == second[mode]
+        assert len({tuple(seen) for seen in first[mode]}) == 6  # they change with each step
+    assert first["windows"][::2] == second["windows"][::2]
+    assert first["windows"][1::2] != second["windows"][1::2]
+    expected = ranks[0]["buffers"]["ddp"]
+    for mode in expected:
+        torch.testing.assert_close(first[mode], expected[mode])
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *ZERO])
+def test_an_optimizers_arithmetic_is_its_own(ranks: Any, strategy: str) -> None:
+    for rank in ranks:
+        for mode, seen in rank["arithmetic"][strategy].items():
+            assert seen == {(False, "torch.float32")}, mode
+
+
+def test_parameters_that_were_made_late_are_trained_alike(ranks: Any) -> None:
+    for strategy in ("ddp", "fsdp"):
+        assert_equal(ranks[0]["late"][strategy], ranks[1]["late"][strategy])
+    assert "shift" in ranks[0]["late"]["fsdp"]
+    assert_close(ranks[0]["late"]["fsdp"], ranks[0]["late"]["ddp"])
+
+
+def test_a_parameter_without_dimensions_and_a_clip_in_each_batch(ranks: Any) -> None:
+    for strategy in STRATEGIES:
+        first, second = (rank["tempered"][strategy] for rank in ranks)
+        for mode, expected in ranks[0]["tempered"]["ddp"].items():
+            assert_equal(first[mode], second[mode])
+            assert_close(first[mode], expected)
+
+
+def test_a_resume_with_state_that_is_no_tensor(ranks: Any) -> None:
+    expected = ranks[0]["kept"]["ddp"]["whole"]
+    for strategy in ("ddp", "ddp_sharded"):
+        for rank in ranks:
+            assert_equal(rank["kept"][strategy]["whole"], expected)
+            assert_equal(rank["kept"][strategy]["in parts"], expected)
+
+
+def test_a_resume_calls_no_hook_of_a_gradient(ranks: Any) -> None:
+    for rank in ranks:
+        assert rank["hooked"] == {"first": [True] * 12, "ended": [], "more": [True] * 12}
+
+
+def test_ddp_leaves_apart_what_the_module_says(ranks: Any) -> None:
+    first, second = (rank["apart"] for rank in ranks)
+    assert [rank["apart"]["place"].item() for rank in ranks] == [0.0, 1.0]
+    own, other = first.pop("own"), second.pop("own")
+    assert not torch.equal(own, other)
+    assert not torch.equal(other, torch.ones(6))
+    first.pop("place")
+    second.pop("place")
+    assert_equal(first, second)
+
+
+REFUSED = {
+    "unstorable": "CheckpointError: the state of Keeping.head.bias.odd is a builtins.object",
+    "apart ddp_sharded": "ValueError: Apart._ddp_params_and_buffers_to_ignore leaves 'own' to each rank, but "
+    "strategy='ddp_sharded' trains one model; use strategy='ddp', or delete that attribute.",
+    "apart fsdp": "ValueError: Apart._ddp_params_and_buffers_to_ignore leaves 'own' to each rank, but strategy='fsdp'",
+    "fit 32-true": "ValueError: fsdp gathers the weights of Other in bfloat16, as an earlier run has sharded it, and this one "
+    "is in 32-true; go on in that run's precision, or make the module anew and load a checkpoint.",
+    "fit 16-mixed": "ValueError: fsdp gathers the weights of Other in bfloat16",
+    "validate 32-true": "ValueError: fsdp gathers the weights of Other in bfloat16",
+    "validate 16-mixed": "ValueError: fsdp gathers the weights of Other in bfloat16",
+    "Adafactor": "ValueError: Adafactor does not compute on the sharded parameters (DTensors) that strategy='fsdp' gives it.",
+    "Rprop": "ValueError: Rprop does not compute on the sharded parameters",
+    "Whole": "RuntimeError: Whole does not compute on the sharded parameters",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_alike_is_refused_by_name(ranks: Any, what: str) -> None:
+    for rank in ranks:
+        assert rank["refused"][what].startswith(REFUSED[what])

@@ -1,0 +1,64 @@
+"""Optimizers under DeepSpeed: the weights and the resumes of one process, or a refusal by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zero_job
+from everyday_job import assert_same_weights
+from jobs import run_job
+from zero_job import MAKERS, STAGES
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[Any, Any]], Path]:
+    folder = tmp_path_factory.mktemp("zero")
+    zero_job.alone(folder)
+    return run_job(zero_job.zero, 2, folder), folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", MAKERS)
+def test_one_process_and_resumes(job: Any, stage: int, name: str) -> None:
+    """With a frozen group, a parameter that no step uses, and state in numbers."""
+    own, one = job[1] / str(stage) / name, job[1] / "alone" / name
+    assert_same_weights(own.with_suffix(".resumed"), own.with_suffix(".whole"), 0.0)
+    assert_same_weights(own.with_suffix(".whole"), one.with_suffix(".whole"))
+    assert_same_weights(own.with_suffix(".across"), one.with_suffix(".whole"))
+    if name != "Counts":
+        low = own.with_name(f"low {name}")
+        assert_same_weights(low.with_suffix(".resumed"), low.with_suffix(".whole"), 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_way_back(job: Any, stage: int, tmp_path: Path) -> None:
+    """One process goes on with what two ranks have saved."""
+    for name in MAKERS:
+        path = tmp_path / f"{name}.ckpt"
+        half = (job[1] / str(stage) / name).with_suffix(".half")
+        zero_job.fit("single_device", zero_job.Grouped(MAKERS[name]), 2, path, half)
+        assert_same_weights(path, (job[1] / "alone" / name).with_suffix(".whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_parameter_has_its_own_count_of_steps(job: Any, stage: int) -> None:
+    assert_same_weights(job[1] / str(stage) / "thawed.ckpt", job[1] / "thaws-3.ckpt")
+
+
+@pytest.mark.slow
+def test_windows_are_summed_in_float32(job: Any) -> None:
+    for rank in job[0]:
+        assert rank[1] == [-1.0, pytest.approx(-0.5, abs=0.1)]  # the config may have it otherwise
+        assert rank[2] == [-1.0, pytest.approx(-0.5, abs=0.1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_offloaded_gradients_are_rescaled_and_clipped(job: Any, stage: int) -> None:
+    for name in ("stream.ckpt", "value.ckpt"):
+        assert_same_weights(job[1] / str(stage) / name, job[1] / name)

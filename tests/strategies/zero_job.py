@@ -1,0 +1,221 @@
+"""Optimizers under DeepSpeed's stages, as functions that run on each rank of a job and, for comparison, on one process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract_job import quiet
+from everyday_job import RANK_BATCH, Regresses, loader, numbers, trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import trainwright as tw
+from trainwright.strategies.deepspeed import DeepSpeedStrategy
+
+STAGES = (1, 2, 3)
+WINDOW = 512
+
+
+class Counts(torch.optim.Optimizer):
+    """Keeps numbers beside tensors: its own for each parameter, a group's, and one for all."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["number"] = state.get("number", 0) + 1
+                state.setdefault("mean", torch.zeros_like(parameter)).mul_(0.9).add_(parameter.grad)
+                parameter.sub_(state["mean"] * group["lr"] / (state["number"] + 0.1 * group["steps"]))
+            group["steps"] += 1
+
+
+class Layers(torch.optim.SGD):
+    """Scales a step by its tensor's norm, as LAMB and LARS do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.sub_(0.01 * parameter.grad * parameter.norm() / parameter.grad.norm())
+
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1, lr_decay=0.01),
+    "AdamW": partial(torch.optim.AdamW, lr=0.02, eps=1e-3, weight_decay=0.3),
+    "Counts": partial(Counts, lr=0.02),
+}
+
+
+class Grouped(Regresses):
+    """A group that is frozen, one with a parameter that no step uses, a scheduler of each group's own rate."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        super().__init__()
+        self.cold = nn.Linear(3, 3).requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3, 3))
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        parts: list[Any] = [self.cold.parameters(), self.body.parameters(), [*self.head.parameters(), self.unused]]
+        optimizer = self.make([{"params": list(part)} for part in parts])
+        rates = [lambda step: 1.0, lambda step: 0.8**step, lambda step: 1.0 / (step + 1)]
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Thaws(Regresses):
+    """The body joins after an epoch, so that its count of steps is behind the head's."""
+
+    def on_train_epoch_start(self) -> None:
+        self.body.requires_grad_(self.current_epoch > 0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05, eps=1e-3)
+
+
+class Thawed(Thaws):
+    def on_train_epoch_start(self) -> None:
+        pass
+
+
+class Sums(tw.Module):
+    """Each batch's gradient is 1/512, of which sixteen bits cannot sum 512."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        nn.init.zeros_(self.layer.bias)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.layer(torch.zeros(1, 2, dtype=self.layer.weight.dtype)).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.layer.bias], lr=1.0)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (numbers(20)[index] for index in range(20))
+
+
+def fit(strategy: Any, module: tw.Module, ranks: int, path: Path, resume: Path | None = None, **settings: Any) -> None:
+    used = trainer(strategy, **{"max_epochs": 2, "gradient_clip_val": 0.5, **settings})
+    used.fit(module, loader(12, ranks), ckpt_path=None if resume is None else str(resume))
+    used.save_checkpoint(str(path))
+
+
+def resumed(strategy: Any, name: str, folder: Path, ranks: int, settings: dict[str, Any], said: str = "") -> None:
+    """Save a whole run, half of it, and the other half, taken up from that and from another's half."""
+    make, path = partial(Grouped, MAKERS[name]), folder / f"{said}{name}"
+    fit(strategy, make(), ranks, path.with_suffix(".whole"), **settings)
+    fit(strategy, make(), ranks, path.with_suffix(".half"), **settings, max_epochs=1)
+    fit(strategy, make(), ranks, path.with_suffix(".resumed"), path.with_suffix(".half"), **settings)
+
+
+def windows(strategy: Any) -> float:
+    """Return where a bias that begins at 0 comes to lie after one window."""
+    module = Sums()
+    used = trainer(strategy, precision="bf16-mixed", accumulate_grad_batches=WINDOW, max_steps=1, max_epochs=-1)
+    used.fit(module, DataLoader(torch.zeros(2 * WINDOW, 1), batch_size=1))  # type: ignore[arg-type]
+    return float(module.layer.bias.float().detach()) if module.layer.bias.numel() else float("nan")
+
+
+def streams(strategy: Any, path: Path, **settings: Any) -> None:
+    """A stream whose last window is short, which is known at its end."""
+    used = trainer(strategy, accumulate_grad_batches=4, **settings)
+    used.fit(Thawed(), DataLoader(Stream(), batch_size=RANK_BATCH))
+    used.save_checkpoint(str(path))
+
+
+def refusals() -> None:
+    """What would train to other weights is refused by name, on every rank alike."""
+
+    class Other(Regresses):
+        def __init__(self, make: Callable[..., Any], parameter: Tensor | None = None) -> None:
+            super().__init__()
+            self.make = make
+            if parameter is not None:
+                self.odd = nn.Parameter(parameter)
+
+        def configure_optimizers(self) -> Any:
+            return self.make([p for p in self.parameters() if p.dim() == 2])
+
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    refused = [
+        (Other(torch.optim.Adafactor), "Adafactor steps an element by others too, and strategy='deepspeed_stage_"),
+        (
+            Other(torch.optim.Muon),
+            r"Muon cannot step flat pieces of parameters .*Choose strategy='ddp', or ddp_sharded",
+        ),
+        (Other(Layers), "Layers steps an element by others too"),
+        (Other(torch.optim.LBFGS), "LBFGS computes the loss in its step"),
+        (
+            Other(sgd, torch.zeros(2, 2, dtype=torch.complex64)),
+            "parameter 'odd' is complex64, and DeepSpeed's masters are real",
+        ),
+        (
+            Other(sgd, torch.zeros(2, 2, dtype=torch.float64)),
+            "parameter 'odd' is float64, and DeepSpeed's masters are float32",
+        ),
+    ]
+    for module, text in refused:
+        for stage in STAGES:
+            with pytest.raises(ValueError, match=text):
+                trainer(f"deepspeed_stage_{stage}").fit(module, loader(8, 1))
+    untested = partial(DeepSpeedStrategy, config={"zero_allow_untested_optimizer": True})
+    with pytest.warns(UserWarning, match="so it is taken: Layers steps") if rank() == 0 else nullcontext():
+        trainer(untested).fit(Other(Layers), loader(8, 1))
+
+
+def rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def zero(folder: Path) -> dict[str, Any]:
+    """Make every check, on this rank."""
+    quiet()
+    found: dict[str, Any] = {}
+    warnings.filterwarnings("ignore", ".* is an IterableDataset: each of the 2 ranks reads it whole")
+    fit("ddp", Thaws(), 1, folder / "thaws-2.ckpt")
+    fit("ddp", Thaws(), 1, folder / "thaws-3.ckpt", max_epochs=3)
+    for stage in STAGES:
+        strategy, own = f"deepspeed_stage_{stage}", folder / str(stage)
+        for name in MAKERS:
+            for precision in ("32-true", "bf16-mixed") if name != "Counts" else ("32-true",):
+                resumed(strategy, name, own, 1, {"precision": precision}, "low " if precision != "32-true" else "")
+            one = (folder / "alone" / name).with_suffix(".half")
+            fit(strategy, Grouped(MAKERS[name]), 1, own / f"{name}.across", one)
+        fit(strategy, Thawed(), 1, own / "thawed.ckpt", folder / "thaws-2.ckpt", max_epochs=3)
+        found[stage] = [windows(strategy)]
+        if stage < 3:
+            config = {"data_types": {"grad_accum_dtype": "bf16"}}
+            found[stage].append(windows(partial(DeepSpeedStrategy, stage=stage, config=config)))
+        offload = partial(
+            DeepSpeedStrategy,
+            stage=stage,
+            config={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        )
+        streams(offload, own / "stream.ckpt", gradient_clip_val=0.3)
+        streams(offload, own / "value.ckpt", gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    streams("ddp", folder / "stream.ckpt", gradient_clip_val=0.3)
+    streams("ddp", folder / "value.ckpt", gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    refusals()
+    return found
+
+
+def alone(folder: Path) -> None:
+    """Make one process's runs, which the ranks go on with."""
+    for name in MAKERS:
+        resumed("single_device", name, folder / "alone", 2, {})

@@ -1,0 +1,63 @@
+"""A Metric that computes several numbers is logged as several names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small import QUIET, Classifier, make_loader
+from torchmetrics import ClasswiseWrapper, MinMaxMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
+import trainwright as tw
+
+
+class Judged(Classifier):
+    def __init__(self, metric: Any) -> None:
+        super().__init__()
+        self.metric = metric
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.metric.update(self.net(batch[0]), batch[1])
+        self.log("acc", self.metric)
+
+    on_validation_epoch_end = lambda self: None  # noqa: E731 - a hook that looks at the values has them reduced early
+
+
+def metrics_of(metric: Any, loaders: Any = None) -> list[dict[str, float]]:
+    return tw.Trainer(**QUIET).validate(Judged(metric), loaders or make_loader(), verbose=False)
+
+
+def test_vectors_and_dicts() -> None:
+    whole = MulticlassAccuracy(3, average=None)
+    module = Judged(whole)
+    for batch in make_loader():
+        whole.update(module.net(batch[0]), batch[1])
+    expected = [round(each, 5) for each in whole.compute().tolist()]
+    (vector,) = metrics_of(MulticlassAccuracy(3, average=None))
+    assert [round(vector[f"acc_{number}"], 5) for number in range(3)] == expected
+    (classes,) = metrics_of(ClasswiseWrapper(MulticlassAccuracy(3, average=None), labels=["a", "b", "c"]))
+    assert [round(classes[f"acc_multiclassaccuracy_{name}"], 5) for name in "abc"] == expected
+    (bounds,) = metrics_of(MinMaxMetric(MulticlassAccuracy(3)))
+    assert set(bounds) == {"acc_raw", "acc_min", "acc_max"}
+    first, second = metrics_of(MulticlassAccuracy(3, average=None), [make_loader(), make_loader(8)])
+    assert len(first) == len(second) == 3
+    assert not first.keys() & second.keys()
+
+
+def test_what_is_no_row_of_numbers_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"'acc' computes a tensor of shape \(3, 3\); accepted are one number, a vector"
+    ):
+        metrics_of(MulticlassConfusionMatrix(3))
+
+    class Whole(Judged):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log_dict(self.metric)
+
+    with pytest.raises(
+        TypeError, match=r"log_dict was given a ClasswiseWrapper, which is one Metric; log it with self\.log"
+    ):
+        tw.Trainer(**QUIET).validate(Whole(ClasswiseWrapper(MulticlassAccuracy(3, average=None))), make_loader())
+    assert torch.is_grad_enabled()

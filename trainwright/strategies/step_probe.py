@@ -1,0 +1,219 @@
+"""Step probe: whether an optimizer steps shares of the parameters as it steps all of them.
+
+torch's that do are known; any other one is tried: a copy of it steps small tensors, two copies step a share of them each, as
+two ranks would, and the results are compared. The parameters themselves are left alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+KNOWN = (SGD, Adam, Adagrad, NAdam, RAdam, Adamax, ASGD, Rprop, RMSprop, Adadelta)  # AdamW is an Adam
+"""torch's optimizers that step each element by itself."""
+KNOWN_OF_DEEPSPEED = ("FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad")
+STEPS = 8
+TOLERANCE = 1e-4
+"""What two ways of stepping may differ by, as a part of the whole way."""
+LARGEST = {0: 1, 1: 4096, 2: 128}
+"""How many elements a tensor of so many dimensions has at most in each of them (small ones may be stepped in another way)."""
+
+
+def refuse_uneven_steps(optimizer: Optimizer, device: torch.device, strategy: str, *, flat: bool) -> None:
+    """Refuse an optimizer that would step a rank's share of the parameters otherwise than all of them (ValueError).
+
+    Args:
+        optimizer: the user's; its groups and its state stay as they are.
+        device: where it will step.
+        strategy: which strategy shares them out.
+        flat: whether a share is flat pieces of the parameters of each group; else it is some parameters, whole.
+    """
+    if steps_elements(optimizer):
+        return
+    name = type(optimizer).__name__
+    share = "flat pieces of parameters" if flat else "some of the parameters"
+    instead = (
+        f"Choose strategy='ddp'{', or ddp_sharded, which keeps tensors whole' if flat else ''}, or another optimizer."
+    )
+    try:
+        distance = _distance(optimizer, device, flat)
+    except Exception as error:
+        if not flat:
+            return  # whole tensors are what it knows, so nothing speaks against it
+        if _needs_closure(optimizer):
+            raise ValueError(
+                f"{name} computes the loss in its step, which strategy={strategy!r} does not let it. {instead}"
+            ) from None
+        raise ValueError(
+            f"{name} cannot step {share} ({type(error).__name__}: {error}), and strategy={strategy!r} gives each rank no more. "
+            f"{instead}"
+        ) from error
+    if not distance <= TOLERANCE:
+        raise ValueError(
+            f"{name} steps an element by others too, and strategy={strategy!r} gives each rank {share} alone: the weights "
+            f"would not be those of one process. {instead}"
+        )
+
+
+def steps_elements(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is known to step each element by itself, as torch's and DeepSpeed's, or steps as these do."""
+    if type(optimizer).__module__.startswith("deepspeed.ops.") and type(optimizer).__name__ in KNOWN_OF_DEEPSPEED:
+        return True
+    for kind in KNOWN:
+        names = ("step", "_init_group") if hasattr(kind, "_init_group") else ("step",)
+        own = type(optimizer)
+        if isinstance(optimizer, kind) and all(
+            inspect.unwrap(getattr(own, name)) is inspect.unwrap(getattr(kind, name)) for name in names
+        ):
+            return True
+    return False
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    first = next(iter(list(inspect.signature(type(optimizer).step).parameters.values())[1:]), None)
+    return first is not None and first.name == "closure" and first.default is inspect.Parameter.empty
+
+
+def _distance(optimizer: Optimizer, device: torch.device, flat: bool) -> float:
+    """Return how far shares come to lie from where all tensors together do, as a part of these tensors' way."""
+    try:
+        return _tried(optimizer, device, flat, torch.float64)
+    except Exception:  # kernels that know float32 alone
+        return _tried(optimizer, device, flat, torch.float32)
+
+
+def _tried(optimizer: Optimizer, device: torch.device, flat: bool, dtype: torch.dtype) -> float:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(shape: Sequence[int]) -> Tensor:
+        return torch.randn(tuple(shape), generator=generator, dtype=dtype).to(device)
+
+    starts = [[drawn(shape) for shape in _shapes(group)] for group in optimizer.param_groups]
+    gradients = [[[drawn(each.shape) * 0.1 for each in group] for group in starts] for _ in range(STEPS)]
+    draws = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    with draws, torch.compiler.set_stance("force_eager"):
+        whole = _stepped(optimizer, starts, gradients)
+        shares = [
+            _stepped(
+                optimizer,
+                [_share(group, rank, flat) for group in starts],
+                [[_share(group, rank, flat) for group in step] for step in gradients],
+                one_by_one=flat,
+            )
+            for rank in (0, 1)
+        ]
+    moved = distance = 0.0
+    for number, before in enumerate(starts):
+        for rank in (0, 1):
+            expected, begun = _share(whole[number], rank, flat), _share(before, rank, flat)
+            for found, after, start in zip(shares[rank][number], expected, begun, strict=True):
+                moved = max(moved, float((after - start).abs().max()))
+                distance = max(distance, float((after - found).abs().max()))
+    if not moved and any(starts):
+        raise RuntimeError("its steps move nothing")
+    return distance / moved if moved else 0.0
+
+
+def _shapes(group: dict[str, Any]) -> list[tuple[int, ...]]:
+    """Return shapes like those of the group's parameters: two of the largest of each number of dimensions, made small."""
+    largest: dict[int, tuple[int, ...]] = {}
+    for parameter in group["params"]:
+        shape = tuple(int(size) for size in getattr(parameter, "ds_shape", parameter.shape))
+        if parameter.requires_grad and math.prod(shape) >= math.prod(largest.get(len(shape), (0,))):
+            largest[len(shape)] = shape
+    small = [tuple(min(size, LARGEST.get(len(shape), 12)) for size in shape) for shape in largest.values()]
+    return [shape for shape in small if math.prod(shape) for _ in range(2)]
+
+
+def _share(tensors: Sequence[Tensor], rank: int, flat: bool) -> list[Tensor]:
+    """Return what one of two ranks has of a group: every second tensor, or a range of all of them, flat and side by side."""
+    if not flat:
+        return list(tensors[rank::2])
+    size = sum(each.numel() for each in tensors)
+    start, stop = ((0, size - size // 3), (size - size // 3, size))[rank]
+    pieces, place = [], 0
+    for each in tensors:
+        first, last = max(start - place, 0), min(stop - place, each.numel())
+        if first < last:
+            pieces.append(each.reshape(-1)[first:last])
+        place += each.numel()
+    return pieces
+
+
+def _stepped(
+    optimizer: Optimizer,
+    starts: Sequence[Sequence[Tensor]],
+    gradients: Sequence[Sequence[Sequence[Tensor]]],
+    one_by_one: bool = False,
+) -> list[list[Tensor]]:
+    """Return the tensors of each group as a copy of the optimizer leaves them; `one_by_one` steps a group at a time."""
+    tensors = [[nn.Parameter(each.clone()) for each in group] for group in starts]
+    twin = _twin(optimizer, tensors)
+    groups = twin.param_groups
+    every = list(groups)
+    for step in gradients:
+        for group, mine in zip(tensors, step, strict=True):
+            for tensor, gradient in zip(group, mine, strict=True):
+                tensor.grad = gradient.clone()
+        for chosen in [[group] for group in every if group["params"]] if one_by_one else [every]:
+            groups[:] = chosen
+            type(twin).step(twin)
+        groups[:] = every
+    return [[tensor.detach() for tensor in group] for group in tensors]
+
+
+def _twin(optimizer: Optimizer, tensors: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
+    """Return a copy of an optimizer over other tensors; nothing that is large is copied, and nothing of the parameters kept."""
+    memo: dict[int, Any] = {}
+    for group, own in zip(optimizer.param_groups, tensors, strict=True):
+        for parameter in group["params"]:
+            memo[id(parameter)] = own[0] if own else nn.Parameter(torch.zeros(()))
+    twin = _copied(optimizer, memo)
+    for group, own, theirs in zip(twin.param_groups, tensors, optimizer.param_groups, strict=True):
+        for made in [p for p in theirs["params"] if optimizer.state.get(p)][
+            :1
+        ]:  # some make it when they are constructed
+            for tensor in own:
+                twin.state[tensor] = {key: _alike(value, made, tensor) for key, value in optimizer.state[made].items()}
+        group["params"] = list(own)
+        if isinstance(group.get("lr"), (float, int)):
+            group["lr"] = 0.01  # a warm-up begins with none
+        elif isinstance(group.get("lr"), Tensor):
+            group["lr"] = torch.full_like(group["lr"], 0.01)
+    begin: Any = getattr(twin, "train", None)
+    if callable(begin):
+        begin()  # a schedule-free optimizer is told when it is to step
+    return twin
+
+
+def _alike(value: Any, parameter: Tensor, tensor: Tensor) -> Any:
+    """Return a parameter's state as that of another tensor."""
+    if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
+        first = float(value.detach().reshape(-1)[0]) if value.numel() else 0.0
+        return torch.full_like(tensor, first, requires_grad=False)
+    return copy.deepcopy(value)
+
+
+def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    # Not copy.deepcopy: an Optimizer would leave its own attributes out, and take its state and hooks along.
+    kept = dict(vars(optimizer))
+    kept.pop("step", None)  # which a scheduler has wrapped, around the optimizer itself
+    twin: Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = twin
+    for name, value in kept.items():
+        if isinstance(value, Optimizer) and id(value) not in memo:
+            _copied(value, memo)
+        elif isinstance(value, OrderedDict) and name.endswith("_hooks"):
+            memo[id(value)] = OrderedDict()
+    if "state" in kept:
+        memo[id(kept["state"])] = defaultdict(dict)
+    vars(twin).update(copy.deepcopy(kept, memo))
+    return twin

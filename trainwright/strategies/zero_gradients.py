@@ -1,0 +1,67 @@
+"""ZeRO's gradients: this rank's share of those that DeepSpeed's engine has summed and averaged, before its step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def fill_missing_gradients(zero: Any, stage: int) -> None:
+    """Let a step whose window no loss reached be one of zero gradients; DeepSpeed takes it that one did."""
+    if stage == 3:
+        partitions = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        for index, group in enumerate(zero.fp16_groups if not zero.offload_optimizer else []):
+            if zero.averaged_gradients.get(index) is None:
+                zero.averaged_gradients[index] = [partitions[parameter.ds_id] for parameter in group]
+        return
+    if stage == 1:
+        zero.setup_buckets()  # which its step reduces through; made by the backward, where there was one
+        return
+    for index, owned in enumerate(zero.params_in_partition if not zero.cpu_offload else []):
+        if zero._use_compact_grad_partition_buffer(index):
+            continue  # its step makes what is missing
+        if zero.all_grad_tensors.get(index) is None:
+            zero.all_grad_tensors[index] = zero.get_all_grad_tensors(owned, zero.gradient_accumulation_dtype)
+
+
+def own_gradients(engine: Any, stage: int, is_finished: bool) -> list[Tensor]:
+    """Return this rank's share of the averaged gradients, as views that the step will use. Collective.
+
+    `is_finished` says that it has been returned since the last backward already.
+    """
+    zero = engine.optimizer
+    fill_missing_gradients(zero, stage)
+    if stage == 1 and not is_finished:
+        engine._running_engine_step = True  # the boundary of a window, else nothing is reduced
+        engine.allreduce_gradients()
+        engine._running_engine_step = False
+    elif stage == 2:
+        # What the step will do first: cut this rank's share out of the gradients, as views, so clipping them lasts.
+        kept = dict(zero.all_grad_tensors)
+        zero.finalize_gradient_accumulation_boundary()
+        zero.all_grad_tensors = kept
+    return [gradient for group in zero.averaged_gradients.values() if group is not None for gradient in group]
+
+
+def clip_by_value(gradients: Sequence[Tensor], value: float | None, scale: float, loss_scale: float) -> None:
+    """Multiply the gradients in place, then clip their elements."""
+    for gradient in gradients:
+        gradient.mul_(scale)
+        if value is not None:
+            gradient.clamp_(-value * loss_scale, value * loss_scale)
+
+
+def clip_by_norm(gradients: Sequence[Tensor], norm: float, loss_scale: float, device: torch.device) -> Tensor:
+    """Clip the gradients in place by the total norm of all ranks', and return that. Collective."""
+    total = torch.zeros((), device=device)
+    for gradient in gradients:
+        total += gradient.float().square().sum()
+    dist.all_reduce(total)
+    total = torch.sqrt(total) / loss_scale
+    for gradient in gradients:
+        gradient.mul_((norm / (total + 1e-6)).clamp(max=1.0))
+    return total
