@@ -22,7 +22,6 @@ from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
-from trainwright.strategies.deepspeed import DeepSpeedStrategy
 from trainwright.strategies.fsdp import FSDPStrategy
 from trainwright.strategies.low_layers import SMALL
 
@@ -246,11 +245,6 @@ def groups() -> None:
         whole.block(whole.table(torch.arange(3))).sum().backward()
         assert len(whole.seen) == count + 1
         assert len(module.seen) == count
-    shards = DeepSpeedStrategy(stage=3)
-    sharded = Net("recurrent")
-    tw.Trainer(strategy=shards, max_epochs=1, **QUIET).fit(sharded, loader(2))
-    with pytest.warns(UserWarning, match=r"is empty for .* tw.gather_module\(module\)"):
-        sharded.state_dict()
 
 
 def digits(folder: Path) -> dict[Any, float]:
