@@ -14,6 +14,7 @@ from collections import UserDict, UserList
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import omegaconf
 import pytest
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import trainwright as tw
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.checkpoint.exchange import is_plain as is_storable
 from trainwright.hyperparameters import (
@@ -320,6 +322,16 @@ class Formed(HyperParameters):
 def through_json(value: Any) -> Any:
     plain, tensors = encode(value)
     return decode(json.loads(json.dumps(plain)), tensors)
+
+
+def test_what_belongs_to_the_class_may_be_looked_at_on_an_instance() -> None:
+    module = tw.Module()
+    module.trainer = tw.Trainer(accelerator="cpu", logger=False)
+    assert hasattr(module, "load_from_checkpoint")
+    assert "load_from_checkpoint" in dict(inspect.getmembers(module))
+    mock.create_autospec(module)
+    with pytest.raises(TypeError, match="load_from_checkpoint makes a new instance and leaves this one as it is"):
+        module.load_from_checkpoint("a.ckpt")
 
 
 @pytest.mark.parametrize("name", FORMED)

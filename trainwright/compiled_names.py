@@ -44,7 +44,7 @@ def _adapt(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: An
     if not any(is_compiled(each) for each in module.modules()):
         _rename(state_dict, prefix, clean_name)
         return
-    _rename(state_dict, prefix, lambda name: _own_name(module, name))
+    _rename(state_dict, prefix, lambda name: own_name(module, name))
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
         for name, _ in module.named_modules():
@@ -52,7 +52,8 @@ def _adapt(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: An
                 metadata.setdefault(prefix + name, metadata[clean_name(prefix + name)])
 
 
-def _own_name(module: nn.Module, name: str) -> str:
+def own_name(module: nn.Module, name: str) -> str:
+    """Return the key that a module's own state_dict has for a name, whatever in it is compiled."""
     current: Any = module
     parts = []
     for part in clean_name(name).split("."):

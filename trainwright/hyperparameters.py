@@ -11,12 +11,13 @@ import argparse
 import copy
 import dataclasses
 import enum
+import functools
 import importlib
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import fsspec
 from torch import nn
@@ -51,13 +52,19 @@ class classonly(classmethod):  # type: ignore[type-arg]
     """A class method that is refused on an instance, which it would leave as it is."""
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        if instance is not None:
-            name, kind = self.__func__.__name__, type(instance).__name__
+        bound = super().__get__(instance, owner)
+        if instance is None:
+            return bound
+        name, kind = self.__func__.__name__, type(instance).__name__
+
+        @functools.wraps(bound)  # it may be looked at: tools that trace or inspect an instance ask for every attribute
+        def refuse(*args: Any, **kwargs: Any) -> NoReturn:
             raise TypeError(
                 f"{name} makes a new instance and leaves this one as it is; call it on the class and use what it returns: "
                 f"instance = {kind}.{name}(path)."
             )
-        return super().__get__(instance, owner)
+
+        return refuse
 
 
 class HyperParameters:

@@ -267,20 +267,31 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         """Return each tensor of a nested structure with those of all ranks, stacked along a new first dimension.
 
         Numbers become tensors. On one process a tensor is returned as it is. With sync_grads the gradients go back to the rank
-        that they belong to.
+        that they belong to. Where the last round leaves the ranks unequally many samples, those that have fewer rows fill up
+        with their own, and a warning says so.
         Collective: call on every rank, with equal shapes.
+
+        Raises:
+            ValueError, TypeError: the shapes or dtypes of the ranks differ elsewhere, or a group was given.
         """
         if group is not None:
             raise ValueError("all_gather was given a group; accepted is None: all ranks of the job take part.")
         gather = collectives.all_gather_with_gradients if sync_grads else collectives.all_gather
         is_alone = self.trainer.world_size == 1
+        collector = self.trainer.logbook.collector
+        is_uneven = collector is not None and collector.batch is not None and collector.is_uneven
 
         def joined(leaf: Any) -> Any:
             if isinstance(leaf, (int, float)):
                 leaf = torch.tensor(leaf, device=self.device)
             if is_alone or not isinstance(leaf, Tensor):
                 return leaf
-            collectives.refuse_unequal(leaf)
+            if is_uneven:
+                leaf, rows = collectives.filled_up(leaf)
+                if collector is not None and len(set(rows)) > 1:
+                    collector.warn_of_rows(rows)
+            else:
+                collectives.refuse_unequal(leaf)
             return torch.stack(gather(leaf))
 
         return map_leaves(joined, data)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import pty
 import sys
 from typing import Any
 
@@ -48,6 +50,19 @@ def test_a_bar_in_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: py
     shown = capsys.readouterr().err
     for text in ("Sanity check", "Epoch 0: 100%", "Epoch 1: 100%", "11/11", "shown=0.123", "val_shown=2", "Test"):
         assert text in shown
+
+
+def test_a_terminal_that_has_no_size_shows_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, follower = pty.openpty()
+    assert os.get_terminal_size(follower) == (0, 0)
+    with os.fdopen(follower, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        trainer = tw.Trainer(max_epochs=1, callbacks=[tw.TQDMProgressBar(refresh_seconds=0.0)], **SETTINGS)
+        trainer.fit(Shown(), make_loader(8))
+        os.set_blocking(leader, False)
+        shown = os.read(leader, 1 << 16).decode()
+    os.close(leader)
+    assert "Epoch 0: 100%" in shown
 
 
 class Streamed(torch.utils.data.IterableDataset[Any]):

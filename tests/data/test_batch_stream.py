@@ -71,10 +71,11 @@ def test_every_sample_counts_once(world_size: int) -> None:
         rounds = list(zip(*parts, strict=True))
         kept = len(alone) // world_size * world_size if drop_last else len(alone)
         assert [batch for each in rounds for batch in each][:kept] == alone[:kept]
-        if rounds and training[0].last_sizes is not None:
+        if training[0].uneven:
             last = alone[(len(rounds) - 1) * world_size :]
-            assert training[0].last_sizes == [len(batch) for batch in last] + [0] * (world_size - len(last))
-            assert sum(share.last_weight for share in training) == pytest.approx(world_size)
+            sizes = [len(batch) for batch in last] + [0] * (world_size - len(last))
+            assert dict(training[0].uneven) == {len(rounds) - 1: sizes}
+            assert sum(share.weight_at(len(rounds) - 1) for share in training) == pytest.approx(world_size)
         for share, part in zip(training, parts, strict=True):
             assert all(read(share, start=start) == part[start:] for start in range(len(part) + 1))
 
@@ -131,7 +132,7 @@ def test_data_that_the_user_has_shared_out() -> None:
     for loader in (DataLoader(Counting(5), batch_size=2), [[0, 1], [2, 3], [4]]):
         for share in shares(loader, 3, shard=False):
             assert read(share) == [[0, 1], [2, 3], [4]]
-            assert (share.last_weight, share.last_sizes) == (1.0, None)
+            assert (share.weight_at(2), dict(share.uneven)) == (1.0, {})
     assert [share.ends_alike for share in shares([1, 2], 2, shard=False)] == [True, True], "lengths can be compared"
     uncertain = shares(DataLoader(Counting(5)), 2, shard=False)
     assert [share.ends_alike for share in uncertain] == [False, False]
@@ -174,11 +175,11 @@ def test_how_many_samples_a_batch_has() -> None:
 def test_in_a_loop_of_ones_own_each_rank_keeps_whole_batches(world_size: int) -> None:
     for count, drop_last in itertools.product(range(1, 14), (False, True)):
         loader = DataLoader(Counting(count), batch_size=3, drop_last=drop_last)
-        alone = read(ShardedLoader(loader, rank=0, world_size=1, mode="even"))
-        ranks = shares(loader, world_size, "even")
+        alone = read(ShardedLoader(loader, rank=0, world_size=1, mode="train"))
+        ranks = shares(loader, world_size)
         parts = [read(share) for share in ranks]
         assert len(set(map(len, parts))) == 1
-        sizes = ranks[0].last_sizes
+        sizes = ranks[0].uneven.get(len(parts[0]) - 1)
         rounds = list(zip(*parts, strict=True))
         if sizes is not None:
             rounds[-1] = tuple(batch[:size] for batch, size in zip(rounds[-1], sizes, strict=True))
@@ -191,10 +192,8 @@ def test_what_no_rank_can_share_is_told_with_what_its_caller_has() -> None:
         def __iter__(self) -> Any:
             return super().__iter__()
 
-    for mode, advice in (("train", "set use_distributed_sampler=False"), ("even", "leave the loader out of prepare")):
-        with pytest.raises(TypeError, match=f"Own has an __iter__ of its own.*{advice}"):
-            shares(Own([1, 2]), 2, mode)
-        with pytest.warns(
-            UserWarning, match="one batch in 2. If it splits itself by rank, (set use_dist|leave its load)"
-        ):
-            shares(DataLoader(Counting(3)), 2, mode)
+    advice = "set use_distributed_sampler=False .or leave (the|its) loader out of prepare"
+    with pytest.raises(TypeError, match=f"Own has an __iter__ of its own.*{advice}"):
+        shares(Own([1, 2]), 2)
+    with pytest.warns(UserWarning, match=f"one batch in 2. If it splits itself by rank, {advice}"):
+        shares(DataLoader(Counting(3)), 2)

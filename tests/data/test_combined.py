@@ -14,9 +14,11 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from trainwright.data.combined import CombinedLoader, ShardedCombination, evaluation_loaders, shard
 from trainwright.data.loaders import ShardedLoader, with_last
+from trainwright.data.proportions import in_proportion
 
 MODES: list[Any] = ["min_size", "max_size", "max_size_cycle", "sequential"]
 Pair = namedtuple("Pair", "left right")
+NO_PROPORTION = "ignore:the . ranks cannot share a round:UserWarning"
 
 
 def numbers(first: int, count: int, size: int = 1, **options: Any) -> DataLoader[Any]:
@@ -61,6 +63,26 @@ class Unsized(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(self.count).tolist())
+
+
+class Counting(IterableDataset[Any]):
+    """So many numbers, in order; nobody is told how many."""
+
+    def __init__(self, first: int, count: int) -> None:
+        self.first, self.count = first, count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(self.first, self.first + self.count))
+
+
+def evaluated(loaders: Any, mode: Any, rank: int, world_size: int) -> list[tuple[Any, bool]]:
+    """Return an evaluation's batches on a rank, and whether each counts."""
+    share = combination(loaders, mode, rank=rank, world_size=world_size, kind="ghost")
+    share.set_epoch(1, 0)
+    got = []
+    for number, batch in enumerate(share):
+        got.append((str(plain(batch)), share.real_length is None or number < share.real_length))
+    return got
 
 
 def unsized(first: int, count: int, size: int = 1) -> DataLoader[Any]:
@@ -113,6 +135,7 @@ def test_a_batch_has_the_structure_of_the_collection() -> None:
     assert plain(list(combination(a, "max_size"))) == [0]
 
 
+@pytest.mark.filterwarnings(NO_PROPORTION)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_from_any_batch_on_it_is_the_uninterrupted_stream(mode: Any, world_size: int) -> None:
@@ -152,6 +175,7 @@ def test_orders() -> None:
     assert read(share, epoch=1) == second_epoch
 
 
+@pytest.mark.filterwarnings("ignore:a .* is an IterableDataset:UserWarning")
 @pytest.mark.parametrize("kind", ["evaluate", "ghost"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("mode", MODES[:3])
@@ -164,10 +188,15 @@ def test_ranks_together_evaluate_what_one_process_does(mode: Any, world_size: in
         assert [len(part) for part in parts] == [len(share) for share in shares]
         if kind == "ghost":
             assert len(set(map(len, parts))) == 1
-            real = [share.real_length for share in shares]
+            real = [len(share) if share.real_length is None else share.real_length for share in shares]
             ghosts = [part[count:] for part, count in zip(parts, real, strict=True)]
-            assert all(each in ([], [part[0]], [alone[0]]) for each, part in zip(ghosts, parts, strict=True))
+            assert sum(map(len, ghosts)) < world_size
             parts = [part[:count] for part, count in zip(parts, real, strict=True)]
+            unknown = [DataLoader(Counting(100 * index, size)) for index, size in enumerate(sizes)]
+            told = [evaluated(unknown, mode, rank, world_size) for rank in range(world_size)]
+            in_order = [numbers(100 * index, size) for index, size in enumerate(sizes)]
+            known = [evaluated(in_order, mode, rank, world_size) for rank in range(world_size)]
+            assert told == known, "without lengths it is the same"
         rounds = itertools.zip_longest(*parts)
         assert [batch for each in rounds for batch in each if batch is not None] == alone
 
@@ -196,6 +225,7 @@ def test_sequential_evaluation_is_loader_by_loader() -> None:
     assert read(together_loader)[3] == {"clean": [3], "noisy": None}
 
 
+@pytest.mark.filterwarnings(NO_PROPORTION)
 @pytest.mark.parametrize("mode", MODES)
 def test_training_rounds_are_alike_and_lose_nothing(mode: Any) -> None:
     """The longest loader's samples are all there, repeats aside; every rank makes the same number of steps."""
@@ -216,12 +246,31 @@ def test_training_rounds_are_alike_and_lose_nothing(mode: Any) -> None:
             assert seen == {*range(first), *range(100, 100 + second)}
 
 
-def test_the_last_weight_is_that_of_loaders_that_agree() -> None:
+@pytest.mark.parametrize("mode", MODES[:3])
+def test_combined_loaders_are_cut_in_one_proportion_or_it_is_said(mode: Any) -> None:
+    def parts(sizes: tuple[int, int], world_size: int) -> list[list[Any]]:
+        loaders = {"a": numbers(0, sizes[0], 2), "b": numbers(100, sizes[1], 2)}
+        shares = [combination(loaders, mode, rank=rank, world_size=world_size) for rank in range(world_size)]
+        got = [read(share) for share in shares]
+        last = len(got[0]) - 1
+        return [[part[last], share.weight_at(last)] for part, share in zip(got, shares, strict=True)]
+
+    whole = {"a": [4], "b": [104, 105, 106]}
+    assert parts((5, 7), 2) == [[whole, 2.0], [whole, 0.0]], "no more in all than two full batches"
+    assert parts((6, 8), 2) == [[{"a": [4], "b": [104, 105]}, 1.0], [{"a": [5], "b": [106, 107]}, 1.0]]
+    assert in_proportion([3, 6], 2, [4, 4]) == [[2, 1], [4, 2]]
+    with pytest.warns(UserWarning, match="one proportion: they have 2 and 1 of loader 'a', 2 and 2 of loader 'b'"):
+        combination({"a": numbers(0, 7, 2), "b": numbers(100, 8, 2)}, mode, world_size=2).set_epoch(1, 0)
+    unknown = {"a": unsized(0, 7, 2), "b": numbers(100, 8, 2)}
+    with pytest.warns(UserWarning, match="they have 2 and 1 of loader 'a', equally many of loader 'b'"):
+        read(combination(unknown, mode, world_size=2))
+
+
+@pytest.mark.filterwarnings(NO_PROPORTION)
+def test_a_round_weighs_what_its_loaders_agree_on() -> None:
     def weights(mode: Any, *loaders: Any) -> list[float]:
         shares = [combination(list(loaders), mode, rank=rank, world_size=2) for rank in range(2)]
-        for share in shares:
-            read(share)
-        return [share.last_weight for share in shares]
+        return [share.weight_at(len(read(share)) - 1) for share in shares]
 
     uneven = [3 * 2 / 5, 2 * 2 / 5]  # 13 samples: 4 + 4, then 3 + 2
     assert weights("max_size", numbers(0, 13, 4), numbers(0, 13, 4)) == uneven
@@ -317,7 +366,7 @@ def test_what_cannot_be_combined_is_refused() -> None:
         combination([numbers(0, 3), numbers(0, 0)], "max_size_cycle")
     with pytest.raises(RuntimeError, match="a loader gives no batch"):
         read(combination([numbers(0, 3), DataLoader(Drawing(0))], "max_size_cycle"))
-    with pytest.raises(TypeError, match="must have lengths"):
-        combination([numbers(0, 3), unsized(0, 3)], "min_size", world_size=2, kind="ghost")
+    with pytest.raises(TypeError, match="share out each of them by itself"):
+        combination([numbers(0, 3), numbers(0, 3)], "sequential", world_size=2, kind="ghost")
     with pytest.raises(TypeError, match="has no length"):
         len(combination([numbers(0, 3), unsized(0, 3)], "min_size"))

@@ -76,7 +76,7 @@ def test_loader_sampler_and_batch_sampler_are_told_once_each() -> None:
     data, order = Items(), Order()
     batches = Batches(order, 2, False)
     loader = Loader(data, batch_sampler=batches)
-    share = ShardedLoader(loader, rank=1, world_size=2, mode="even")
+    share = ShardedLoader(loader, rank=1, world_size=2, mode="train")
     for epoch in (0, 1):
         share.set_epoch(1, epoch)
         list(share)

@@ -31,14 +31,14 @@ def numbers(count: int) -> TensorDataset:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("mode", ["train", "evaluate", "ghost", "even"])
+@pytest.mark.parametrize("mode", ["train", "evaluate", "ghost"])
 def test_every_sample_counts_once(mode: str, world_size: int) -> None:
     for count, size, drop_last, shuffle in itertools.product(range(1, 30), (1, 3, 4), (False, True), (False, True)):
         loader = DataLoader(numbers(count), batch_size=size, drop_last=drop_last, shuffle=shuffle)
         wanted = count // size * size if drop_last else count
-        if mode in ("train", "even") and drop_last and world_size > 1:
+        if mode == "train" and drop_last and world_size > 1:
             wanted = count // size // world_size * world_size * size  # a short round is dropped, as a short batch is
-        if mode in ("train", "even") and drop_last and 0 < len(loader) < world_size:
+        if mode == "train" and drop_last and 0 < len(loader) < world_size:
             with pytest.raises(ValueError, match=f"has {len(loader)} batches for {world_size} ranks"):
                 shards(loader, world_size, mode)
             continue
@@ -47,9 +47,13 @@ def test_every_sample_counts_once(mode: str, world_size: int) -> None:
         assert [len(each) for each in got] == [len(part) for part in parts]
         if mode == "ghost":
             got = [each[: part.real_length] for each, part in zip(got, parts, strict=True)]
-        if mode in ("even", "train") and parts[0].last_sizes is not None:
-            got = [[*each[:-1], each[-1][:real]] for each, real in zip(got, parts[0].last_sizes, strict=True)]
-        if mode in ("train", "even", "ghost"):
+        if parts[0].uneven:
+            ((last, sizes),) = parts[0].uneven.items()
+            assert last == len(parts[0]) - 1
+            assert max(sizes) <= size
+            assert 1 not in sizes or sum(sizes) == 1 or sum(sizes) > world_size * (size - 1), "a batch of one"
+            got = [[*each[:-1], each[-1][:real]] for each, real in zip(got, sizes, strict=True)]
+        if mode in ("train", "ghost"):
             assert len({len(part) for part in parts}) == 1, "every rank makes the same number of rounds"
         assert sorted(sample for each in got for batch in each for sample in batch) == sorted(
             set(itertools.chain.from_iterable(itertools.chain.from_iterable(got)))
@@ -80,10 +84,10 @@ def test_a_round_of_two_ranks_is_the_batch_of_one() -> None:
 def test_the_last_round_weighs_by_its_samples() -> None:
     parts = shards(DataLoader(numbers(13), batch_size=4), 2)
     assert [[len(batch) for batch in batches(part)] for part in parts] == [[4, 3], [4, 2]]
-    assert [part.last_weight for part in parts] == [3 * 2 / 5, 2 * 2 / 5]
+    assert [part.weight_at(1) for part in parts] == [3 * 2 / 5, 2 * 2 / 5]
     even = shards(DataLoader(numbers(16), batch_size=4), 2)
     assert [len(batches(part)) for part in even] == [2, 2]
-    assert [part.last_weight for part in even] == [1.0, 1.0]
+    assert [dict(part.uneven) for part in even] == [{}, {}]
 
 
 class Drawing(Sampler[int]):
@@ -162,7 +166,7 @@ def test_a_custom_batch_sampler_is_shared_out() -> None:
     # One sample is too little for two ranks: the other works on it too, with no weight.
     parts = shards(DataLoader(numbers(11), batch_sampler=groups), 2)
     assert [batches(part) for part in parts] == [[[0, 1, 2], [4, 5], [10]], [[3], [6, 7, 8, 9], [10]]]
-    assert [part.last_weight for part in parts] == [2.0, 0.0]
+    assert [part.weight_at(2) for part in parts] == [2.0, 0.0]
 
 
 def test_batches_made_beforehand() -> None:
@@ -171,9 +175,7 @@ def test_batches_made_beforehand() -> None:
     assert [len(left), len(right)] == [4, 3]
     parts = shards(items, 2)
     left, right = (batches(part) for part in parts)
-    assert [left[-1], right[-1], *(part.last_weight for part in parts)] == [[6, 6], [6, 6], 2.0, 0.0]
-    with pytest.raises(ValueError, match="batch_size=None and 7 items, which 2 ranks cannot share evenly"):
-        shards(items, 2, "even")
+    assert [left[-1], right[-1], *(part.weight_at(3) for part in parts)] == [[6, 6], [6, 6], 2.0, 0.0]
 
 
 def test_a_distributed_sampler_of_the_users_is_respected() -> None:
@@ -215,7 +217,7 @@ def test_data_that_the_user_has_shared_out_is_used_whole() -> None:
     own = ShardedLoader(loader, rank=1, world_size=2, mode="train", shard=False)
     assert batches(own, 2) == batches(alone, 2) != batches(own, 3)
     assert batches(own, 2, start=2) == batches(alone, 2)[2:]
-    assert (own.exact_length, own.last_weight, own.ends_alike) == (4, 1.0, True)
+    assert (own.exact_length, own.weight_at(3), own.ends_alike) == (4, 1.0, True)
     sampler = DistributedSampler(numbers(12), num_replicas=3, rank=2, seed=5)
     shard = ShardedLoader(
         DataLoader(numbers(12), batch_size=2, sampler=sampler), rank=1, world_size=2, mode="train", shard=False

@@ -189,3 +189,22 @@ def test_a_scheduler_of_epochs_steps_though_the_last_step_was_skipped() -> None:
     assert optimizer.step_was_skipped
     scheduler.step()
     assert scheduler.get_last_lr() == [0.05]
+
+
+def test_a_step_that_is_skipped_leaves_the_gradients_of_the_others_to_scale() -> None:
+    """The first model's overflow changes the loss scale in the middle of the second one's windows."""
+    accelerator = tw.Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
+    models = [Overflowing(2), Overflowing(-1)]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.5) for each in models]
+    models, optimizers = (list(accelerator.prepare(*each)) for each in (models, optimizers))
+    scaler = accelerator.engine.precision.scaler
+    scales = []
+    for _ in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            with accelerator.accumulate(model):
+                accelerator.backward(model().sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    assert scales == [65536.0, 65536.0, 65536.0, 32768.0]
+    assert [model.module.weight.item() for model in models] == [0.5, 0.0]

@@ -89,6 +89,15 @@ def test_what_cannot_be_copied_is_named(make: Callable[[Path], Any], place: str,
         pack(tmp_path / "work", {"model": nn.Linear(2, 2), "data": make(tmp_path / "file")}, "trainer.fit")
 
 
+def test_a_culprit_goes_by_the_name_that_the_user_gave_it(tmp_path: Path) -> None:
+    """Not by that of a hook which leads to it."""
+    module = nn.Linear(1, 1)
+    module.handle = threading.Lock()  # type: ignore[assignment]
+    module.register_load_state_dict_pre_hook(functools.partial(print, module.handle))
+    with pytest.raises(TypeError, match=r"module\.handle \(lock\) cannot be copied"):
+        pack(tmp_path / "work", {"module": module}, "asked")
+
+
 def test_a_culprit_in_the_code_is_named(made_up: Any, tmp_path: Path) -> None:
     text = r"model\.1, its class Locked\.forward, the global 'takes_the_lock', the global 'LOCK' \(lock\) cannot"
     with pytest.raises(TypeError, match=text):

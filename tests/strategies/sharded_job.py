@@ -81,7 +81,7 @@ class Leaves(Regresses):
         return F.mse_loss(self.head(hidden.tanh()), batch[1])
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+        return torch.optim.AdamW(self.parameters(), lr=0.05, eps=1e-3, weight_decay=0.3)
 
 
 class Freezes(Regresses):

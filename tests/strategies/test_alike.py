@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_job(alike, 2, tmp_path_factory.mktemp("alike"))
+    return run_job(alike, 2, tmp_path_factory.mktemp("alike"), seconds=400.0)
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *ZERO])

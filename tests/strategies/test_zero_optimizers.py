@@ -62,3 +62,9 @@ def test_windows_are_summed_in_float32(job: Any) -> None:
 def test_offloaded_gradients_are_rescaled_and_clipped(job: Any, stage: int) -> None:
     for name in ("stream.ckpt", "value.ckpt"):
         assert_same_weights(job[1] / str(stage) / name, job[1] / name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp_sharded"])
+def test_steps_by_tensor_where_tensors_are_whole_or_add_up(job: Any, strategy: str) -> None:
+    assert_same_weights(job[1] / f"layers.{strategy}", job[1] / "layers.ddp")

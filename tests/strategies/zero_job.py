@@ -52,7 +52,7 @@ class Layers(torch.optim.SGD):
 
 
 MAKERS: dict[str, Callable[..., Any]] = {
-    "Adagrad": partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1, lr_decay=0.01),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1, lr_decay=0.01, fused=False),
     "AdamW": partial(torch.optim.AdamW, lr=0.02, eps=1e-3, weight_decay=0.3),
     "Counts": partial(Counts, lr=0.02),
 }
@@ -65,10 +65,15 @@ class Grouped(Regresses):
         super().__init__()
         self.cold = nn.Linear(3, 3).requires_grad_(False)
         self.unused = nn.Parameter(torch.ones(3, 3))
+        self.gain = nn.Parameter(torch.tensor(1.3))
         self.make = make
 
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
     def configure_optimizers(self) -> Any:
-        parts: list[Any] = [self.cold.parameters(), self.body.parameters(), [*self.head.parameters(), self.unused]]
+        rest = [*self.head.parameters(), self.unused, self.gain]
+        parts: list[Any] = [self.cold.parameters(), self.body.parameters(), rest]
         optimizer = self.make([{"params": list(part)} for part in parts])
         rates = [lambda step: 1.0, lambda step: 0.8**step, lambda step: 1.0 / (step + 1)]
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
@@ -137,6 +142,42 @@ def streams(strategy: Any, path: Path, **settings: Any) -> None:
     used = trainer(strategy, accumulate_grad_batches=4, **settings)
     used.fit(Thawed(), DataLoader(Stream(), batch_size=RANK_BATCH))
     used.save_checkpoint(str(path))
+
+
+class Reads(torch.optim.SGD):
+    """Takes what lies on its rank for the whole, as D-Adaptation and Prodigy do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        total = sum(float(p.grad.square().sum()) for p in parameters)
+        for parameter in parameters:
+            parameter.sub_(0.1 * parameter.grad / (1.0 + total))
+
+
+def sharded_rows(folder: Path) -> None:
+    """Under fsdp an optimizer that computes on sharded tensors as on whole ones is taken, one that does not is refused."""
+
+    class Other(Regresses):
+        def __init__(self, make: Callable[..., Any]) -> None:
+            super().__init__()
+            self.make = make
+
+        def configure_optimizers(self) -> Any:
+            return self.make(self.parameters(), lr=0.05)
+
+    fit("fsdp", Other(Layers), 1, folder / "layers.fsdp")
+    for kind in (Reads, torch.optim.Adafactor):
+        with pytest.raises(
+            ValueError, match=f"{kind.__name__} does not compute on the sharded parameters .DTensors. that"
+        ):
+            trainer("fsdp").fit(Other(kind), loader(8, 1))
+    fit("ddp", Other(Layers), 1, folder / "layers.ddp")
+    fit("ddp_sharded", Other(Layers), 1, folder / "layers.ddp_sharded")
+    with pytest.raises(
+        ValueError, match=r"Reads steps an element by others too, and strategy='ddp_sharded' gives each rank"
+    ):
+        trainer("ddp_sharded").fit(Other(Reads), loader(8, 1))
 
 
 def refusals() -> None:
@@ -212,6 +253,7 @@ def zero(folder: Path) -> dict[str, Any]:
     streams("ddp", folder / "stream.ckpt", gradient_clip_val=0.3)
     streams("ddp", folder / "value.ckpt", gradient_clip_val=0.01, gradient_clip_algorithm="value")
     refusals()
+    sharded_rows(folder)
     return found
 
 

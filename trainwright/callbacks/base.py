@@ -21,6 +21,9 @@ class Callback:
     reads_outputs = True
     """False: on_train_batch_end does not look at the outputs, which are then not made ready for it."""
 
+    counts_rounds = False
+    """True: what it keeps is of steps and not of samples, and stays as it is where its rank has no sample in a round."""
+
     @property
     def state_key(self) -> str:
         """Return the name under which a checkpoint keeps this callback's state; unlike for unlike settings."""

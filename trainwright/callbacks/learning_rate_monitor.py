@@ -31,6 +31,7 @@ class LearningRateMonitor(Callback):
     """
 
     reads_outputs = False
+    counts_rounds = True
 
     def __init__(
         self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False

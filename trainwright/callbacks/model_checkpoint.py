@@ -76,6 +76,7 @@ class ModelCheckpoint(Callback):
 
     runs_last = True
     reads_outputs = False
+    counts_rounds = True
 
     def __init__(
         self,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import builtins
 import math
+import os
 import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -37,6 +39,7 @@ class TQDMProgressBar(Callback):
 
     runs_last = True  # at an epoch's end its own metrics are there
     reads_outputs = False
+    counts_rounds = True
 
     def __init__(
         self,
@@ -263,7 +266,7 @@ class TQDMProgressBar(Callback):
             initial=initial,
             leave=leave,
             position=2 * self.process_position + below,
-            dynamic_ncols=True,
+            **_size(sys.stderr),
             mininterval=0.0,  # when an update is due is decided here
             miniters=1,
             unit="it",
@@ -279,6 +282,14 @@ class TQDMProgressBar(Callback):
         of = f"/{total}" if total is not None else ""
         seconds = time.monotonic() - started
         print(f"{what}: {batches}{of} batches in {seconds:.1f} s{metrics}", file=sys.stderr, flush=True)
+
+
+def _size(stream: Any) -> dict[str, Any]:
+    """Return how large bars may be: as large as the terminal, or 80 columns where it says that it has none."""
+    with suppress(AttributeError, OSError, ValueError):
+        if 0 in os.get_terminal_size(stream.fileno()):  # one that a program opened without giving it a size
+            return {"ncols": 80, "nrows": 24}
+    return {"dynamic_ncols": True}
 
 
 def _restart(bar: Any, title: str, total: int | None, count: int) -> None:

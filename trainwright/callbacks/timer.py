@@ -30,6 +30,7 @@ class Timer(Callback):
     """
 
     reads_outputs = False
+    counts_rounds = True
 
     def __init__(
         self,

@@ -4,7 +4,7 @@
     state.json                  "optimizers": parameter groups and what is no tensor in their state
                                 "precision": the loss scale        "seed": what the data's order starts from
                                 "strategy": what it needs to go on bitwise alike
-                                "extra": what the modules' get_extra_state returned
+                                "extra": what is no tensor in the modules' state_dicts (what get_extra_state returned, say)
                                 "position": epoch, batch, step        "lr_schedulers", "callbacks"
                                 "metrics": the latest value of each
                                 "loggers": their run folders, and how far what lies there goes
@@ -20,7 +20,7 @@ RRRRR is the number of the rank that wrote the file.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import TensorEntry
+from trainwright.compiled_names import clean_name, own_name
 from trainwright.errors import CheckpointError
 
 EXTRA_STATE = "_extra_state"
@@ -40,45 +41,52 @@ def is_extra_state(name: str) -> bool:
 
 
 def extra_states(module: nn.Module) -> dict[str, Any]:
-    """Return the extra states in a module's state_dict by their keys."""
-    return {name: value for name, value in module.state_dict(keep_vars=True).items() if is_extra_state(name)}
+    """Return what is no tensor of the model in a module's state_dict: extra states, and whatever else a layer keeps there."""
+    state = module.state_dict(keep_vars=True)
+    return {
+        clean_name(name): value
+        for name, value in state.items()
+        if is_extra_state(name) or not isinstance(value, Tensor)
+    }
 
 
-def fitting_extra_states(
-    modules: Sequence[nn.Module], state: Mapping[str, Any], path: str, strict: bool
-) -> list[dict[str, Any]]:
-    """Return what each module's submodules get back of a checkpoint's extra states; with strict all of it has to fit.
+def fitting_extra_states(module: nn.Module, states: Mapping[str, Any], path: str, strict: bool) -> dict[str, Any]:
+    """Return what a module's submodules get back of its extra states in a checkpoint; with strict all of it has to fit.
 
     Raises:
-        CheckpointError: there is extra state of a submodule that is not there, or that takes none.
+        CheckpointError: there is extra state that nothing here takes, or none for what takes some.
     """
-    stored = state.get("extra") or {}
-    found: list[dict[str, Any]] = []
-    for number, module in enumerate(modules):
-        states = stored.get(str(number), {})
-        fitting = {name: value for name, value in states.items() if _takes_extra_state(module, name)}
-        if strict and len(fitting) < len(states):
-            odd = sorted(states.keys() - fitting.keys())
-            raise CheckpointError(
-                f"{path}: it is of another model (extra state only in it: {', '.join(odd[:5])}). Build the model that was "
-                "saved, or set strict_loading = False on the module to take what fits."
-            )
-        found.append(fitting)
-    return found
+    takers = {clean_name(name) for name in _extra_state_takers(module)}
+    takers |= {name for name in extra_states(module) if not is_extra_state(name)}
+    if strict:
+        _refuse_unlike(path, sorted(takers - states.keys()), sorted(states.keys() - takers))
+    return {name: value for name, value in states.items() if name in takers}
 
 
-def _takes_extra_state(module: nn.Module, name: str) -> bool:
-    try:
-        child = module.get_submodule(name.rpartition(".")[0])
-    except AttributeError:
-        return False
-    return type(child).set_extra_state is not nn.Module.set_extra_state
+def _refuse_unlike(path: str, missing: Sequence[str], odd: Sequence[str]) -> None:
+    problems = [
+        f"extra state {title}: {', '.join(names[:5])}"
+        for title, names in (("not in it", missing), ("only in it", odd))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{path}: it is of another model ({'; '.join(problems)}). Build the model that was saved, or set strict_loading = "
+            "False on the module to take what fits."
+        )
+
+
+def _extra_state_takers(module: nn.Module) -> Iterator[str]:
+    for place, child in module.named_modules():
+        if type(child).set_extra_state is not nn.Module.set_extra_state:
+            yield f"{place}.{EXTRA_STATE}" if place else EXTRA_STATE
 
 
 def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:
     """Give the submodules their extra states back."""
     for name, value in states.items():
-        module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+        if is_extra_state(name):
+            module.get_submodule(own_name(module, name).rpartition(".")[0]).set_extra_state(value)
 
 
 def describe_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], left_out: Collection[str]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from trainwright.checkpoint.opening import Checkpoint
 from trainwright.checkpoint.rank_part import is_range, shown, stored
+from trainwright.checkpoint.shards import copy_whole
 from trainwright.checkpoint.tensors import Piece
 from trainwright.errors import CheckpointError
 
@@ -133,4 +134,4 @@ def fill(pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> None:
         for piece in pieces:
             flat = tensors[piece.name].reshape(-1)
             part = flat[piece.start : piece.start + piece.tensor.numel()]
-            piece.tensor.copy_(part.reshape(piece.tensor.shape))
+            copy_whole(piece.tensor, part.reshape(piece.tensor.shape))

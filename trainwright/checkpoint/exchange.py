@@ -164,7 +164,7 @@ def _from_directory(path: str, names: set[str], verify: Verify) -> Weights:
     checkpoint.read_into("model", [Piece(name, entries[name].shape, 0, each) for name, each in tensors.items()])
     state = checkpoint.run_state()
     for number, states in state.get("extra", {}).items():  # the first module's names have no number before them
-        tensors.update({name if number == "0" else f"{number}.{name}": value for name, value in states.items()})
+        tensors.update({name if number == "0" else f".{number}.{name}": value for name, value in states.items()})
     return Weights(
         _clean(tensors),
         "trainwright",

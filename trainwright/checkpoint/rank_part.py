@@ -63,7 +63,7 @@ class RankPart(Tensor):
 
 def shown(piece: Piece) -> Tensor:
     """Return a piece's tensor for hooks: a whole one, or this rank's part. It is the memory in use."""
-    if piece.is_whole:  # of a sharded tensor too, where this rank happens to hold all of it
+    if piece.is_whole and piece.tensor.shape != piece.shape:  # a sharded one, of which this rank happens to hold all
         piece = replace(piece, tensor=piece.tensor.view(piece.shape))
     if piece.is_whole and piece.writer in (None, 0):
         return piece.tensor

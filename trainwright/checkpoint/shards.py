@@ -290,8 +290,23 @@ def copy_into(
     if buffer is target:
         return
     try:
-        target.copy_(buffer)
+        copy_whole(target, buffer)
     except RuntimeError as error:
         raise CheckpointError(
             f"tensor {piece.name!r} is {dtype} and cannot be read as {target.dtype}: {error}"
         ) from error
+
+
+def copy_whole(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values into a tensor of their shape; into an expanded one what its repeated elements have in common.
+
+    Raises:
+        RuntimeError: these differ there, or the dtypes do not convert.
+    """
+    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            first = values.narrow(dim, 0, 1)
+            if not torch.equal(first.expand_as(values), values):
+                raise RuntimeError(f"it is expanded along dimension {dim}, where the stored elements differ")
+            target, values = target.narrow(dim, 0, 1), first
+    target.copy_(values)

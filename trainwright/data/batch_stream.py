@@ -35,7 +35,7 @@ class BatchStream(Share):
     Args:
         source: the iterable; its `__iter__` begins anew.
         rank, world_size: whose share.
-        mode: "train", "evaluate", "ghost" or "even" (see share.py).
+        mode: "train", "evaluate" or "ghost" (see share.py).
         seed_rank: the rank that the workers' seeds are made of; 0 where all ranks are to read the same.
         generator: what a DataLoader draws its workers' seeds from; None for no such loader.
         draws: whether the source draws from this process's generators while it is read.
@@ -95,7 +95,7 @@ class BatchStream(Share):
     @property
     def drops_short_round(self) -> bool:
         """Return whether a last round with fewer batches than ranks is left out, as a short batch is."""
-        return self.mode in ("train", "even") and getattr(self.source, "drop_last", False) is True
+        return self.mode == "train" and getattr(self.source, "drop_last", False) is True
 
     @property
     def real_length(self) -> int | None:
@@ -155,14 +155,14 @@ class BatchStream(Share):
         batches = states.open(state) if side is None else _drawn_aside(side, lambda: states.open(state))
         return states.noting(batches, pass_number, 0 if state is None else self.start_item, state)
 
-    def last_round(self, items: list[Any]) -> Any:
+    def cut_round(self, items: list[Any], number: int) -> Any:
         """Return this rank's batch of a pass's last round; another's, which weighs nothing, where it has none."""
         counted = [count_samples(batch) for batch in items]
         sizes = [size for size in counted if size]
         if len(sizes) < len(counted):
-            sizes = [sys.maxsize if self.mode == "even" else 1] * len(items)  # unknown: each batch weighs the same
+            sizes = [sys.maxsize] * len(items)  # unknown: each batch weighs the same, and all of it is its rank's
         if len(items) < self.world_size or len(set(sizes)) > 1:
-            self.real_sizes = sizes + [0] * (self.world_size - len(items))
+            self.uneven[number] = sizes + [0] * (self.world_size - len(items))
         return items[self.rank] if self.rank < len(items) else items[0]
 
 

@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
-from itertools import accumulate, islice
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from trainwright.data.batch_stream import END
 from trainwright.data.collection import is_collection
 from trainwright.data.combined_loader import Combination, combined_length
 from trainwright.data.combined_loader import CombinedLoader as CombinedLoader
-from trainwright.data.loaders import ShardedLoader
+from trainwright.data.index_stream import IndexStream
+from trainwright.data.loaders import ShardedLoader, weight_of
+from trainwright.data.proportions import are_proportional, in_proportion
 from trainwright.data.seeding import derive_seed
 from trainwright.data.share import Mode, Place
 from trainwright.data.source_state import SourceState
+from trainwright.rank_zero import rank_zero_warn
 
 
 class ShardedCombination:
@@ -26,16 +29,17 @@ class ShardedCombination:
     shorter loader again another; all of them are functions of (seed, epoch), and begin at any batch.
 
     In an evaluation batch number i of every loader goes to the same rank, so that the ranks together have the combined
-    batches that one process would have. In training each loader's last round is re-split among the ranks by itself.
+    batches that one process would have. In training a round in which a loader ends is re-split among the ranks, all of its
+    loaders in the same proportions (proportions.py).
 
     Args:
         loader: the loaders and how they are combined.
         rank, world_size: whose share.
-        mode: "train", "evaluate", "ghost" or "even" (see share.py).
+        mode: "train", "evaluate" or "ghost" (see share.py).
         options: `shard`, `in_order` and `pin_memory`, as of ShardedLoader.
 
     Raises:
-        TypeError: a loader that several ranks cannot share, or (in "ghost" mode) whose length is not known.
+        TypeError: a loader that several ranks cannot share, or ones that are evaluated one after the other as one.
         ValueError: loaders that cannot be combined so, or cannot be shared out over this many ranks.
     """
 
@@ -45,9 +49,10 @@ class ShardedCombination:
         self.combination = loader.mode
         self.epoch = 0
         self.start_batch = 0
-        self._options = options
+        self.uneven: dict[int, list[int]] = {}
+        """By batch number, the samples that each rank has, or shares in their proportion, of a round that is uneven; of the
+        rounds reached so far."""
         self._has_ghosts = mode == "ghost" and world_size > 1
-        part_mode: Mode = "evaluate" if self._has_ghosts else mode
         for name, leaf in zip(loader.names, loader.flattened, strict=True):
             if isinstance(leaf, Iterator):
                 raise TypeError(
@@ -55,15 +60,12 @@ class ShardedCombination:
                     "list, a DataLoader, or an object whose __iter__ begins anew."
                 )
         self.parts = [
-            ShardedLoader(each, rank=rank, world_size=world_size, mode=part_mode, **options)
-            for each in loader.flattened
+            ShardedLoader(each, rank=rank, world_size=world_size, mode=mode, **options) for each in loader.flattened
         ]
         """This rank's share of each loader, in the order of `loader.flattened`."""
         self._seed = 0
-        self._weights: dict[int, float] = {}
-        """The weights of the rounds that were reached of those that end a loader ("sequential" only), by batch number."""
-        self._sizes: list[list[int] | None] = []
-        """The `last_sizes` of the loaders that gave the batch at hand."""
+        self._ghost_at: int | None = None
+        self._has_warned = False
         self._places: list[Place] = []
         """Where each loader begins; empty where the start says it."""
         self._first_batches: list[int] = []
@@ -97,8 +99,8 @@ class ShardedCombination:
                 "loaders that it was saved with, or from a checkpoint of an epoch's end."
             )
         self._seed, self.epoch, self.start_batch = seed, epoch, start_batch
-        self._sizes, self._places, self._first_batches = [], list(places), []
-        self._weights.clear()
+        self._places, self._first_batches, self._ghost_at = list(places), [], None
+        self.uneven.clear()
         is_sequential = self.combination == "sequential"
         for index, part in enumerate(self.parts):
             start = 0 if is_sequential else start_batch  # without a place it is set anew when its turn comes
@@ -114,6 +116,33 @@ class ShardedCombination:
         for part in self.parts:
             if end is not None and (part.share.cycles or part.exact_length != end):
                 part.share.most = end  # so that no worker reads on
+        if end is not None and self.world_size > 1 and self.mode == "train":
+            self._plan(end)
+
+    def _plan(self, end: int) -> None:
+        """Let the loaders cut the rounds before batch number `end` that are no full ones in the same proportions."""
+        streams = [part.stream for part in self.parts if part.stream is not None and part.is_shared]
+        if len(streams) < len(self.parts):
+            return
+        short = [stream.short_rounds(end) for stream in streams]
+        for number in sorted({number for each in short for number in each or ()}):
+            sizes: dict[IndexStream, int] = {}
+            for part, stream, rounds in zip(self.parts, streams, short, strict=True):
+                if rounds is None:
+                    return
+                if stream.cycles or number < (part.exact_length or 0):
+                    sizes[stream] = rounds.get(number, stream.item_size * self.world_size)
+            most = [stream.item_size for stream in sizes]
+            cuts = in_proportion(list(sizes.values()), self.world_size, most)
+            if not are_proportional(list(cuts)):
+                self._warn_of_proportions([cuts[list(sizes).index(each)] if each in sizes else [] for each in streams])
+            for stream, cut in zip(sizes, cuts, strict=True):
+                stream.cuts[number] = cut
+
+    def read_ahead(self) -> None:
+        """Expect that a batch is read before the one before it is done."""
+        for part in self.parts:
+            part.read_ahead()
 
     def places(self, batch: int) -> list[Place]:
         """Return where each loader stands after so many batches of this rank in the epoch."""
@@ -127,7 +156,7 @@ class ShardedCombination:
             had = begun[index + 1] - begun[index]
             size, order = share.item_size, share.order
             return {"batch": had, "passes": 1, "items": 0, "size": size, "order": order, "digest": 0}
-        if index < len(begun):
+        if index < len(begun) and begun[index] <= batch:  # else it was only read ahead
             return share.place(batch - begun[index])
         return share.place(share.start_batch)
 
@@ -149,12 +178,10 @@ class ShardedCombination:
         return self._seed if index == 0 else derive_seed(self._seed, index)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self._one_after_another() if self.combination == "sequential" else self._side_by_side()
-        return self._with_ghost(batches) if self._has_ghosts else batches
+        return self._one_after_another() if self.combination == "sequential" else self._side_by_side()
 
     def _one_after_another(self) -> Iterator[Any]:
-        left, place, ends = self.start_batch, self.start_batch - 1, self._known_ends()
-        begun = 0
+        left, place, begun = self.start_batch, self.start_batch - 1, 0
         for index, part in enumerate(self.parts):
             self._first_batches.append(begun)
             start = self._turn(index, left)
@@ -166,14 +193,13 @@ class ShardedCombination:
             # Without a certain length it shows only by reading how many batches stand before the start.
             read = sum(1 for _ in islice(batches, left))
             left -= read
-            for batch in batches:
-                self._note([part])
-                if (place := place + 1) in ends:
-                    self._weights[place] = self.last_weight
+            uneven = part.share.uneven
+            for number, batch in enumerate(batches, start=part.start_batch + read):
+                place += 1
+                if number in uneven:
+                    self.uneven[place] = uneven[number]
                 yield batch
             begun = place + 1 - left
-            if not ends and self.world_size > 1:  # the batch was its last, and is held back until the next one is read
-                self._weights[place] = self.last_weight
 
     def _turn(self, index: int, left: int) -> int:
         """Begin a loader whose turn has come; return how many of the batches `left` before the start are jumped over in it."""
@@ -201,9 +227,12 @@ class ShardedCombination:
             there = [part for part, batch in zip(self.parts, batches, strict=True) if batch is not END]
             if not there or (is_cycle and not any(_is_in_first_pass(part, place) for part in self.parts)):
                 return
-            if len(there) < len(batches):
+            if self._has_ghosts:
+                self._part_with_ghosts(batches, place)
+            elif self.world_size > 1:
+                self._note(there, place)
+            if any(batch is END for batch in batches):
                 batches = [None if batch is END else batch for batch in batches]
-            self._note(there)
             yield self.loader.rebuilt(batches)
             place += 1
 
@@ -212,30 +241,46 @@ class ShardedCombination:
         is_over = length is not None and self.start_batch >= length and not part.share.cycles
         return iter(()) if is_over else iter(part)
 
-    def _note(self, there: list[ShardedLoader]) -> None:
-        """Keep what the last round is weighed by, as long as it is that of the batch at hand."""
-        if self.world_size > 1:
-            self._sizes = [part.last_sizes for part in there]
-
-    def _with_ghost(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, then the first one again where other ranks have one more."""
-        real, length = self.real_length, self.length
-        assert real is not None
-        assert length is not None
-        first = END
-        for batch in batches:
-            if first is END and real < length:
-                first = batch
-            yield batch
-        if real == length:
+    def _note(self, there: list[ShardedLoader], place: int) -> None:
+        """Keep how the round of a batch is weighed, where it is uneven and its loaders agree on that."""
+        sizes = [part.uneven.get(place) for part in there]
+        if not any(sizes):
             return
-        if first is END:
-            others = ShardedCombination(
-                self.loader, rank=0, world_size=self.world_size, mode="evaluate", **self._options
-            )
-            others.set_epoch(self._seed, self.epoch)
-            first = next(iter(others))
-        yield first
+        if are_proportional(sizes):
+            self.uneven[place] = next(each for each in sizes if each)
+        else:
+            self._warn_of_proportions([part.uneven.get(place) if part in there else [] for part in self.parts])
+
+    def _warn_of_proportions(self, sizes: list[list[int] | None]) -> None:
+        """Say, once, that a round has no weight that is right for each loader; None stands for equal parts."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        told = []
+        for number, (name, each) in enumerate(zip(self.loader.names, sizes, strict=True)):
+            if each != []:
+                parts = "equally many" if each is None else " and ".join(map(str, each))
+                told.append(f"{parts} of loader {name or number!r}")
+        rank_zero_warn(
+            f"the {self.world_size} ranks cannot share a round of the combined loaders in one proportion: they have "
+            f"{', '.join(told)}. Each rank's loss has the same weight in such a round, so its samples weigh otherwise than on "
+            "one process. Give each loader a number of samples that the ranks share evenly, or drop_last=True.",
+            stacklevel=2,
+        )
+
+    def _part_with_ghosts(self, batches: list[Any], place: int) -> None:
+        """Find out whether the batches are those of a ghost; where they are not, take away those that others alone have."""
+        pairs = zip(self.parts, batches, strict=True)
+        is_real = [batch is not END and self._is_real(part, place) for part, batch in pairs]
+        if not (all if self.combination == "min_size" else any)(is_real):
+            self._ghost_at = place if self._ghost_at is None else self._ghost_at
+        elif self.combination == "max_size":
+            batches[:] = [batch if real else END for batch, real in zip(batches, is_real, strict=True)]
+
+    def _is_real(self, part: ShardedLoader, place: int) -> bool:
+        share = part.share
+        real = share.real_first_pass if share.cycles else part.real_length
+        return real is None or place < real
 
     def _combined(self, lengths: list[int | None]) -> int | None:
         known = [length for length in lengths if length is not None]
@@ -244,8 +289,6 @@ class ShardedCombination:
     @property
     def length(self) -> int | None:
         """Return how many batches this rank has in a whole epoch; None where a loader has no length."""
-        if self._has_ghosts:
-            return self._combined([part.share.rounds(part.share.source_length or 0, rank=0) for part in self.parts])
         return self._combined([part.length for part in self.parts])
 
     @property
@@ -260,8 +303,8 @@ class ShardedCombination:
 
     @property
     def real_length(self) -> int | None:
-        """Return how many of this rank's batches count in an evaluation; None where all that come do."""
-        return self._combined([part.length for part in self.parts]) if self._has_ghosts else None
+        """Return how many of this rank's batches count in an evaluation; None while all that have come do."""
+        return self._ghost_at
 
     def __len__(self) -> int:
         length = self.length
@@ -269,34 +312,9 @@ class ShardedCombination:
             raise TypeError("a loader of this collection has no length, so the collection has none.")
         return length
 
-    @property
-    def last_sizes(self) -> list[int] | None:
-        """Return, per rank, how many samples of the last round are no repeats; None where all are, or loaders differ."""
-        sizes = self._sizes[0] if self._sizes else None
-        return sizes if all(each == sizes for each in self._sizes) else None
-
-    @property
-    def last_weight(self) -> float:
-        """Return the factor by which this rank's part in the last round differs from an equal one, if all loaders agree."""
-        weights = {_weight(sizes, self.rank) for sizes in self._sizes}
-        return weights.pop() if len(weights) == 1 else 1.0
-
-    @property
-    def round_ends(self) -> Set[int]:
-        """Return the numbers of the batches that end a loader ("sequential" only), of those reached: a live view."""
-        return self._weights.keys()
-
-    def _known_ends(self) -> frozenset[int]:
-        """Return the numbers of the batches that end a loader before the last one; none where a length is not known."""
-        lengths = [part.exact_length for part in self.parts]
-        if self.combination != "sequential" or self.world_size == 1 or None in lengths:
-            return frozenset()
-        ends = list(accumulate(length or 0 for length in lengths))
-        return frozenset(end - 1 for end in ends[:-1] if end)
-
     def weight_at(self, index: int) -> float:
-        """Return the factor by which this rank's part differs from an equal one in a round of `round_ends`."""
-        return self._weights.get(index, 1.0)
+        """Return the factor by which this rank's part in the round of a batch differs from an equal one."""
+        return weight_of(self.uneven.get(index), self.rank)
 
     @property
     def may_read_ahead(self) -> bool:
@@ -310,10 +328,10 @@ class ShardedCombination:
 
     def _refuse_what_cannot_be_combined(self) -> None:
         lengths = [part.share.source_length if part.exact_length is not None else None for part in self.parts]
-        if self._has_ghosts and (None in lengths or self.combination == "sequential"):
+        if self._has_ghosts and self.combination == "sequential":
             raise TypeError(
-                "this strategy needs every rank in each forward, so loaders that are evaluated together must have lengths; "
-                "pass DataLoaders over map-style datasets, or the loaders in a list or dict of their own."
+                "loaders that are evaluated one after the other end on some ranks before others; share out each of them by "
+                "itself."
             )
         if self.combination == "max_size_cycle" and 0 in lengths and any(lengths):
             raise ValueError(
@@ -365,7 +383,3 @@ def evaluation_loaders(
 def _is_in_first_pass(part: ShardedLoader, place: int) -> bool:
     first_pass = part.share.first_pass
     return first_pass is None or place < first_pass
-
-
-def _weight(sizes: list[int] | None, rank: int) -> float:
-    return 1.0 if sizes is None else sizes[rank] * len(sizes) / sum(sizes)

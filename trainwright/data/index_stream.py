@@ -2,7 +2,8 @@
 
 Every rank walks the whole stream of the loader's batch sampler, drawn under a seed of (seed, epoch), and takes its share of
 it (share.py). So the order is a pure function of (seed, epoch), it can start at any item, and no sampler is built anew.
-A short or uneven last round of training is re-split evenly, sample by sample.
+A short or uneven last round of training is re-split, sample by sample, where torch's own BatchSampler makes the batches;
+those of a batch sampler of the user's own stay whole.
 """
 
 from __future__ import annotations
@@ -19,13 +20,11 @@ from trainwright.data.order_digest import OrderDigest
 from trainwright.data.own_generators import OwnGenerators
 from trainwright.data.seeding import SideGenerators, derive_seed
 from trainwright.data.share import Mode as Mode
-from trainwright.data.share import Place, Share
+from trainwright.data.share import Place, Share, even_sizes
 from trainwright.data.workers import SeededBatch, SeededIndex
 from trainwright.rank_zero import rank_zero_warn
 
-DRAWN_AT_ONCE = (
-    256  # batches of torch's own samplers; swapping generators costs about as much as drawing a hundred of them
-)
+DRAWN_AT_ONCE = 256  # batches of torch's own samplers; swapping generators costs about as much as drawing 100 of them
 
 
 class IndexStream(Share):
@@ -71,6 +70,8 @@ class IndexStream(Share):
         """Choose the order that comes next, and where it starts (see share.py)."""
         self._trimmed, self._taken_up = 0, place
         super().set_epoch(seed, epoch, start_batch, place)
+        if self._trimmed and self.is_split:
+            self.cuts[start_batch] = []  # its first round has fewer samples than a full one
         wanted = 0
         if place is not None and place["size"] == self.item_size and not self.is_of_another_order(place):
             wanted = place.get("digest", 0)
@@ -105,7 +106,7 @@ class IndexStream(Share):
     @property
     def drops_short_round(self) -> bool:
         """Return whether a last round with fewer batches than ranks is left out, as a short batch is."""
-        return self.mode in ("train", "even") and self.batched and getattr(self.source, "drop_last", False) is True
+        return self.mode == "train" and self.batched and getattr(self.source, "drop_last", False) is True
 
     @property
     def item_size(self) -> int:
@@ -190,20 +191,49 @@ class IndexStream(Share):
         """Return the seed of what is drawn for a batch of this rank: of its samples, not of which they are."""
         return derive_seed(self.seed, self.epoch, number, self.seed_rank)
 
-    def last_round(self, items: list[Any]) -> Any:
-        """Return this rank's part of a pass's last round, re-split where it is short or uneven."""
+    @property
+    def is_split(self) -> bool:
+        """Return whether a round's batches may be cut anew: not those that the user's own batch sampler has made."""
+        return self.batched and type(self.source) is BatchSampler
+
+    def cut_round(self, items: list[Any], number: int) -> Any:
+        """Return this rank's part of a round, re-split where its batches may be; another's where it has none."""
         ranks = self.world_size
-        if len(items) == ranks and (not self.batched or len({len(batch) for batch in items}) == 1):
-            return items[self.rank]
-        samples = [index for batch in items for index in batch] if self.batched else items
-        size, larger = divmod(len(samples), ranks)
-        self.real_sizes = [size + (rank < larger) for rank in range(ranks)]
-        start, real = sum(self.real_sizes[: self.rank]), self.real_sizes[self.rank]
-        part = samples[start : start + real]
-        # A rank without a sample of its own works on the first one again, which weighs nothing.
-        least = max(self.real_sizes) if self.mode == "even" else 1
-        part = part + samples[: max(0, least - len(part))]
-        return part if self.batched else part[0]
+        if not self.is_split:
+            sizes = [len(item) if self.batched else 1 for item in items] + [0] * (ranks - len(items))
+            self._note_sizes(sizes, number)
+            return items[self.rank] if self.rank < len(items) else items[0]
+        samples = [index for batch in items for index in batch]
+        most = max(len(batch) for batch in items)
+        sizes = self.cuts.get(number) or even_sizes(len(samples), ranks, most)
+        self._note_sizes(sizes, number)
+        start, own = sum(sizes[: self.rank]), sizes[self.rank]
+        if own:
+            return samples[start : start + own]
+        part = samples[: sizes[0]]  # the first rank's, which weighs nothing here
+        return part * 2 if len(part) == 1 < self.source.batch_size and number not in self.cuts else part
+
+    def _note_sizes(self, sizes: list[int], number: int) -> None:
+        if len(set(sizes)) > 1:
+            self.uneven[number] = sizes
+
+    def short_rounds(self, end: int) -> dict[int, int] | None:
+        """Return how many samples the rounds before batch number `end` have that are no full ones; None where unknown."""
+        items = self.source_length
+        if not self.is_split or self._trimmed or items is None:
+            return None
+        size, ranks, found = int(self.source.batch_size), self.world_size, {}
+        samples = items * size if self.source.drop_last else len(self.source.sampler)
+        number, start = self._base, self.start_item
+        while number < end and items:
+            rounds = self.rounds(max(0, items - start))
+            left = samples - size * (start + (rounds - 1) * ranks)
+            if rounds and left < size * ranks:
+                found[number + rounds - 1] = left
+            if not self.cycles:
+                break
+            number, start = number + rounds, 0
+        return found
 
     def _noting(self, share: Iterator[Any], noted: deque[list[Any]]) -> Iterator[Any]:
         for item in share:
@@ -220,12 +250,6 @@ class IndexStream(Share):
         count = self.source_length
         if self.world_size == 1 or self.mode in ("evaluate", "ghost") or count is None:
             return
-        if self.mode == "even" and not self.batched and count % self.world_size:
-            raise ValueError(
-                f"the loader has batch_size=None and {count} items, which {self.world_size} ranks cannot share evenly; "
-                "pass a loader with a batch_size, so that the last round can be split, or a number of items that "
-                f"{self.world_size} divides."
-            )
         if 0 < count < self.world_size and self.drops_short_round:
             raise ValueError(
                 f"the data has {count} batches for {self.world_size} ranks, and drop_last drops a short round; "

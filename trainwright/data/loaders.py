@@ -11,7 +11,7 @@ import copy
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, islice
 from typing import Any, NoReturn, Protocol
@@ -47,7 +47,7 @@ class ShardedLoader:
     Args:
         loader: a DataLoader; on one process, or where `shard` is False, any iterable of batches.
         rank, world_size: whose share.
-        mode: "train", "evaluate", "ghost" or "even" (see share.py).
+        mode: "train", "evaluate" or "ghost" (see share.py).
         shard: False where the user has given each rank its own data: all of this rank's loader is used then. A loader with
             a DistributedSampler is taken so by itself.
         in_order: whether shuffling is switched off; a sampler of the user's own keeps its order, with a warning.
@@ -79,9 +79,9 @@ class ShardedLoader:
         self.is_shared = _is_to_share(loader, world_size, shard)
         """Whether the ranks share one stream; False on one process, and where the user has given each rank its own."""
         if self.is_shared:
-            _refuse_what_cannot_be_shared(loader, world_size, mode)
+            _refuse_what_cannot_be_shared(loader, world_size)
             if rank == 0 and isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
-                _say_how_it_is_shared(loader, world_size, mode)
+                _say_how_it_is_shared(loader, world_size)
         self.epoch = 0
         self.start_batch = 0
         self.stream: IndexStream | None = None
@@ -208,6 +208,10 @@ class ShardedLoader:
             return self.share.items()
         return self._drawn_aside(self.stream) if self._draws_aside else iter(self._source)
 
+    def read_ahead(self) -> None:
+        """Expect that a batch is read before the one before it is done: what is drawn for it must not stand in between."""
+        self.is_read_ahead = True
+
     @property
     def _draws_aside(self) -> bool:
         """Return whether each batch is drawn aside: this process fetches it, and too early for the training's generators."""
@@ -277,23 +281,13 @@ class ShardedLoader:
         return length
 
     @property
-    def round_ends(self) -> Set[int]:
-        """Return the numbers of the batches, beside the last, after which a round may weigh otherwise: none here."""
-        return frozenset()
+    def uneven(self) -> Mapping[int, list[int]]:
+        """Return, by batch number, the samples that each rank has of a round that is not shared evenly: a live view."""
+        return self.share.uneven
 
     def weight_at(self, index: int) -> float:
-        """Return the weight of a round of `round_ends`."""
-        return 1.0
-
-    @property
-    def last_weight(self) -> float:
-        """Return the factor by which this rank's part in the last round differs from an equal one."""
-        return self.share.last_weight
-
-    @property
-    def last_sizes(self) -> list[int] | None:
-        """Return, per rank, how many samples of the last round are no repeats; None where all are."""
-        return self.share.real_sizes
+        """Return the factor by which this rank's part in the round of a batch differs from an equal one."""
+        return weight_of(self.share.uneven.get(index), self.share.rank)
 
     @property
     def may_read_ahead(self) -> bool:
@@ -304,6 +298,11 @@ class ShardedLoader:
     def ends_alike(self) -> bool:
         """Return whether every rank sees the end at the same batch, or can know it beforehand from the lengths."""
         return self.world_size == 1 or self.is_shared or self.exact_length is not None
+
+
+def weight_of(sizes: list[int] | None, rank: int) -> float:
+    """Return a rank's part in the mean of a round that has so many samples on each rank, beside an equal part."""
+    return 1.0 if sizes is None else sizes[rank] * len(sizes) / sum(sizes)
 
 
 class Batches(Protocol):
@@ -388,7 +387,7 @@ def _is_to_share(loader: Iterable[Any], world_size: int, shard: bool) -> bool:
     return sampler is None
 
 
-def _refuse_what_cannot_be_shared(loader: Iterable[Any], world_size: int, mode: Mode) -> None:
+def _refuse_what_cannot_be_shared(loader: Iterable[Any], world_size: int) -> None:
     """Refuse what several ranks cannot share (TypeError)."""
     reason = ""
     if not isinstance(loader, DataLoader):
@@ -396,19 +395,18 @@ def _refuse_what_cannot_be_shared(loader: Iterable[Any], world_size: int, mode: 
     elif type(loader).__iter__ is not DataLoader.__iter__:
         reason = f"{type(loader).__name__} has an __iter__ of its own"
     if reason:
-        way_out = "leave the loader out of prepare" if mode == "even" else "set use_distributed_sampler=False"
         raise TypeError(
             f"this loader cannot be shared by {world_size} ranks: {reason}. Pass a torch DataLoader, run on one device, or "
-            f"give each rank data of its own and {way_out}."
+            "give each rank data of its own and set use_distributed_sampler=False (or leave the loader out of prepare)."
         )
 
 
-def _say_how_it_is_shared(loader: DataLoader[Any], world_size: int, mode: Mode) -> None:
+def _say_how_it_is_shared(loader: DataLoader[Any], world_size: int) -> None:
     """Warn: a dataset that splits itself by rank would be split twice, which nothing else would show."""
-    way_out = "leave its loader out of prepare" if mode == "even" else "set use_distributed_sampler=False"
     warnings.warn(
         f"a {type(loader.dataset).__name__} is an IterableDataset: each of the {world_size} ranks reads it whole and keeps "
-        f"one batch in {world_size}. If it splits itself by rank, {way_out}.",
+        f"one batch in {world_size}. If it splits itself by rank, set use_distributed_sampler=False (or leave its loader out "
+        "of prepare).",
         stacklevel=2,
     )
 

@@ -27,8 +27,8 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     """Seed python, numpy (where it is used) and torch on every device; return the seed.
 
     The order of the data follows it too, and so do loader workers, with or without `workers`. Call it on every rank with
-    the same number; None chooses one by chance, the same on every rank. `verbose` logs it as an info of the logger
-    "trainwright".
+    the same number; None chooses one by chance, the same on every rank. `verbose` logs it, on rank 0, as an info of the
+    logger "trainwright".
 
     Raises:
         TypeError: seed is not an int.
@@ -45,7 +45,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
-    if verbose:
+    if verbose and Environment.detect().rank == 0:
         logging.getLogger("trainwright").info("seed_everything: the seed is %d.", seed)
     return seed
 

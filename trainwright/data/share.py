@@ -3,12 +3,11 @@
 Every rank goes through the whole stream and takes every N-th item of it, so nobody has to tell the others anything.
 
     train      items 0 .. N-1 make a round, rank r takes the r-th, so that each rank makes the same number of steps; the last
-               round, where it is short or uneven, weighs by its samples (`last_weight`), and a rank that is left without
-               one works on another's with no weight. With drop_last a short round is dropped
+               round, where it is short or uneven, weighs by its samples (`uneven`), and a rank that is left without one
+               works on another's with no weight. With drop_last a short round is dropped
     evaluate   rank r takes items r, r + N, r + 2N ...; nothing is padded, so each sample counts once
-    ghost      as evaluate, but a rank without an item in the last round runs the first one again, for the collectives in
-               it; `real_length` tells that its results do not count
-    even       as train, but the last round is padded to equal batches with samples that `real_sizes` tells apart
+    ghost      as evaluate, but a rank without an item in the last round is given the first one again, for the collectives
+               in it; `real_length` tells that its results do not count
 
 In a combination of loaders a shorter stream `cycles`: pass after pass, each in an order of its own. In training the passes
 are shared out one by one; in an evaluation they are one long stream, as they are on one process.
@@ -27,7 +26,7 @@ from typing import Any, Literal, TypedDict
 from trainwright.data.seeding import derive_seed
 from trainwright.rank_zero import rank_zero_warn
 
-Mode = Literal["train", "evaluate", "ghost", "even"]
+Mode = Literal["train", "evaluate", "ghost"]
 
 
 class Place(TypedDict):
@@ -65,8 +64,10 @@ class Share:
         """Whether the source is gone through again and again."""
         self.most: int | None = None
         """The number of the batch to stop before; None to go to the end."""
-        self.real_sizes: list[int] | None = None
-        """Per rank, the samples of the last round that are no repeats; None until such a round has been drawn."""
+        self.uneven: dict[int, list[int]] = {}
+        """By batch number, the samples that each rank has of a round that is not shared evenly, of those drawn so far."""
+        self.cuts: dict[int, list[int]] = {}
+        """By batch number, how a round is to be cut, where that does not follow from the round itself."""
         self.start_pass = self.start_item = 0
         """Where in the stream the start stands, over all ranks."""
         self.starts_beyond = False
@@ -74,6 +75,7 @@ class Share:
         self._unread = 0
         """Batches before the start that can only be read to be left behind."""
         self._first_pass: int | None = None
+        self._first_items: int | None = None
         self._ghost_at: int | None = None
         self._begun: list[tuple[int, int, int]] = [(0, 0, 0)]
         """Where each pass began: this rank's batch number, the pass, and the item of it."""
@@ -84,8 +86,10 @@ class Share:
         With a `place` the stream is cut there; without one it is cut as if all batches had been had at this world size.
         """
         self.seed, self.epoch, self.start_batch = seed, epoch, start_batch
-        self.real_sizes = self._first_pass = self._ghost_at = None
+        self._first_pass = self._first_items = self._ghost_at = None
         self._unread = 0
+        self.uneven.clear()
+        self.cuts.clear()
         self.start_pass, self.start_item = self._cut(start_batch) if place is None else self.fitted(place)
         self._begun = [(self._base, self.start_pass, self.start_item)]
         if self.start_pass:
@@ -181,8 +185,8 @@ class Share:
         """Yield the items of one pass over the source from one of them on, for all ranks."""
         raise NotImplementedError
 
-    def last_round(self, items: list[Any]) -> Any:
-        """Return this rank's part of a pass's last round, and note `real_sizes` where the parts are uneven."""
+    def cut_round(self, items: list[Any], number: int) -> Any:
+        """Return this rank's part of a round that is short, uneven, or to be cut anew; note it in `uneven` where it is that."""
         raise NotImplementedError
 
     def rounds(self, source_length: int, rank: int | None = None) -> int:
@@ -222,11 +226,11 @@ class Share:
         return self._first_pass if exact is None else self._length_of(exact)
 
     @property
-    def last_weight(self) -> float:
-        """Return this rank's part in the last round's mean, as a factor of the equal part that a rank usually has."""
-        if self.real_sizes is None:
-            return 1.0
-        return self.real_sizes[self.rank] * self.world_size / sum(self.real_sizes)
+    def real_first_pass(self) -> int | None:
+        """Return how many batches of the first pass count on this rank in an evaluation; None while that is not known."""
+        exact = self.exact_source_length
+        items = self._first_items if exact is None else exact
+        return None if items is None else (items - self.rank + self.world_size - 1) // self.world_size
 
     def pass_seed(self, pass_number: int) -> int:
         """Return the seed of a pass; the first has that of the epoch."""
@@ -234,30 +238,29 @@ class Share:
 
     def items(self) -> Iterator[Any]:
         """Yield this rank's items, from `start_batch` on."""
-        share = self._cycled() if self.cycles else self._share_of(self.drawn(0, self.start_item))
+        share = self._cycled() if self.cycles else self._share_of(self.drawn(0, self.start_item), self._base)
         left = None if self.most is None else max(0, self.most - self.start_batch)
         return islice(share, self._unread, None if left is None else self._unread + left)
 
-    def _share_of(self, items: Iterator[Any]) -> Iterator[Any]:
+    def _share_of(self, items: Iterator[Any], number: int) -> Iterator[Any]:
         if self.world_size == 1:
             return items
-        return self._every_nth(items) if self.mode in ("evaluate", "ghost") else self._rounds(items)
+        return self._every_nth(items) if self.mode in ("evaluate", "ghost") else self._rounds(items, number)
 
     def _cycled(self) -> Iterator[Any]:
         """Return an endless share; whole passes before the start are jumped over."""
         if self.mode in ("evaluate", "ghost"):
-            return self._share_of(self._passes(lambda items: items))
+            return self._share_of(self._passes(lambda items, number: items), self._base)
         return self._passes(self._share_of)
 
-    def _passes(self, cut: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
+    def _passes(self, cut: Callable[[Iterator[Any], int], Iterator[Any]]) -> Iterator[Any]:
         number = self._base
         del self._begun[1:]
         for each in count(self.start_pass):
             start = self.start_item if each == self.start_pass else 0
             self._begun.append((number, each, start))
             drawn = 0
-            self.real_sizes = None
-            for drawn, item in enumerate(cut(self.drawn(each, start)), start=1):  # noqa: B007 - read after the loop
+            for drawn, item in enumerate(cut(self.drawn(each, start), number), start=1):  # noqa: B007 - read after the loop
                 yield item
             if drawn == 0 and start == 0:
                 raise RuntimeError(
@@ -265,11 +268,11 @@ class Share:
                     "it out."
                 )
             number += drawn
-            if each == 0:
-                whole = start + drawn - self.rank + self.world_size - 1
-                self._first_pass = (
-                    whole // self.world_size if self.mode in ("evaluate", "ghost") else self._base + drawn
-                )
+            if each == 0 and self.mode in ("evaluate", "ghost"):
+                self._first_items = start + drawn
+                self._first_pass = self.rounds(start + drawn)
+            elif each == 0:
+                self._first_pass = self._base + drawn
 
     def _every_nth(self, items: Iterator[Any]) -> Iterator[Any]:
         first, number = None, 0
@@ -283,15 +286,27 @@ class Share:
             self._ghost_at = number // self.world_size
             yield first
 
-    def _rounds(self, items: Iterator[Any]) -> Iterator[Any]:
+    def _rounds(self, items: Iterator[Any], number: int) -> Iterator[Any]:
         """Yield this rank's item of each round; a round is held back until it is known not to be the last."""
-        ranks = self.world_size
+        ranks, cuts = self.world_size, self.cuts
         held = list(islice(items, ranks))
         while len(held) == ranks:
             following = list(islice(items, 1))
             if not following:
                 break
-            yield held[self.rank]
+            yield self.cut_round(held, number) if number in cuts else held[self.rank]
             held = list(chain(following, islice(items, ranks - 1)))
+            number += 1
         if held and not (len(held) < ranks and self.drops_short_round):
-            yield self.last_round(held)
+            yield self.cut_round(held, number)
+
+
+def even_sizes(samples: int, ranks: int, most: int, least: int = 2) -> list[int]:
+    """Return how many of a round's samples each rank gets: equally many, or one more, on as many ranks as may be.
+
+    No rank gets more than `most` (a batch, which the ranks together can hold), nor fewer than `least` unless that asks for
+    it: a step may need two (a batch norm, a loss of pairs). So some ranks may get none.
+    """
+    sharing = min(ranks, max(-(-samples // most), samples // least, 1))
+    size, larger = divmod(samples, sharing)
+    return [size + (rank < larger) if rank < sharing else 0 for rank in range(ranks)]

@@ -48,13 +48,40 @@ def refuse_unequal(tensor: Tensor) -> None:
     """
     if _world_size() == 1 or dist.get_backend() != "gloo" or tensor.dim() > _MAX_DIMS:
         return
-    shapes = _gather_shapes(tensor, "all_gather")
+    _refuse_shapes(_gather_shapes(tensor, "all_gather"))
+
+
+def _refuse_shapes(shapes: list[tuple[int, ...]]) -> None:
     if any(shape != shapes[0] for shape in shapes):
         listed = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
         raise ValueError(
             f"all_gather got tensors of different shapes ({listed}); they have to be equal. Pad them first, or gather them one "
             "after the other along their first dimension with trainer.engine.gather."
         )
+
+
+def filled_up(tensor: Tensor) -> tuple[Tensor, list[int]]:
+    """Return a tensor with rows as many as any rank's has, its own repeated, and how many each has; gradients pass through.
+
+    Collective: call on every rank.
+
+    Raises:
+        ValueError, TypeError: they differ in more than their first dimension, or a rank has no row to repeat.
+    """
+    if tensor.dim() > _MAX_DIMS or _world_size() == 1:
+        return tensor, []
+    shapes = _gather_shapes(tensor, "all_gather")
+    if not all(shapes):
+        _refuse_shapes(shapes)
+        return tensor, []
+    rows = [shape[0] for shape in shapes]
+    if len(set(rows)) == 1:
+        _refuse_shapes(shapes)
+        return tensor, rows
+    if any(shape[1:] != shapes[0][1:] for shape in shapes) or not min(rows):
+        _refuse_shapes(shapes)
+    index = torch.arange(max(rows), device=tensor.device) % tensor.shape[0]
+    return tensor[index], rows
 
 
 def gather_uneven(tensor: Tensor) -> list[Tensor]:
@@ -129,6 +156,22 @@ def barrier() -> None:
     token = _to_group(torch.zeros(1))
     dist.all_reduce(token)  # a reduction, because NCCL's own barrier guesses the device and warns
     token.item()  # NOTE: waits for the device too
+
+
+def count_issued() -> int | None:
+    """Return how many collectives this process has called so far, in whatever group; None where a group does not tell."""
+    if _world_size() == 1:
+        return 0
+    try:
+        groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+        count: int = sum(
+            group._get_backend(device)._get_sequence_number_for_group()
+            for group in groups
+            for device in group._device_types
+        )
+        return count
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def set_timeout(seconds: float) -> None:

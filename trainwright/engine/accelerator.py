@@ -26,6 +26,7 @@ from trainwright.checkpoint.opening import Verify
 from trainwright.data.seeding import set_rng_state
 from trainwright.engine import gathering
 from trainwright.engine.between_ranks import portion
+from trainwright.engine.divided_loss import in_float32
 from trainwright.engine.engine import Engine
 from trainwright.engine.iterations import Iterations
 from trainwright.engine.preparations import Preparations, kind_of
@@ -183,12 +184,17 @@ class Accelerator:
         return self._windows.of(models)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Send a loss backward, divided by the length of its window; the keyword arguments are those of Tensor.backward."""
+        """Send a loss backward, divided by the length of its window, and weighted by its samples in an uneven last round.
+
+        The keyword arguments are those of Tensor.backward.
+        """
         if not isinstance(loss, Tensor):
             raise TypeError(f"backward was given a {type(loss).__name__}; accepted is a loss tensor.")
-        window = self._windows.at_hand
-        if window.length > 1:
-            loss = loss / window.length
+        loss = self._windows.at_hand.divide(loss)
+        if self.num_processes > 1:
+            iteration, _ = self._iterations.at_hand()
+            if iteration is not None and (weight := iteration.loader.weight) != 1.0:
+                loss = in_float32(loss) * weight
         self._windows.note_backward()
         self.engine.backward(loss, **options)
 
@@ -317,7 +323,7 @@ class Accelerator:
             CheckpointError: on every rank alike, where the path exists too (with overwrite, where anything else is there).
             RuntimeError: within an accumulation window, whose gradients no checkpoint holds.
         """
-        if self._windows.has_gradients and self.gradient_accumulation_steps > 1:
+        if self._windows.is_open and self.gradient_accumulation_steps > 1:
             raise RuntimeError(
                 "save_state was called within an accumulation window, whose gradients a checkpoint does not hold; call it when "
                 "accelerator.sync_gradients is True and the optimizer has stepped."
@@ -328,6 +334,7 @@ class Accelerator:
             "position": {**place, "step": self.step_count},
             "loaders": loaders,
             "lr_schedulers": [scheduler.state_dict() for scheduler in self._preparations.schedulers],
+            "steps_of_schedulers": [scheduler.steps_since() for scheduler in self._preparations.schedulers],
         }
         self.engine.save(
             str(output_dir),
@@ -378,6 +385,10 @@ class Accelerator:
             self._preparations.schedulers, restored.state.get("lr_schedulers", []), strict=True
         ):
             scheduler.load_state_dict(saved)
+        for scheduler, since in zip(
+            self._preparations.schedulers, restored.state.get("steps_of_schedulers", []), strict=False
+        ):
+            scheduler.take_steps(*since)
         position = restored.state["position"]
         self.step_count = int(position["step"])
         self._windows.reset()

@@ -6,7 +6,6 @@ What a method does on several ranks is the strategy's; the Engine itself asks fo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,18 +17,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.contents import (
-    check_optimizer,
     extra_states,
-    fitting_extra_states,
-    restore_optimizer,
-    set_extra_states,
-    with_dtypes_of,
 )
 from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
 from trainwright.checkpoint.opening import Verify
 from trainwright.checkpoint.outcomes import Outcomes
-from trainwright.checkpoint.store import SAVE, Checkpoint, is_checkpoint, open_checkpoint
-from trainwright.checkpoint.tensors import Piece, TensorEntry
+from trainwright.checkpoint.store import SAVE, Checkpoint, open_checkpoint
+from trainwright.checkpoint.tensors import Piece
 from trainwright.checkpoint.writer import CheckpointWriter
 from trainwright.data.index_stream import Mode
 from trainwright.data.loaders import ShardedLoader
@@ -41,18 +35,25 @@ from trainwright.engine.command_line import fill_open
 from trainwright.engine.devices import check_nodes, device_index, resolve_device_type, resolve_num_processes
 from trainwright.engine.finiteness import Finiteness
 from trainwright.engine.handover import start_job
-from trainwright.engine.lazy_tensors import check_lazy_shapes, give_shapes, lazy_tensors, refuse_lazy_tensors
+from trainwright.engine.lazy_tensors import (
+    LazyTensor,
+    check_lazy_shapes,
+    give_shapes,
+    lazy_tensors,
+    refuse_lazy_tensors,
+)
 from trainwright.engine.model_layout import refuse_unlike_models, trained_names
+from trainwright.engine.module_state import ModuleLoads
 from trainwright.engine.named_state import model_pieces, named_optimizers, optimizer_pieces, stray_pieces
+from trainwright.engine.optimizer_state import check_optimizers, load_optimizers
 from trainwright.engine.replaced import ReplacedParameters
 from trainwright.engine.replica_settings import refuse_unlike_optimizers
 from trainwright.engine.restored import Restored, restored
-from trainwright.errors import CheckpointError
 from trainwright.precision import Precision, StepResult, resolve_precision
 from trainwright.precision.base import Clipper, Closure, Sender
-from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy, resolve_strategy
 from trainwright.strategies.base import Optimization
+from trainwright.strategies.state_entries import computed_entries
 
 _holders: WeakKeyDictionary[nn.Module, ref[Strategy]] = WeakKeyDictionary()
 """The strategy that a module was set up by last, in this process."""
@@ -213,6 +214,7 @@ class Engine:
         self.replaced.update(each for each in optimizers if each not in self.optimizers)
         refuse_unlike_optimizers(optimizers, self.agreement, self.timeout_seconds)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
+        self.precision.follow(self.optimizers)
         self.finiteness.begin()
         return self.optimizers
 
@@ -320,8 +322,10 @@ class Engine:
         self.agreement.exchange(b"", call=f"a save of step {step}", timeout_seconds=self.timeout_seconds)
         self.finish_save()
         refuse_lazy_tensors(path, self.modules)
+        for module in self.modules:
+            computed_entries(self.strategy, module)  # refuses what it cannot store
         pieces = model_pieces(self.strategy, self.modules)
-        self._look_at_weights(path, overwrite)
+        self.finiteness.look(path, overwrite)
         if edit is not None:
             edited: list[Piece] = []
             state, left = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
@@ -357,14 +361,6 @@ class Engine:
             blocking=blocking,
             overwrite=overwrite,
         )
-
-    def _look_at_weights(self, path: str, overwrite: bool) -> None:
-        """Refuse to let weights that are not finite take a checkpoint's place, and say where they take none. Collective."""
-        fault = self.finiteness.fault_at_save()
-        if fault and overwrite and json.loads(self.agreed(json.dumps(is_checkpoint(path)), SAVE)):
-            raise CheckpointError(f"checkpoint {path} was not written: {fault}, and the one that is there stays.")
-        if fault:
-            rank_zero_warn(f"{fault}; checkpoint {path} is written with them.", stacklevel=3)
 
     def finish_save(self) -> None:
         """Wait until a save that was begun with blocking=False has committed. Collective: call on every rank.
@@ -424,11 +420,11 @@ class Engine:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
         """
         checkpoint, state, tensors = source if isinstance(source, Opened) else self.open(source)
-        present, lazy = model_pieces(self.strategy, self.modules), lazy_tensors(self.modules)
+        lazy: dict[str, LazyTensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         pieces: list[Piece] = []
         strays = [] if weights_only else stray_pieces(self.strategy, self.modules, self.optimizers)
-        extra: list[dict[str, Any]] = []
+        loads = ModuleLoads(self.strategy, self.modules, state, checkpoint.path)
         seed = int(state.get("seed", self.seed))
         told = Restored(state, None, None, [])
 
@@ -437,34 +433,37 @@ class Engine:
             if check is not None:
                 check(state)
             stored = checkpoint.tensors("model") if tensors is None else tensors
-            shapes.update((name, tuple(each.shape)) for name, each in stored.items())
+            loads.check(strict)
+            shapes.update((name, tuple(each.shape)) for name, each in stored.items() if loads.is_filled(name))
+            lazy.update({name: each for name, each in lazy_tensors(self.modules).items() if loads.is_filled(name)})
+            present = [each for each in model_pieces(self.strategy, self.modules) if loads.is_filled(each.name)]
             pieces.extend(check_model(checkpoint.path, shapes, present, strict, lazy))
             check_lazy_shapes(checkpoint.path, lazy, shapes)
-            extra.extend(fitting_extra_states(self.modules, state, checkpoint.path, strict))
             if not weights_only:
-                self._check_optimizers(checkpoint, state)
+                check_optimizers(checkpoint, state, named_optimizers(self.modules, self.optimizers))
                 there = checkpoint.tensors("parameters") if "parameters" in checkpoint.sections else {}
                 check_model(checkpoint.path, {name: each.shape for name, each in there.items()}, strays, strict=True)
                 told = restored(checkpoint, state, seed, self.rank, self.world_size)
 
         # One rank's refusal is every rank's, in the words of the lowest.
-        Outcomes(self.agreement, "the load of a checkpoint", "", checkpoint.path, self.timeout_seconds).settle(fits)
+        outcomes = Outcomes(self.agreement, "the load of a checkpoint", "", checkpoint.path, self.timeout_seconds)
+        outcomes.settle(fits)
+        outcomes.settle(lambda: loads.load_wholes(checkpoint, tensors, strict))
         if lazy:
             give_shapes(lazy, shapes)
             pieces = [piece for piece in model_pieces(self.strategy, self.modules) if piece.name in shapes]
         if not weights_only:
-            self._load_optimizers(checkpoint, state)
+            load_optimizers(checkpoint, state, self.strategy, named_optimizers(self.modules, self.optimizers))
         if tensors is not None:
             fill(pieces, tensors)
         else:
             checkpoint.read_into("model", pieces)
         if strays:
             checkpoint.read_into("parameters", strays)
-        for module, states in zip(self.modules, extra, strict=True):
-            set_extra_states(module, states)
         same_job = (checkpoint.header.get("strategy"), checkpoint.world_size) == (self.strategy.name, self.world_size)
         kept = {} if weights_only or not same_job else state.get("strategy", {})
         self.strategy.after_load(self.modules, self.optimizers, kept)
+        outcomes.settle(loads.finish)
         if not weights_only:
             self.precision.load_state_dict(state.get("precision", {}))
             self.seed = seed
@@ -482,34 +481,3 @@ class Engine:
         self.writer.release()
         self.strategy.close()
         self.modules, self.optimizers = [], []
-
-    def _check_optimizers(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-        described = state.get("optimizers")
-        if described is None:
-            raise CheckpointError(
-                f"{checkpoint.path}: it holds weights only, so a run cannot go on from it; load it as weights, or resume from "
-                "a full checkpoint."
-            )
-        named = named_optimizers(self.modules, self.optimizers)
-        if len(described) != len(named):
-            raise CheckpointError(
-                f"{checkpoint.path}: it holds {len(described)} optimizers, but this run has {len(named)}. Build the same "
-                "optimizers to resume, or load the weights alone."
-            )
-        for number, (optimizer, names) in enumerate(named):
-            check_optimizer(number, optimizer, names, described[number], checkpoint.path)
-
-    def _load_optimizers(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-        described, named = state["optimizers"], named_optimizers(self.modules, self.optimizers)
-        entries = checkpoint.tensors("optimizer") if "optimizer" in checkpoint.sections else {}
-        for number, (optimizer, names) in enumerate(named):
-            own: dict[str, TensorEntry] = {
-                name.split("/", 1)[1]: entry for name, entry in entries.items() if name.startswith(f"{number}/")
-            }
-            own = with_dtypes_of(names, own, checkpoint.tensors("model"))
-            self.strategy.allocate_optimizer_state(optimizer, names, own)
-            restore_optimizer(optimizer, names, described[number])
-        if pieces := optimizer_pieces(
-            self.strategy, named_optimizers(self.modules, self.optimizers)
-        ):  # plain SGD has no state at all
-            checkpoint.read_into("optimizer", pieces)

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from trainwright.checkpoint.store import SAVE
+from trainwright.checkpoint.store import SAVE, is_checkpoint
 from trainwright.checkpoint.tensors import Piece
 from trainwright.compiled_names import clean_name
 from trainwright.distributed.agreement import Agreement
+from trainwright.engine.named_state import prefix_of
+from trainwright.errors import CheckpointError
+from trainwright.rank_zero import rank_zero_warn
 
 DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64})
 STATISTICS = ("running_mean", "running_var")
@@ -60,18 +63,31 @@ class Finiteness:
         more = f" and {len(names) - 1} more" if names[1:] else ""
         return f"the weights are not finite (NaN or infinity in {names[0]!r}{more})" if names else ""
 
-    def fault_at_save(self) -> str:
-        """Return the same, without another look where one has just been taken for this save. Collective."""
+    def look(self, path: str, overwrite: bool) -> None:
+        """Look at the weights of a save, unless that has just been done: say what is not finite. Collective.
+
+        Raises:
+            CheckpointError: they are not, and would take the place of another checkpoint.
+        """
         fault = "" if self._is_known else self.fault()
         self._is_known = False
-        return fault
+        if not fault:
+            return
+        if overwrite and self._is_taken(path):
+            raise CheckpointError(f"checkpoint {path} was not written: {fault}, and the one that is there stays.")
+        rank_zero_warn(f"{fault}; checkpoint {path} is written with them.", stacklevel=4)
+
+    def _is_taken(self, path: str) -> bool:
+        """Return whether rank 0 sees a checkpoint there. Collective."""
+        own = b"1" if is_checkpoint(path) else b""
+        return bool(self._agreement.broadcast(own, call=SAVE, timeout_seconds=self._timeout_seconds))
 
 
 def _trained(modules: Iterable[nn.Module]) -> set[str]:
     """Return the names, in a checkpoint, of what is looked at."""
     names = set()
     for number, module in enumerate(modules):
-        prefix = f"{number}." if number else ""
+        prefix = prefix_of(number)
         names |= {prefix + clean_name(name) for name, each in module.named_parameters() if each.requires_grad}
         for place, layer in module.named_modules():
             if isinstance(layer, _NormBase):

@@ -66,10 +66,11 @@ class Iterations:
         if not fresh:
             self._found = (self._open[-1] if self._open else None, True)
             return self._found
-        found = next((each for each in fresh if each.loader is self._outer), fresh[0])
+        outer = next((each for each in fresh if each.loader is self._outer), None)
+        found = fresh[0] if outer is None else outer
         self._outer = found.loader
         for each in fresh:
             if each.began > found.latest:
                 found = each
-        self._found = (found, len(fresh) == 1)
+        self._found = (found, len(fresh) == 1 or found is outer)
         return self._found

@@ -20,7 +20,7 @@ Named = list[tuple[Optimizer, dict[Tensor, str]]]
 def model_pieces(strategy: Strategy, modules: Sequence[nn.Module]) -> list[Piece]:
     """Return this rank's share of the modules' tensors."""
     return [
-        _prefixed(piece, _prefix(number))
+        _prefixed(piece, prefix_of(number))
         for number, module in enumerate(modules)
         for piece in strategy.model_pieces(module)
     ]
@@ -40,7 +40,7 @@ def named_optimizers(modules: Iterable[nn.Module], optimizers: Sequence[Optimize
     names: dict[Tensor, str] = {}
     for number, module in enumerate(modules):
         for name, parameter in module.named_parameters():
-            names.setdefault(parameter, _prefix(number) + clean_name(name))
+            names.setdefault(parameter, prefix_of(number) + clean_name(name))
     for number, position, stepped in _stepped(optimizers):
         names.setdefault(stepped, f"{STRAY} {number}.{position}")
     return [(optimizer, names) for optimizer in optimizers]
@@ -71,7 +71,7 @@ def _stepped(optimizers: Iterable[Optimizer]) -> Iterator[tuple[int, int, Tensor
             yield number, position, parameter
 
 
-def _prefix(number: int) -> str:
+def prefix_of(number: int) -> str:
     """Return what stands before the names of a module; torch lets none of the first one's own begin with a dot."""
     return f".{number}." if number else ""
 

@@ -311,6 +311,16 @@ class PreparedScheduler:
         if is_due:
             self.scheduler.step(*args, **kwargs)
 
+    def steps_since(self) -> list[int]:
+        """Return how often its optimizers were told to step since its own last one, and how often they did."""
+        asked, made = self._counts()
+        return [asked - self._asked, made - self._made]
+
+    def take_steps(self, asked: int, made: int) -> None:
+        """Go on from what `steps_since` returned."""
+        all_asked, all_made = self._counts()
+        self._asked, self._made = all_asked - asked, all_made - made
+
     def _counts(self) -> tuple[int, int]:
         return sum(each.steps_asked for each in self._optimizers), sum(each.steps_made for each in self._optimizers)
 

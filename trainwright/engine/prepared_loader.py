@@ -16,8 +16,9 @@ from trainwright.engine.iterations import Iterations
 class PreparedLoader:
     """This rank's share of a loader, batch by batch on the device; each iteration is the next epoch.
 
-    Every rank has equally many batches; `last_sizes` tells how many samples of the last ones are no repeats. What else the
-    loader has (`dataset`, `batch_size`, `sampler`), this one has: it is that of the whole loader, as it was given.
+    Every rank has equally many batches. Of the last ones some may be smaller, and a rank that is left without a sample works on
+    another's: `last_sizes` tells how many samples each rank has. What else the loader has (`dataset`, `batch_size`,
+    `sampler`), this one has: it is that of the whole loader, as it was given.
 
     Args:
         engine: whose share, and which device.
@@ -31,7 +32,7 @@ class PreparedLoader:
         """The number of the epoch that the next batch belongs to."""
         self.is_at_end = False
         """Whether the batch at hand is the epoch's last."""
-        self._sharded = engine.prepare_loader(loader, "even")
+        self._sharded = engine.prepare_loader(loader, "train")
         self._engine = engine
         self._iterations = iterations
         self._start = self._batch = 0
@@ -78,8 +79,13 @@ class PreparedLoader:
 
     @property
     def last_sizes(self) -> list[int] | None:
-        """Return, per rank, how many samples of the last batch are no repeats; None where all are."""
-        return self._sharded.last_sizes
+        """Return, per rank, how many samples of the batch at hand are its own; None where all are, and equally many."""
+        return self._sharded.uneven.get(self._batch - 1)
+
+    @property
+    def weight(self) -> float:
+        """Return this rank's part in the round of the batch at hand, beside an equal part."""
+        return self._sharded.weight_at(self._batch - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the next batch stands."""

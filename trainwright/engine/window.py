@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.engine.divided_loss import divisor_of, in_float32
 from trainwright.engine.engine import Engine
 from trainwright.engine.iterations import Iteration, Iterations
 
@@ -25,13 +26,15 @@ class AccumulationWindow(AbstractContextManager[None]):
 
     def __init__(self, windows: AccumulationWindows, models: tuple[nn.Module, ...] = ()) -> None:
         self.length = 1
-        """What the losses of this window are divided by."""
+        """Batches of this window, as they are planned."""
         self.is_at_end = True
         """Whether the batch at hand ends its window."""
         self.correction = 1.0
         """What gradients are to be multiplied with: a window may end earlier than was to be seen at its beginning."""
         self._windows, self._models = windows, models
         self._planned = 1
+        self._divisor: float | None = None
+        """What the losses of this window are divided by; None before the first."""
         self._place = 0
         self._iteration: Iteration | None = None
         """The pass over a loader that it began in."""
@@ -41,7 +44,7 @@ class AccumulationWindow(AbstractContextManager[None]):
         windows = self._windows
         windows.at_hand = self
         if windows.usual_length == 1 and self._place == 0:
-            self.length, self.is_at_end, self.correction = 1, True, 1.0
+            self.length, self.is_at_end, self.correction, self._divisor = 1, True, 1.0, None
             return
         iteration, is_certain = windows.iterations.at_hand()
         loader = None if iteration is None else iteration.loader
@@ -50,7 +53,7 @@ class AccumulationWindow(AbstractContextManager[None]):
             windows.drop_gradients(self._models)
         if self._place == 0:
             self._iteration = iteration
-            self.correction = 1.0
+            self.correction, self._divisor = 1.0, None
             self._corrected.clear()
             self._planned = self.length = windows.usual_length
             left = loader.batches_left if loader is not None and is_certain else None
@@ -74,10 +77,19 @@ class AccumulationWindow(AbstractContextManager[None]):
 
     def correct(self, optimizer: Optimizer) -> float:
         """Return what an optimizer's gradients are still to be multiplied with in this window, and take it as done."""
-        if self.correction == 1.0 or id(optimizer) in self._corrected:
+        correction = self.correction * ((self._divisor or self.length) / self.length)
+        if correction == 1.0 or id(optimizer) in self._corrected:
             return 1.0
         self._corrected.add(id(optimizer))
-        return self.correction
+        return correction
+
+    def divide(self, loss: Tensor) -> Tensor:
+        """Return a loss as it goes backward in this window."""
+        if self.length == 1:
+            return loss
+        if self._divisor is None:
+            self._divisor = divisor_of(self.length, loss.dtype)
+        return in_float32(loss) / self._divisor
 
 
 class AccumulationWindows:
@@ -110,6 +122,11 @@ class AccumulationWindows:
         """The window that was entered last."""
         self.has_gradients = False
         """Whether gradients wait for a step."""
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether gradients wait, or a window has begun and not ended."""
+        return self.has_gradients or any(each.is_open for each in self._windows.values())
 
     def of(self, models: tuple[nn.Module, ...]) -> AccumulationWindow:
         """Return the window of these models."""

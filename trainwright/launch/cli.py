@@ -261,5 +261,5 @@ def _describe(command: Sequence[str], settings: Mapping[str, Setting]) -> str:
     lines = [f"trainwright launch: {settings['devices'].value} process(es) of {what} on this machine"]
     for name, (value, source) in settings.items():
         shown = "a free one" if name == "main_port" and value == 0 else "none" if value is None else value
-        lines.append(f"  {name:<13}{shown!s:<15} {source}")
+        lines.append(f"  {name:<15}{shown!s:<15} {source}")
     return "\n".join(lines) + "\n"

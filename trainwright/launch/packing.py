@@ -184,8 +184,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     own = getattr(value, "__getstate__", None)
     state = own() if callable(own) else vars(value)
-    for name, item in (state if isinstance(state, Mapping) else vars(value)).items():
-        if isinstance(value, torch.nn.Module) and name in ("_modules", "_parameters", "_buffers"):
-            yield from ((f".{key}", each) for key, each in item.items())
-        else:
-            yield f".{name}", item
+    attributes = dict(state if isinstance(state, Mapping) else vars(value))
+    if isinstance(value, torch.nn.Module):
+        for name in ("_modules", "_parameters", "_buffers"):
+            yield from ((f".{key}", each) for key, each in attributes.pop(name, {}).items())
+    # What the user has named comes before what a library keeps beside it, which often leads to the same thing.
+    for name in sorted(attributes, key=lambda name: str(name).startswith("_")):
+        yield f".{name}", attributes[name]

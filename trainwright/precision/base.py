@@ -6,7 +6,7 @@ nothing of processes: what ranks have to do together is the strategy's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -96,6 +96,9 @@ class Precision:
 
     def forget(self, optimizer: Optimizer) -> None:
         """Take note that this optimizer's gradients were dropped, perhaps without a step; nothing here."""
+
+    def follow(self, optimizers: Sequence[Optimizer]) -> None:
+        """Take note of all optimizers that will be stepped, whose gradients a loss scale has to keep to; nothing here."""
 
     def reset(self) -> None:
         """Begin anew, as a run does; nothing here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -57,6 +58,7 @@ class MixedPrecision(Precision):
         self._told: dict[int, Found] = {}
         """What was found in gradients that were stepped with or dropped, until the scale has heard of it."""
         self._has_scaled = False
+        self._followed: Sequence[Optimizer] = ()
         _see_every_step()
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -154,16 +156,30 @@ class MixedPrecision(Precision):
                 looked.is_divided = False
                 if looked.has_stepped:
                     looked.found, looked.has_stepped, looked.is_told = {}, False, False
-        self._update_scale()
+        if self._told:
+            self._adapt([id(each) for gradients in present for each in gradients])
         for gradient in (each for gradients in present for each in gradients):
-            self._multiply(gradient)
+            self._multiply(gradient, self._scale)
 
-    @torch.no_grad()
-    def _multiply(self, gradient: Any) -> None:
+    def _adapt(self, divided: Collection[int]) -> None:
+        """Adapt the scale, and with it the gradients that wait for a step, but those that are divided by it."""
+        before = self._scale.clone()
+        self._update_scale()
+        parameters = [p for each in self._followed for group in each.param_groups for p in group["params"]]
+        waiting = {id(p.grad): p.grad for p in parameters if p.grad is not None and id(p.grad) not in divided}
+        for gradient in waiting.values():
+            self._multiply(gradient, self._scale / before)
+
+    @property
+    def _scale(self) -> Tensor:
         assert self.scaler is not None
         assert self.scaler._scale is not None
+        return self.scaler._scale
+
+    @torch.no_grad()
+    def _multiply(self, gradient: Any, factor: Tensor) -> None:
         local = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # a shard, under fsdp
-        local.mul_(self.scaler._scale.to(local.device))
+        local.mul_(factor.to(local.device))
 
     def _tell(self, looked: Looked) -> None:
         if looked.found and not looked.is_told:
@@ -201,6 +217,10 @@ class MixedPrecision(Precision):
         looked = self._looked.pop(id(optimizer), None)
         if looked is not None:
             self._tell(looked)
+
+    def follow(self, optimizers: Sequence[Optimizer]) -> None:
+        """Take note of the optimizers whose gradients may wait for a step while another's step changes the scale."""
+        self._followed = tuple(optimizers)
 
     def reset(self) -> None:
         self.load_state_dict(self._first_state)

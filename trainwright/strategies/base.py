@@ -7,8 +7,7 @@ are the precision's. A new strategy overrides two to six methods; nothing outsid
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +17,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.contents import describe_optimizer, is_extra_state
+from trainwright.checkpoint.contents import describe_optimizer
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name as clean_name
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.strategies.materialize import materialize
 from trainwright.strategies.shared_buffers import SharedBuffers
 from trainwright.strategies.shared_buffers import broadcast_tensors as broadcast_tensors
+from trainwright.strategies.state_entries import state_tensors
 
 STORED_NEVER = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
 """Keys of a parameter group that a checkpoint leaves out: its tensors, and how the optimizer is computed here."""
@@ -79,6 +79,8 @@ class Strategy:
     """True where its engine's own configuration says which optimizer to make, so that the module makes none."""
     takes_compile = True
     """True where torch.compile can trace what its engine does around the modules."""
+    holds_modules = True
+    """True where the module's own tensors are what is trained, whole on each rank."""
     keeps_optimizers = True
     """True where optimizers still have their state once the strategy was closed; else an evaluation leaves it open."""
     gradients_are_parameters = True
@@ -346,20 +348,3 @@ def check_alike(module: nn.Module, name: str) -> None:
             f"{type(module).__name__}._ddp_params_and_buffers_to_ignore leaves {names[0]!r} to each rank, but "
             f"strategy={name!r} trains one model; use strategy='ddp', or delete that attribute."
         )
-
-
-def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a module's state_dict by their names there: those in use, which a load may write into.
-
-    What is lazy is left out: it has no shape yet (see engine/lazy_tensors.py).
-    """
-    for name, value in module.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor) or is_extra_state(name) or is_lazy(value):
-            continue
-        if not isinstance(value, nn.Parameter):
-            place, _, leaf = name.rpartition(".")
-            with suppress(AttributeError):
-                own = getattr(module.get_submodule(place), leaf)
-                # A Metric puts copies of its states there.
-                value = own if isinstance(own, Tensor) and own.shape == value.shape else value
-        yield name, value

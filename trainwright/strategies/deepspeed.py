@@ -19,12 +19,11 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name
-from trainwright.distributed import collectives
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.precision.fast_path import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import zero_gradients, zero_state
-from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, check_alike, state_tensors
+from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, check_alike
 from trainwright.strategies.deepspeed_config import (
     build_config,
     low_precision,
@@ -33,7 +32,9 @@ from trainwright.strategies.deepspeed_config import (
     settle,
 )
 from trainwright.strategies.deepspeed_engine import make_engine, refuse_other_dtype, scale_losses
+from trainwright.strategies.joined_state import join_plain
 from trainwright.strategies.master_optimizer import MasterOptimizer, Share
+from trainwright.strategies.state_entries import state_tensors
 from trainwright.strategies.step_probe import refuse_uneven_steps
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, part_of
 from trainwright.strategies.zero_traces import ZeroTraces
@@ -64,6 +65,7 @@ class DeepSpeedStrategy(Strategy):
 
     name = "deepspeed"
     is_parallel = True
+    holds_modules = False
     takes_closure = False
     needs_group = True
     keeps_optimizers = False
@@ -130,8 +132,6 @@ class DeepSpeedStrategy(Strategy):
                 f"the DeepSpeed config says {told}, and the Trainer {precision.name}: the config's is used.",
                 stacklevel=4,
             )
-        if device_type == "cpu" and (told or precision.name) == "16-true":
-            rank_zero_warn("DeepSpeed has no float16 on the CPU: bfloat16 is used in its place.", stacklevel=4)
         if device_type == "cpu" and (self.offload_optimizer or self.offload_parameters):
             rank_zero_warn(
                 "offloading moves to the host what a GPU holds, and this run computes on the CPU: nothing is moved."
@@ -143,6 +143,8 @@ class DeepSpeedStrategy(Strategy):
         if self._asked_precision is not None and not name.startswith(self._asked_precision.partition("-")[0]):
             name = self._asked_precision
         if device.type == "cpu" and name == "16-true":
+            # Said here, in the job: what `check` says, the process that launches the job has said before.
+            rank_zero_warn("DeepSpeed has no float16 on the CPU: bfloat16 is used in its place.", stacklevel=4)
             name = "bf16-true"
         self.precision = ZeroPrecision(name, device.type, precision, self._scalers)
 
@@ -362,8 +364,10 @@ class DeepSpeedStrategy(Strategy):
 
     def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
         described = super().describe_optimizer(optimizer, names)
-        for plain in collectives.gather_object(described["plain"]):
-            described["plain"].update(plain)
+        facade = self._taken(optimizer)
+        mine = {names[parameter] for parameter in facade.master.views}
+        own = {name: state for name, state in described["plain"].items() if name in mine}
+        described["plain"] = join_plain(own, f"the state of {type(optimizer).__name__}", self.rank, self.device)
         return described
 
     def after_load(

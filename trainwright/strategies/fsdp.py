@@ -31,6 +31,7 @@ from trainwright.strategies.base import Optimization, StepForward, Strategy, bro
 from trainwright.strategies.late_reduction import LateReduction
 from trainwright.strategies.low_layers import Float32, allow_float32, find_float32
 from trainwright.strategies.materialize import innermost_first, materialize
+from trainwright.strategies.row_probe import refuse_sharded_steps
 from trainwright.strategies.sharded_access import explain, open_methods, refuse_sharded_loss
 from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, choose_groups
 
@@ -87,6 +88,7 @@ class FSDPStrategy(Strategy):
     is_parallel = True
     forward_is_collective = True
     takes_closure = False
+    holds_modules = False
     needs_group = True
 
     def __init__(
@@ -115,6 +117,7 @@ class FSDPStrategy(Strategy):
         self._float32 = Float32()
         self._late = LateReduction()
         self._automatic = True
+        self._tried: list[Optimizer] = []
 
     # -- before a run ------------------------------------------------------------------------------------------------
 
@@ -252,6 +255,9 @@ class FSDPStrategy(Strategy):
         for optimizer in optimizers:
             if isinstance(optimizer, UNSHARDED):
                 raise ValueError(_no_shards(optimizer))
+        for optimizer in (each for each in optimizers if each not in self._tried):
+            refuse_sharded_steps(optimizer, init_device_mesh(self.device.type, (self.world_size,)), self.name)
+            self._tried.append(optimizer)
         # In a loop of one's own the optimizers were made before their modules were sharded.
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["params"] = [self._sharded.get(each, each) for each in group["params"]]  # type: ignore[no-untyped-call]
@@ -370,6 +376,7 @@ class FSDPStrategy(Strategy):
         self.wrapped.clear()
         self._late.clear()
         self.buffers.clear()
+        self._tried.clear()
 
     def _roots(self) -> Iterator[FSDPModule]:
         return (root for root in self.wrapped.values() if isinstance(root, FSDPModule))

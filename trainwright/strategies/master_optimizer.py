@@ -106,7 +106,7 @@ class MasterOptimizer(Optimizer):
         """Return this rank's part of a whole parameter's state."""
         share, cut = view.share, {}
         for key, value in state.items():
-            if not isinstance(value, Tensor) or value.dim() == 0 or key == "step":
+            if not isinstance(value, Tensor) or key == "step":
                 cut[key] = value
             elif tuple(value.shape) == share.shape:
                 part = value.detach().reshape(-1)[share.start : share.start + share.numel]

@@ -27,6 +27,10 @@ LARGEST = {0: 1, 1: 4096, 2: 128}
 """How many elements a tensor of so many dimensions has at most in each of them (small ones may be stepped in another way)."""
 
 
+class Untried(Exception):
+    """An optimizer cannot be tried, whole tensors and all."""
+
+
 def refuse_uneven_steps(optimizer: Optimizer, device: torch.device, strategy: str, *, flat: bool) -> None:
     """Refuse an optimizer that would step a rank's share of the parameters otherwise than all of them (ValueError).
 
@@ -45,13 +49,18 @@ def refuse_uneven_steps(optimizer: Optimizer, device: torch.device, strategy: st
     )
     try:
         distance = _distance(optimizer, device, flat)
-    except Exception as error:
+    except Untried as error:
         if not flat:
             return  # whole tensors are what it knows, so nothing speaks against it
         if _needs_closure(optimizer):
             raise ValueError(
                 f"{name} computes the loss in its step, which strategy={strategy!r} does not let it. {instead}"
             ) from None
+        raise ValueError(
+            f"{name} cannot be tried on small tensors ({error}), so it is not known whether it steps {share} as all of them, "
+            f"and strategy={strategy!r} gives each rank no more. {instead}"
+        ) from error
+    except Exception as error:
         raise ValueError(
             f"{name} cannot step {share} ({type(error).__name__}: {error}), and strategy={strategy!r} gives each rank no more. "
             f"{instead}"
@@ -96,13 +105,13 @@ def _tried(optimizer: Optimizer, device: torch.device, flat: bool, dtype: torch.
     def drawn(shape: Sequence[int]) -> Tensor:
         return torch.randn(tuple(shape), generator=generator, dtype=dtype).to(device)
 
-    starts = [[drawn(shape) for shape in _shapes(group)] for group in optimizer.param_groups]
+    starts = [[drawn(shape) for shape in shapes_of(group)] for group in optimizer.param_groups]
     gradients = [[[drawn(each.shape) * 0.1 for each in group] for group in starts] for _ in range(STEPS)]
     draws = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
     with draws, torch.compiler.set_stance("force_eager"):
-        whole = _stepped(optimizer, starts, gradients)
+        whole = stepped_whole(optimizer, starts, gradients)
         shares = [
-            _stepped(
+            stepped(
                 optimizer,
                 [_share(group, rank, flat) for group in starts],
                 [[_share(group, rank, flat) for group in step] for step in gradients],
@@ -117,12 +126,10 @@ def _tried(optimizer: Optimizer, device: torch.device, flat: bool, dtype: torch.
             for found, after, start in zip(shares[rank][number], expected, begun, strict=True):
                 moved = max(moved, float((after - start).abs().max()))
                 distance = max(distance, float((after - found).abs().max()))
-    if not moved and any(starts):
-        raise RuntimeError("its steps move nothing")
     return distance / moved if moved else 0.0
 
 
-def _shapes(group: dict[str, Any]) -> list[tuple[int, ...]]:
+def shapes_of(group: dict[str, Any]) -> list[tuple[int, ...]]:
     """Return shapes like those of the group's parameters: two of the largest of each number of dimensions, made small."""
     largest: dict[int, tuple[int, ...]] = {}
     for parameter in group["params"]:
@@ -148,7 +155,28 @@ def _share(tensors: Sequence[Tensor], rank: int, flat: bool) -> list[Tensor]:
     return pieces
 
 
-def _stepped(
+def stepped_whole(
+    optimizer: Optimizer, starts: Sequence[Sequence[Tensor]], gradients: Sequence[Sequence[Sequence[Tensor]]]
+) -> list[list[Tensor]]:
+    """Return whole tensors as a copy of the optimizer leaves them.
+
+    Raises:
+        Untried: it cannot be copied, or its steps fail or move nothing.
+    """
+    try:
+        whole = stepped(optimizer, starts, gradients)
+    except Exception as error:
+        raise Untried(f"{type(error).__name__}: {error}") from error
+    if any(starts) and all(
+        torch.equal(before, after)
+        for group, left in zip(starts, whole, strict=True)
+        for before, after in zip(group, left, strict=True)
+    ):
+        raise Untried("its steps move nothing")
+    return whole
+
+
+def stepped(
     optimizer: Optimizer,
     starts: Sequence[Sequence[Tensor]],
     gradients: Sequence[Sequence[Sequence[Tensor]]],

@@ -9,19 +9,19 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from trainwright.data.combined import ShardedCombination, evaluation_loaders
 from trainwright.data.loaders import ShardedLoader, refuse_length, with_last
 from trainwright.data.seeding import isolate_rng, set_rng_state
+from trainwright.distributed import collectives
 from trainwright.distributed.appointments import Appointment
-from trainwright.metric_kinds import is_metric
 from trainwright.module import Module, is_overridden
 from trainwright.profilers.instrumentation import is_measuring
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
 from trainwright.trainer.steps import StepArguments, read_step
 from trainwright.trainer.stop import EvaluationAbandoned
+from trainwright.trainer.uneven_round import Communication, UnevenRound
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
@@ -49,6 +49,7 @@ class Evaluation:
     loaders: list[tuple[str | None, Share]] = field(default_factory=list)
     """This rank's share of each loader, and the name that the user gave it."""
     is_loaded: bool = False
+    communication: Communication = field(default_factory=Communication)
     generators: dict[str, Any] | None = None
     """What the loaders' hook draws from where fit calls it first, in a sanity check or later: those of fit's start."""
 
@@ -65,7 +66,7 @@ class Evaluation:
             loaders,
             rank=engine.rank,
             world_size=engine.world_size,
-            mode="ghost" if engine.strategy.forward_is_collective else "evaluate",
+            mode="ghost",
             **self.trainer.loader_options,
         )
         if self.source.owner is None:
@@ -196,20 +197,46 @@ def run_loader(
         if transfer is not None:
             batch = transfer(batch, place)
         collector.batch = batch
+        collector.is_uneven = length is None or index == length - 1
         arguments = evaluation.arguments.of(batch, index, place)
         real = loader.real_length
         if real is not None and index >= real:
-            with discarded(module, collector):  # this rank is out of batches; the others need it in their forward
-                engine.run(module, step, *arguments)
+            run_ghost(evaluation, collector, batch, arguments, (index, *several))
             continue
+        counts = [collectives.count_issued()] if index == 0 else []
         hooks.call(f"on_{stage}_batch_start", batch, index, *several)
         collector.hook = step
+        counts += [collectives.count_issued()] if index == 0 else []
         outputs = engine.run(module, step, *arguments)
+        counts += [collectives.count_issued()] if index == 0 else []
         if keep is not None:
             keep(place, index, outputs)
         hooks.call(f"on_{stage}_batch_end", outputs, batch, index, *several)
+        if index == 0:
+            counts.append(collectives.count_issued())
+            evaluation.communication.learn(counts, engine.strategy.forward_is_collective)
         evaluation.trainer.logbook.log_evaluation_step(index)
     evaluation.trainer.batch_indices = None
+
+
+def run_ghost(
+    evaluation: Evaluation,
+    collector: MetricCollector,
+    batch: Any,
+    arguments: tuple[Any, ...],
+    indices: tuple[int, ...] = (),
+) -> None:
+    """Run what communicates of a batch that is no longer this rank's: other ranks wait for it. Nothing of it counts."""
+    engine, hooks, stage = evaluation.trainer.engine, evaluation.trainer.hooks, evaluation.stage
+    told = evaluation.communication
+    uneven = UnevenRound(collector, evaluation.module, evaluation.trainer.callbacks, is_ghost=True)
+    if told.in_hooks and indices:
+        hooks.call(f"on_{stage}_batch_start", batch, *indices)
+    collector.hook = f"{stage}_step"
+    outputs = engine.run(evaluation.module, f"{stage}_step", *arguments) if told.in_step or told.in_hooks else None
+    if told.in_hooks:
+        hooks.call(f"on_{stage}_batch_end", outputs, batch, *indices)
+    uneven.end()
 
 
 def run_pulled(
@@ -225,14 +252,28 @@ def run_pulled(
     stage = evaluation.stage
     step = f"{stage}_step"
     several = (place,) if len(evaluation.loaders) > 1 else ()
-    pairs = with_last(loader, 0, loader.exact_length if count is None else count)
-    batches = PulledBatches(pairs, evaluation.transfer, 0, evaluation.trainer.logbook)
+    engine, length = evaluation.trainer.engine, loader.exact_length
+    pairs = with_last(loader, 0, length if count is None else count)
+
+    def is_ghost(number: int) -> bool:
+        return loader.real_length is not None and number >= loader.real_length
+
+    batches = PulledBatches(pairs, evaluation.transfer, 0, evaluation.trainer.logbook, is_ghost)
     while not batches.is_at_end:
-        taken = batches.count
+        taken = batches.begin_step()
         if asked is not None and asked.is_asked and evaluation.trainer.signal_stop.is_left(place, taken):
             break
+        collector.is_uneven = length is None or taken >= length - 1
         collector.hook = step
-        outputs = evaluation.trainer.engine.run(evaluation.module, step, batches)
+        if is_ghost(taken):
+            if evaluation.communication.in_step:
+                run_ghost(evaluation, collector, batches, (batches,))
+            break
+        before = collectives.count_issued()
+        outputs = engine.run(evaluation.module, step, batches)
+        if taken == 0:
+            counts = [before, before, after := collectives.count_issued(), after]
+            evaluation.communication.learn(counts, engine.strategy.forward_is_collective)
         if batches.count == taken:
             raise RuntimeError(f"{step} took no batch from its dataloader_iter; call next(dataloader_iter) in it.")
         if keep is not None:
@@ -292,24 +333,6 @@ def evaluation_mode(module: Module, stage: str = "") -> Iterator[None]:
         else:
             for child, training in was_training.items():
                 child.training = training
-
-
-@contextmanager
-def discarded(module: nn.Module, collector: MetricCollector | None) -> Iterator[None]:
-    """Throw away what the block logs and what it adds to the module's torchmetrics."""
-    metrics = [child for child in module.modules() if is_metric(child)]
-    kept = [(metric, metric._copy_state_dict(), metric._update_count) for metric in metrics]
-    if collector is not None:
-        collector.silent = True
-    try:
-        yield
-    finally:
-        if collector is not None:
-            collector.silent = False
-        for metric, states, count in kept:
-            for name, value in states.items():
-                setattr(metric, name, value)
-            metric._update_count, metric._computed = count, None
 
 
 def gradients_off(inference_mode: bool) -> Any:

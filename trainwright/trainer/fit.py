@@ -21,25 +21,14 @@ done to the losses and gradients of a window in optimization.py.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from trainwright.data.loaders import with_last
 from trainwright.data.seeding import isolate_rng, rng_state, set_rng_state
-from trainwright.data.transfer import Prefetcher
-from trainwright.engine.engine import Engine
 from trainwright.engine.fused import use_fused
-from trainwright.engine.optimizers import SchedulerConfig
-from trainwright.module import Module
-from trainwright.precision.base import Clipper, StepResult
-from trainwright.profilers.instrumentation import is_measuring
-from trainwright.trainer.evaluate import Evaluation, discarded, sanity_check
-from trainwright.trainer.hooks import JUDGED, HookTable
+from trainwright.trainer.evaluate import sanity_check
+from trainwright.trainer.hooks import JUDGED
 from trainwright.trainer.optimization import (
     count_empty,
     explain_second_backward,
@@ -47,143 +36,15 @@ from trainwright.trainer.optimization import (
     read_loss,
     read_outputs,
     refuse_empty_epoch,
-    round_weight,
     step,
     step_schedulers,
     weigh,
 )
 from trainwright.trainer.resume import check_state
-from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
-from trainwright.trainer.state import TrainerState
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.training_data import begin_data, load_training_data, place_in_data, seek
+from trainwright.trainer.training_run import TrainingRun
 from trainwright.trainer.validation import validate, validation_is_due
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Set
-
-    from trainwright.trainer.trainer import Trainer
-
-
-@dataclass
-class TrainingRun:
-    """What the loop reads at every batch, looked up once."""
-
-    trainer: Trainer
-    engine: Engine
-    module: Module
-    hooks: HookTable
-    state: TrainerState
-    source: LoaderSource
-    validation: Evaluation | None
-    """None where nothing is validated."""
-    is_manual: bool
-    """Whether training_step itself sends losses backward and steps."""
-    optimizer: Optimizer | None
-    """The one to step; None under manual optimization, or without any."""
-    schedulers: list[SchedulerConfig]
-    accumulate: int
-    clip: Clipper | None
-    transfer: BatchTransfer | None
-    """None where a batch is used as it comes."""
-    takes_index: bool
-    """Whether training_step wants the batch's index."""
-    pulls: bool
-    """Whether training_step takes its batches from an iterator itself."""
-    own: dict[str, Any]
-    """The parts of a step that the module makes in its own way (optimizer_step and its like), by name."""
-    has_own_step: bool = False
-    """Whether the optimizer's step is made in the module's own way, or with a closure."""
-    loader: Any = None
-    """This rank's share of the training data; None until it is loaded."""
-    num_batches: int | None = None
-    """Batches of this rank in an epoch, limits included; None where that shows only when the loader ends."""
-    most_batches: int | None = None
-    """A limit of the batches; None for none."""
-    round_ends: Set[int] = frozenset()
-    """The batches, beside the epoch's last, after which a loader has ended and its last round may weigh otherwise."""
-    validate_every: int | None = None
-    """Batches between two validations; None for validations at an epoch's end, or by time."""
-    window_has_gradients: bool = False
-    is_within_window: bool = False
-    """True while gradients wait for further batches of their window."""
-    window_place: int = 0
-    """How many batches the open window has had. Windows count from where the run goes on: no checkpoint stands within one."""
-    num_empty: int = 0
-    """Batches of this run for which training_step returned None."""
-    generators: dict[str, Any] | None = None
-    """As a checkpoint within an epoch holds them; set once the hooks of the epoch's start have run again."""
-    batches_begun: int = 0
-    """Calls of train_batch in this run, alike on every rank: what tells which rank is further on."""
-    is_last_batch: bool = False
-    is_within_batch: bool = False
-    """True from a batch's fetch until its on_train_batch_end hooks are done: no run could go on from there exactly."""
-    is_ending_epoch: bool = False
-    """True from an epoch's last batch until every scheduler of that epoch has stepped: nobody could go on from within."""
-    row_is_due: bool = False
-    """Whether the loggers' row of the latest step is still to be written."""
-    step_results: list[StepResult] = field(default_factory=list)
-    """What the steps of the module's own optimizer_step did that runs now."""
-    waiting_saves: list[tuple[str, bool, bool, bool]] = field(default_factory=list)
-    """Checkpoints that were asked for within a window or an epoch's ending, and are written when that is over: the path, and
-    whether it is to hold the weights only, to block, and to overwrite."""
-
-    def __post_init__(self) -> None:
-        hooks = self.hooks
-        self.before_zero_grad, self.before_backward = hooks["on_before_zero_grad"], hooks["on_before_backward"]
-        self.after_backward, self.before_step = hooks["on_after_backward"], hooks["on_before_optimizer_step"]
-        self.clears_plainly = not self.before_zero_grad and "optimizer_zero_grad" not in self.own
-
-    @property
-    def validates_within(self) -> bool:
-        """Return whether a validation may be due within an epoch."""
-        by_time = self.trainer.validation_clock is not None
-        return self.validation is not None and (self.validate_every is not None or by_time)
-
-    def write_row(self) -> None:
-        """Write the row of a step that is due for one; a save writes it before, since no resumed run would."""
-        self.row_is_due = False
-        self.trainer.logbook.log_step()
-
-    def batches(self) -> tuple[Iterator[tuple[Any, bool]], bool]:
-        """Return what yields (batch on its device, whether it is the epoch's last), from the state's position on.
-
-        And whether the run stands behind the epoch's last batch; of an epoch whose length is not known, reading on tells.
-        """
-        start, transfer = self.state.batch, self.transfer
-        # Only loaders that the ranks did not get from us may end on one rank before another.
-        all_have = self._all_have if self.num_batches is None and not self.loader.ends_alike else None
-        pairs = with_last(self.loader, start, self.num_batches, self.most_batches, all_have=all_have)
-        is_over = self.num_batches is not None and start >= self.num_batches
-        if self.num_batches is None and start:
-            first = list(islice(pairs, 1))
-            pairs, is_over = chain(first, pairs), not first
-        if is_measuring(self.trainer.profiler):
-            pairs = self.trainer.profiler.timed_iterator(pairs, "train_dataloader_next")
-        if self.pulls:
-            return self._pulled(pairs), is_over
-        if transfer is None:
-            return pairs, is_over
-        if transfer.may_go_ahead:
-            moved = Prefetcher(pairs, self.engine.device, ahead=self.loader.may_read_ahead)
-            return ((transfer.arrived(batch), is_last) for batch, is_last in moved), is_over
-        return ((transfer(batch), is_last) for batch, is_last in pairs), is_over
-
-    def _all_have(self, has_batch: bool) -> bool:
-        """Return whether each rank still has a batch. Collective: call on every rank."""
-        if self.engine.world_size == 1:
-            return has_batch
-        return bool(self.engine.reduce(torch.tensor([int(has_batch)]), "min").item())
-
-    def _pulled(self, pairs: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
-        batches = PulledBatches(pairs, self.transfer, self.state.batch, self.trainer.logbook)
-        while not batches.is_at_end:
-            taken = batches.count
-            yield batches, batches.holds_last
-            if batches.count == taken:
-                raise RuntimeError(
-                    "training_step took no batch from its dataloader_iter; call next(dataloader_iter) in it."
-                )
 
 
 def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
@@ -277,6 +138,8 @@ def fit_epoch(run: TrainingRun) -> None:
     for batch, is_last in () if is_stopped else batches:
         collector.batch, collector.hook = batch, "training_step"
         index, run.is_last_batch, run.is_within_batch = state.batch, is_last, True
+        if index in run.uneven:
+            run.begin_uneven_round(index)
         unchecked = state.unchecked_batches if run.is_within_window else 0
         if batch_start:
             collector.hook = "on_train_batch_start"
@@ -292,19 +155,20 @@ def fit_epoch(run: TrainingRun) -> None:
         if run.pulls:
             batch, is_last, index = batch.latest, batch.is_at_end, batch.count - 1
         taken = index + 1 - state.batch
-        state.batch, state.total_batches, state.unchecked_batches = (
-            index + 1,
-            state.total_batches + taken,
-            unchecked + taken,
-        )
+        state.batch, state.total_batches = index + 1, state.total_batches + taken
+        state.unchecked_batches = unchecked + taken
         stepped = state.step != steps_before
         state.batches_that_stepped += stepped
         run.row_is_due = bool(stepped and log_every and state.batches_that_stepped % log_every == 0)
+        if run.uneven_round is not None:
+            run.uneven_round.put_back()
         if batch_end:
             collector.hook, given = "on_train_batch_end", read_outputs(outputs) if hooks.outputs_are_read else {}
             for hook in batch_end:
                 hook(given, batch, index)
         run.is_within_batch = False
+        if run.uneven_round is not None:
+            run.end_uneven_round()
         if run.row_is_due:
             run.write_row()
         if run.waiting_saves and not run.is_within_window:
@@ -367,14 +231,8 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
             run.window_has_gradients = False
         else:
             clear_gradients(run, index)
-    weight = round_weight(run, index) if is_last or (run.round_ends and index in run.round_ends) else 1.0
-    if weight == 0.0:  # this rank has no sample of its own in the last round
-        with discarded(run.module, run.trainer.logbook.collector):
-            outputs = engine.run(run.module, "training_step", *arguments)
-    else:
-        outputs = engine.run(run.module, "training_step", *arguments)
-    if run.pulls and batch.is_at_end:
-        weight = round_weight(run, batch.count - 1)
+    outputs = engine.run(run.module, "training_step", *arguments)
+    weight = run.weight if run.uneven else 1.0
     loss = outputs if type(outputs) is Tensor else read_loss(outputs, engine.world_size)
     if loss is None:
         count_empty(run)
@@ -426,7 +284,8 @@ def agree_to_leave(run: TrainingRun) -> None:
 
 
 def leave_window(run: TrainingRun) -> None:
-    """Drop the gradients of a window that will not be ended."""
+    """Drop the gradients of a window that will not be ended, and end the batch."""
+    run.end_uneven_round()
     if run.optimizer is not None and run.is_within_window:
         run.optimizer.zero_grad()
         run.is_within_window = False

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.metric_kinds import is_collection, is_metric
+from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.log_rules import (
     LogSettings,
     check_batch_size,
@@ -63,6 +64,8 @@ class MetricCollector:
         """The batch that is being worked on; None between batches."""
         self.silent = False
         """True while a batch is run whose results are thrown away."""
+        self.is_uneven = False
+        """True while a batch is run of a round in which the ranks may have unequally many samples."""
         self.training, self.stage = training, stage
         self.computed: dict[Key, Reduced] = {}
         """The values of the Metric objects of loaders that have ended; alike on all ranks."""
@@ -287,6 +290,16 @@ class MetricCollector:
         self._batch_size = float(sizes[-1]) if sizes else 1.0
         self._batch_size_of = batch
         return self._batch_size
+
+    def warn_of_rows(self, rows: list[int]) -> None:
+        """Say, once for a run, that a gather in an uneven round was filled up; `rows` are those of each rank."""
+        if "rows" not in self.warned:
+            self.warned.add("rows")
+            rank_zero_warn(
+                f"all_gather: in a last round the ranks have {', '.join(map(str, rows))} rows, since it has fewer samples than "
+                "a full one; those with fewer repeat theirs to fill up. With drop_last=True a training has no such round.",
+                stacklevel=6,
+            )
 
     def _warn_once(self, text: str) -> None:
         if "batch size" not in self.warned:

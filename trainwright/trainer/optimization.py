@@ -11,12 +11,13 @@ from torch.optim import Optimizer
 
 from trainwright.callbacks.decision import decided
 from trainwright.data.transfer import map_tensors
+from trainwright.engine.divided_loss import divisor_of, in_float32
 from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.trainer.evaluate import discarded
+from trainwright.trainer.uneven_round import discarded
 
 if TYPE_CHECKING:
-    from trainwright.trainer.fit import TrainingRun
+    from trainwright.trainer.training_run import TrainingRun
 
 TOO_MANY_EMPTY = 10
 """Batches at a run's beginning after which it is said that nothing is trained."""
@@ -77,13 +78,6 @@ def explain_second_backward(error: RuntimeError) -> None:
         ) from error
 
 
-def round_weight(run: TrainingRun, index: int) -> float:
-    """Return this rank's weight in the round of a batch: not 1 in a re-split last round, unless a limit came before it."""
-    if index in run.round_ends:
-        return float(run.loader.weight_at(index))
-    return run.loader.last_weight if run.loader.length in (None, index + 1) else 1.0
-
-
 def read_outputs(outputs: Any) -> dict[str, Any]:
     """Return what training_step returned as on_train_batch_end is given it: a dict without graphs, the loss under "loss"."""
     if outputs is None:
@@ -94,7 +88,7 @@ def read_outputs(outputs: Any) -> dict[str, Any]:
 
 
 def weigh(run: TrainingRun, loss: Tensor, index: int, place: int, weight: float) -> Tensor:
-    """Return the loss as it goes backward: divided by its window's length, and by its share of a re-split last round."""
+    """Return the loss as it goes backward: divided by its window's length, and by its share of an uneven round."""
     if loss.numel() != 1:
         raise RuntimeError(
             f"training_step returned a loss of shape {tuple(loss.shape)}; accepted is one element. Reduce it, for example with "
@@ -105,14 +99,17 @@ def weigh(run: TrainingRun, loss: Tensor, index: int, place: int, weight: float)
             "training_step returned a loss that no parameter requiring a gradient led to; compute it from the module's "
             "parameters, outside of torch.no_grad and without .detach() or .item()."
         )
+    dtype = loss.dtype
     if weight != 1.0:
-        loss = loss * weight
+        loss = in_float32(loss) * weight
     if run.accumulate == 1:
         return loss
-    length = run.accumulate
-    if run.num_batches is not None:
-        length = min(length, run.num_batches - (index - place))
-    return loss / length
+    if not run.window_has_gradients:
+        length = run.accumulate
+        if run.num_batches is not None:
+            length = min(length, run.num_batches - (index - place))
+        run.divisor = divisor_of(length, dtype)
+    return in_float32(loss) / run.divisor
 
 
 def hold_over_end(run: TrainingRun) -> None:
@@ -142,10 +139,10 @@ def step(
     if optimizer is None:  # training without an optimizer still counts its steps
         state.step += 1
         return
-    if run.num_batches is None and window_length < run.accumulate:
-        # The window ended early, which was not known when its losses were divided: it weighs by its own length.
+    if run.accumulate > 1 and run.divisor != window_length:
+        # The window ended early, which was not known when its losses were divided, or its length is not exact in their dtype.
         run.engine.strategy.unscale(optimizer)
-        run.engine.strategy.clip_gradients(optimizer, None, None, run.accumulate / window_length)
+        run.engine.strategy.clip_gradients(optimizer, None, None, run.divisor / window_length)
     if run.before_step:
         run.engine.strategy.unscale(optimizer)
         run.hooks.call("on_before_optimizer_step", optimizer)

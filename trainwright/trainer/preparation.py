@@ -19,11 +19,11 @@ from trainwright.precision import StepResult
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Optimization
 from trainwright.trainer.evaluate import Evaluation
-from trainwright.trainer.fit import TrainingRun
 from trainwright.trainer.optimization import closure_is_wanted
 from trainwright.trainer.sources import LoaderSource, find_transfer
 from trainwright.trainer.steps import read_step
 from trainwright.trainer.training_data import load_training_data
+from trainwright.trainer.training_run import TrainingRun
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer

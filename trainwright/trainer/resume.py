@@ -13,21 +13,26 @@ from trainwright.checkpoint.editing import Edit
 from trainwright.checkpoint.exchange import is_plain
 from trainwright.checkpoint.opening import Checkpoint
 from trainwright.checkpoint.outcomes import Outcomes
+from trainwright.checkpoint.shards import check_storable
 from trainwright.checkpoint.store import encode_state
 from trainwright.data.datamodule import DataModule
 from trainwright.data.seeding import isolate_rng
 from trainwright.engine.engine import Opened
 from trainwright.engine.gradients import held_gradients, hold_gradients
+from trainwright.engine.named_state import model_pieces
 from trainwright.errors import CheckpointError
 from trainwright.hyperparameters import HyperParameters, stored_hyper_parameters
 from trainwright.module import Module, is_overridden
 from trainwright.plain_forms import LEFT_OUT
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.state_entries import computed_entries
 from trainwright.trainer.metric_merging import merged
 from trainwright.trainer.training_data import place_in_data
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
+
+SAVE_HOOK = "on_save_checkpoint"
 
 
 def check_save(trainer: Trainer, weights_only: bool) -> bool:
@@ -88,6 +93,13 @@ def check_state(trainer: Trainer) -> None:
         except Exception:  # what tells it may not be ready before the first batch; the save says what is wrong
             return
         encode_state(state, "state")
+        for module in engine.modules:
+            computed_entries(engine.strategy, module)
+        # A hook may yet change what is no tensor that a checkpoint can hold.
+        for piece in (
+            model_pieces(engine.strategy, engine.modules) if edit_with_hooks(trainer, SAVE_HOOK) is None else ()
+        ):
+            check_storable(piece.name, piece.tensor)
 
     subject = "checkpoints of this run could not be written"
     Outcomes(engine.agreement, "the start of fit", subject, "", engine.timeout_seconds).settle(look)
@@ -104,7 +116,7 @@ def save_run(trainer: Trainer, path: str, weights_only: bool, blocking: bool, ov
         rank_state=None if weights_only else rank_state(trainer),
         weights_only=weights_only,
         number=trainer.state.saves,
-        edit=edit_with_hooks(trainer, "on_save_checkpoint"),
+        edit=edit_with_hooks(trainer, SAVE_HOOK),
         blocking=blocking,
         overwrite=overwrite,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,12 +153,20 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         transfer: brings a batch to the device; None where nothing is to be done.
         start: the number of the first batch.
         logbook: its collector is told which batch is worked on.
+        is_ghost: whether a batch, by its number, is not this rank's own; a step that has begun with one of its own is not
+            given such a one.
     """
 
     def __init__(
-        self, batches: Iterator[tuple[Any, bool]], transfer: BatchTransfer | None, start: int, logbook: Logbook
+        self,
+        batches: Iterator[tuple[Any, bool]],
+        transfer: BatchTransfer | None,
+        start: int,
+        logbook: Logbook,
+        is_ghost: Callable[[int], bool] | None = None,
     ) -> None:
-        self._batches, self._transfer, self._logbook = batches, transfer, logbook
+        self._batches, self._transfer, self._logbook, self._is_ghost = batches, transfer, logbook, is_ghost
+        self._begun = start
         self.count = start
         """How many batches of the epoch have been taken."""
         self.latest: Any = None
@@ -173,8 +181,15 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         """Return whether one batch is left to take, the epoch's last."""
         return self._held is not None and self._held[1]
 
+    def begin_step(self) -> int:
+        """Begin another step; return how many batches have been taken."""
+        self._begun = self.count
+        return self.count
+
     def __next__(self) -> tuple[Any, int, int]:
         if self._held is None:
+            raise StopIteration
+        if self.count > self._begun and self._is_ghost is not None and self._is_ghost(self.count):
             raise StopIteration
         batch, is_last = self._held
         self._held = None if is_last else next(self._batches, None)

@@ -32,7 +32,7 @@ from trainwright.trainer.stop import SignalStop
 from trainwright.trainer.training_data import load_training_data
 
 if TYPE_CHECKING:
-    from trainwright.trainer.fit import TrainingRun
+    from trainwright.trainer.training_run import TrainingRun
 
 Batches = int | float
 """A number of batches; math.inf where it shows only when the loader ends."""

@@ -25,8 +25,8 @@ from trainwright.distributed.signals import SignalWatch, exit_code, is_interacti
 from trainwright.errors import RunStopped
 
 if TYPE_CHECKING:
-    from trainwright.trainer.fit import TrainingRun
     from trainwright.trainer.trainer import Trainer
+    from trainwright.trainer.training_run import TrainingRun
 
 
 class EvaluationAbandoned(Exception):

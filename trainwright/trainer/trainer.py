@@ -31,7 +31,7 @@ from trainwright.strategies import Strategy
 from trainwright.trainer.checkpoint_choice import choose_checkpoint
 from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation, evaluate
-from trainwright.trainer.fit import TrainingRun, fit
+from trainwright.trainer.fit import fit
 from trainwright.trainer.handover import hand_over
 from trainwright.trainer.hooks import HookTable
 from trainwright.trainer.inputs import (
@@ -52,6 +52,7 @@ from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Batches, Status
 from trainwright.trainer.stop import SignalStop, save_end
 from trainwright.trainer.table import format_table
+from trainwright.trainer.training_run import TrainingRun
 
 
 class Trainer(Status):
@@ -439,10 +440,12 @@ class Trainer(Status):
         strategy.clip_gradients(inner, None if algorithm == "value" else limit, limit if algorithm == "value" else None)
 
     def manual_backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
-        """Send a loss backward under manual optimization, and tell the hooks."""
-        self.hooks.call("on_before_backward", loss)
+        """Send a loss backward under manual optimization, weighted as its round is, and tell the hooks."""
         if self.run is not None:
             self.run.is_within_window = True  # until an optimizer steps: gradients are in no checkpoint
+            if self.run.uneven and (weight := self.run.weight) != 1.0:
+                loss = loss * weight
+        self.hooks.call("on_before_backward", loss)
         self.engine.backward(loss, send, **options)
         self.hooks.call("on_after_backward")
 

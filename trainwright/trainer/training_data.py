@@ -10,8 +10,8 @@ from trainwright.data.source_state import SourceState
 from trainwright.trainer.evaluate import limited
 
 if TYPE_CHECKING:
-    from trainwright.trainer.fit import TrainingRun
     from trainwright.trainer.trainer import Trainer
+    from trainwright.trainer.training_run import TrainingRun
 
 
 def load_training_data(run: TrainingRun) -> None:
@@ -56,6 +56,8 @@ def take_training_data(run: TrainingRun, loaders: Any) -> None:
         **trainer.loader_options,
         in_order=bool(trainer.given_settings.overfit_batches),
     )
+    if run.pulls:  # one batch ahead, to know which is the last
+        loader.read_ahead()
     trainer.open_loaders.append(loader)
     limit = settings.limit_train_batches
     trainer.train_dataloader = loaders
@@ -73,7 +75,7 @@ def take_training_data(run: TrainingRun, loaders: Any) -> None:
             "the training loader has no batch (its dataset is empty, drop_last dropped all, or limit_train_batches is too "
             "small); give it data."
         )
-    run.round_ends = loader.round_ends
+    run.uneven = loader.uneven
     run.validate_every = _validation_interval(trainer, length) if run.validation is not None else None
     _measure(run)
 

@@ -9,7 +9,7 @@ from trainwright.trainer.optimization import step_schedulers
 from trainwright.trainer.stop import abandonable
 
 if TYPE_CHECKING:
-    from trainwright.trainer.fit import TrainingRun
+    from trainwright.trainer.training_run import TrainingRun
 
 
 def validation_is_due(run: TrainingRun, at_end: bool = False, is_complete: bool = True) -> bool:

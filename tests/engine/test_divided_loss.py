@@ -1,0 +1,81 @@
+"""A loss divided by its window: each batch weighs the same, whatever the loss is computed in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small import QUIET
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import trainwright as tw
+from trainwright.engine.divided_loss import divisor_of
+
+
+class Stream(IterableDataset[Tensor]):
+    """Of a length that nobody knows."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Any:
+        return iter(torch.ones(self.length, 1))
+
+
+class Slope(tw.Module):
+    """A weight whose gradient is 1 in each batch, by a loss in some dtype; the first batch may be skipped."""
+
+    def __init__(self, dtype: torch.dtype, skips: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.dtype_of_loss, self.skips = dtype, skips
+        self.gradients: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        if self.skips and batch_idx == 0:
+            return None
+        return (self.weight.to(self.dtype_of_loss) * 1.0).sum()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients.append(self.weight.grad.item())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 7])
+def test_a_window_weighs_what_its_mean_does(dtype: torch.dtype, window: int) -> None:
+    ends = [1.0] * (10 // window) + [1.0] * (10 % window > 0)
+    for data in (DataLoader(torch.ones(10, 1)), DataLoader(Stream(10))):
+        module = Slope(dtype)
+        tw.Trainer(max_epochs=1, accumulate_grad_batches=window, **QUIET).fit(module, data)
+        assert module.gradients == pytest.approx(ends, abs=1e-6)
+        accelerator = tw.Accelerator(cpu=True, gradient_accumulation_steps=window)
+        model = Slope(dtype)
+        optimizer, loader = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0), data)
+        weights = []
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model.training_step(batch, 1))
+                optimizer.step()
+                optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    weights.append(model.weight.item())
+        assert weights == pytest.approx([-sum(ends[: count + 1]) for count in range(len(ends))], abs=1e-5)
+
+
+def test_a_skipped_batch_and_another_window() -> None:
+    module = Slope(torch.bfloat16, skips=True)
+    windows = tw.GradientAccumulationScheduler({0: 3, 1: 1, 2: 2})
+    tw.Trainer(max_epochs=3, callbacks=windows, **QUIET).fit(module, DataLoader(torch.ones(3, 1)))
+    assert module.gradients == pytest.approx([2 / 3, 1.0, 1.0, 0.5, 1.0], abs=1e-6)
+
+
+def test_divisors_are_exact_in_the_losses_dtype() -> None:
+    assert [divisor_of(length, torch.float32) for length in (1, 3, 7)] == [1, 3, 7]
+    for length in (1, 2, 3, 5, 64, 1000):
+        reciprocal = 1.0 / divisor_of(length, torch.bfloat16)
+        assert torch.tensor(reciprocal, dtype=torch.bfloat16).item() == pytest.approx(reciprocal, rel=1e-12)

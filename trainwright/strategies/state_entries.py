@@ -1,0 +1,72 @@
+"""State entries: the tensors of a module's state_dict, those in use and those that are computed for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from trainwright.checkpoint.contents import is_extra_state
+from trainwright.compiled_names import clean_name
+from trainwright.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from trainwright.strategies.base import Strategy
+
+
+def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a module's state_dict by their names there: those in use, which a load may write into.
+
+    What a layer computes for its state_dict comes as it is. What is lazy is left out: it has no shape yet (see
+    engine/lazy_tensors.py).
+    """
+    yield from ((name, value) for name, value, _ in _entries(module))
+
+
+def computed_entries(strategy: Strategy, module: nn.Module) -> list[str]:
+    """Return the names of what a module computes for its state_dict, so that no load can write into it.
+
+    Raises:
+        CheckpointError: there is some, and the module is not whole on each rank.
+    """
+    names = [clean_name(name) for name, _, is_in_use in _entries(module) if not is_in_use]
+    if names and not strategy.holds_modules:
+        raise CheckpointError(
+            f"{names[0]!r} in the state_dict of {type(module).__name__} is computed from what it holds, of which each rank "
+            f"has a part, or a copy in low precision, under strategy={strategy.name!r}. Keep it as a parameter or buffer, or "
+            "choose 'ddp'."
+        )
+    return names
+
+
+def _entries(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield the tensors of a module's state_dict, each with its name and whether it is one in use."""
+    in_use: dict[Any, Tensor] = {}
+    for each in (*module.buffers(), *module.parameters()):
+        in_use[each] = in_use[_memory(each)] = each
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor) or is_extra_state(name) or is_lazy(value):
+            continue
+        if value not in in_use and (known := in_use.get(_memory(value))) is not None:
+            value = known  # by other means, such as .data
+        if value not in in_use:
+            place, _, leaf = name.rpartition(".")
+            with suppress(AttributeError):
+                own = module.get_submodule(place).__dict__.get(leaf)
+                if isinstance(own, Tensor) and own.shape == value.shape:  # a Metric puts copies of its states there
+                    yield name, own, True
+                    continue
+        yield name, value, value in in_use
+
+
+def _memory(tensor: Tensor) -> Any:
+    """Return what tells where a tensor's elements lie; unlike any other's where it has none of its own."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if is_lazy(local) or local.layout is not torch.strided or local.is_meta or local.numel() == 0:
+        return ("none", id(tensor))
+    return local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), tuple(tensor.shape)
