@@ -80,8 +80,27 @@ def test_the_order_of_a_dict_and_the_sign_of_zero_are_kept() -> None:
     assert type(through_json({True: 1, 0: 2}).popitem()[0]) is int
 
 
-def test_dict_kinds_become_dict() -> None:
-    for value in (OrderedDict(b=1, a=2), Counter("aab"), defaultdict(list, x=[1])):
+@pytest.mark.parametrize(
+    "value",
+    [
+        OrderedDict(b=1, a=2),
+        OrderedDict({1: {"$a": 2}}),
+        Counter("aab"),
+        Counter({3: 2}),
+        defaultdict(list, x=[1]),
+        Counter(),
+    ]
+    + [defaultdict(kind) for kind in (int, float, dict, set, bool, str, tuple)],
+)
+def test_kinds_of_dicts_come_back(value: Any) -> None:
+    back = through_json([value])[0]
+    assert (type(back), back) == (type(value), value)
+    assert list(back) == list(value)
+    assert getattr(back, "default_factory", None) is getattr(value, "default_factory", None)
+
+
+def test_a_dict_with_a_default_of_the_users_own_becomes_a_dict() -> None:
+    for value in (defaultdict(lambda: 3, x=[1]), defaultdict(None, x=[1])):
         back = through_json(value)
         assert type(back) is dict
         assert back == dict(value)

@@ -361,7 +361,7 @@ def test_what_cannot_be_combined_is_refused() -> None:
     with pytest.raises(TypeError, match="cannot be combined again"):
         shard([CombinedLoader([[1]])], rank=0, world_size=1, mode="train")
     with pytest.raises(TypeError, match="can be read only once"):
-        combination({"a": iter([1])}, "min_size")
+        combination({"a": iter([1])}, "max_size_cycle")
     with pytest.raises(ValueError, match="max_size_cycle cannot go through it again"):
         combination([numbers(0, 3), numbers(0, 0)], "max_size_cycle")
     with pytest.raises(RuntimeError, match="a loader gives no batch"):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import trainwright as tw
+from trainwright.data.combined import CombinedLoader
 from trainwright.errors import RunStopped
 
 
@@ -244,6 +245,38 @@ class Steps(Falling):
         if self.trainer.state.total_batches % 3 == 2:
             optimizer.step()
             optimizer.zero_grad()
+
+
+class Random(torch.utils.data.Dataset[Tensor]):
+    """Draws each of its items."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(1)
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_batches_that_a_step_takes_itself_are_drawn_once(tmp_path: Path, combined: bool) -> None:
+    """One is read ahead, so that what is drawn for it stands before the checkpoint; of the next loader too."""
+
+    class Learns(Pulls):
+        def training_step(self, dataloader_iter: Any) -> Tensor:
+            batch, _, _ = next(dataloader_iter)
+            batch = batch if isinstance(batch, Tensor) else next(each for each in batch if each is not None)
+            return (self.weight * batch * torch.rand(())).sum()
+
+    def run(*callbacks: tw.Callback, path: Any = None) -> Tensor:
+        torch.manual_seed(3)
+        module, loader = Learns(), DataLoader(Random())
+        data: Any = CombinedLoader([loader, DataLoader(Stream(3))], "sequential") if combined else loader
+        fit(module, *callbacks, data=data, path=path, max_epochs=2)
+        return module.weight.detach()
+
+    whole = run(every_step(tmp_path))
+    for step in (3, 7, 8, 9, 13):
+        assert torch.equal(run(path=tmp_path / f"{step}.ckpt"), whole), step
 
 
 @pytest.mark.parametrize("kind", [Falling, Pulls, Steps])

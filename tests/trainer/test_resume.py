@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -412,3 +413,23 @@ def test_a_key_of_an_optimizers_state_that_cannot_be_stored(tmp_path: Path) -> N
     with pytest.raises(tw.CheckpointError, match=r"the state of Slashed has the key 'a/b'; .* names without a slash"):
         trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_scheduler_that_counts_its_milestones_goes_on(tmp_path: Path) -> None:
+    class Scheduled(Classifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            parts = [
+                torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2),
+                torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 2]),
+            ]
+            return [optimizer], [torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2])]
+
+    def rates(epochs: int, path: Path | None = None) -> tuple[tw.Trainer, float]:
+        trainer = tw.Trainer(max_epochs=epochs, **QUIET)
+        with warnings.catch_warnings(action="ignore"):  # SequentialLR steps its parts in torch's older way
+            trainer.fit(Scheduled(), make_loader(4), ckpt_path=path)
+        return trainer, trainer.optimizers[0].param_groups[0]["lr"]
+
+    rates(1)[0].save_checkpoint(tmp_path / "first.ckpt")
+    assert rates(5, tmp_path / "first.ckpt")[1] == rates(5)[1]

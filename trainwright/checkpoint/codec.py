@@ -3,8 +3,8 @@
 What JSON has is written as it is. Everything else is an object with one key that starts with `$` and names its type;
 the types are the table in this file, so that decoding imports nothing and calls nothing that the data names.
 
-Some kinds come back as the plainer one: OrderedDict, defaultdict and Counter as dict, a Parameter as a tensor, every
-path as a pathlib.Path.
+Some kinds come back as the plainer one: a defaultdict whose factory is none of the types in this file as a dict, a Parameter
+as a tensor, every path as a pathlib.Path.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 import pathlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,6 +80,21 @@ def decode(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         raise CheckpointError(f"the checkpoint's plain data is not valid: {type(error).__name__}: {error}") from error
 
 
+_DICTS: dict[str, Callable[[dict[Any, Any]], Any]] = {"$counter": Counter, "$ordered": OrderedDict} | {
+    f"$default_{factory.__name__}": partial(defaultdict, factory)
+    for factory in (int, float, list, dict, set, bool, str, tuple)
+}
+"""Kinds of dicts that are more than a dict to whoever takes them back."""
+
+
+def _tag_of(value: dict[Any, Any]) -> str:
+    """Return what stands for the kind of a dict; nothing for a plain one."""
+    if isinstance(value, defaultdict):
+        tag = f"$default_{getattr(value.default_factory, '__name__', '')}"
+        return tag if tag in _DICTS and value.default_factory is _DICTS[tag].args[0] else ""  # type: ignore[attr-defined]
+    return {Counter: "$counter", OrderedDict: "$ordered"}.get(type(value), "")
+
+
 class _Encoder:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -96,7 +112,9 @@ class _Encoder:
         if kind is list:
             return self._items(value, path, depth)
         if kind in (dict, OrderedDict, defaultdict, Counter):
-            return self._dict(value, path, depth)
+            encoded = self._dict(value, path, depth)
+            tag = _tag_of(value)
+            return {tag: encoded} if tag else encoded
         if kind in (tuple, torch.Size):
             return {"$tuple" if kind is tuple else "$size": self._items(value, path, depth)}
         if kind in (set, frozenset):
@@ -202,6 +220,9 @@ class _Decoder:
             return self._leaves[tag](content)
         if len(plain) == 1 and tag in self._collections:
             return self._collections[tag](self.decode(_expect(content, list), depth))
+        if len(plain) == 1 and tag in _DICTS:
+            decoded = self.decode(content, depth + 1)
+            return _DICTS[tag](_expect(decoded, dict))
         if len(plain) == 1 and tag == "$dict":
             pairs = [_expect(pair, list, 2) for pair in _expect(content, list)]
             return {self.decode(key, depth + 1): self.decode(item, depth + 1) for key, item in pairs}

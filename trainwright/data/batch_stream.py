@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -24,9 +24,8 @@ from torch.utils.data.distributed import DistributedSampler
 from trainwright.data.seeding import SideGenerators, derive_seed
 from trainwright.data.share import Mode, Place, Share
 from trainwright.data.source_state import SourceState, StateLog
+from trainwright.data.stated_reader import END, StateRefused
 from trainwright.data.workers import SeededIterable
-
-END = object()
 
 
 class BatchStream(Share):
@@ -58,8 +57,13 @@ class BatchStream(Share):
         self.source = source
         self.seed_rank = seed_rank
         self.states = states
+        self.plan: Sequence[tuple[int, int]] = ()
+        """After which batches of this rank the source's state is asked for: an interval, and one of them, each."""
         self._generator, self._draws = generator, draws
         self._from: SourceState | None = None
+        """A state of the pass at the start, at the start or before it."""
+        self._why_again = ""
+        """Why the source is read again up to the start, where it is."""
 
     def set_epoch(
         self,
@@ -74,10 +78,12 @@ class BatchStream(Share):
         Raises:
             ValueError: the batch size has changed, and the place lies within a batch of the new one.
         """
-        self._from = state
+        # Another batch size may take what is left of a batch, but not what would have to be read again before it.
+        is_exact = state is not None and place is not None and state["items"] == place["items"]
+        self._from = state if is_exact else None
         super().set_epoch(seed, epoch, start_batch, place)
         if self.states is not None:
-            self._from = self.states.begin(self.place(self.start_batch), state)
+            self._take_up(self.states, state, place)
 
     @property
     def source_length(self) -> int | None:
@@ -126,34 +132,105 @@ class BatchStream(Share):
         """Return the batches of one pass from one of them on, for all ranks."""
         if isinstance(self.source, Sequence):
             return islice(iter(self.source), start, None)
-        state = self._from if pass_number == self.start_pass else None
-        if start and state is None and pass_number == self.start_pass and self.rank == self.seed_rank == 0:
-            print(
-                f"trainwright: the first {start} batches of this epoch were consumed before; a {self._kind} tells no state to "
-                "go on from, so they are read again and skipped.",
-                file=sys.stderr,
-            )
-        items = self._drawn_whole(pass_number, state)
-        return items if state is not None else islice(items, start, None)
+        if isinstance(self.source, Iterator):
+            return islice(self._read_once(self.source, pass_number), start, None)
+        if self.states is not None:
+            return self._stated(self.states, pass_number, start)
+        self._say_what_is_read_again(pass_number, start, "tells no state to go on from")
+        return islice(self._opened(pass_number, lambda: iter(self.source)), start, None)
 
     @property
     def _kind(self) -> str:
         dataset = getattr(self.source, "dataset", self.source)
         return type(getattr(dataset, "dataset", dataset)).__name__
 
-    def _drawn_whole(self, pass_number: int, state: SourceState | None) -> Iterator[Any]:
-        """Return the batches of one pass, or those that come after a state."""
+    def _read_once(self, source: Iterator[Any], pass_number: int) -> Iterator[Any]:
+        is_empty = True
+        for batch in self._opened(pass_number, lambda: source):
+            is_empty = False
+            yield batch
+        if is_empty:
+            raise RuntimeError(
+                f"the {type(source).__name__} that was given has no batch, or none left: it can be read once. Pass a list, "
+                "a DataLoader or an object whose __iter__ begins anew, or ask for no more than it has (max_epochs=1)."
+            )
+
+    def _say_what_is_read_again(self, pass_number: int, batches: int, why: str) -> None:
+        if batches and pass_number == self.start_pass and self.rank == self.seed_rank == 0:
+            print(
+                f"trainwright: the first {batches} batches of this epoch were consumed before; {_article(self._kind)} {why}, "
+                "so they are read again and skipped.",
+                file=sys.stderr,
+            )
+
+    def _opened(self, pass_number: int, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Return the batches of a pass, or of its rest, that `begin` begins under the pass's seed."""
         seed = derive_seed(self.pass_seed(pass_number), self.epoch)
         if self._generator is not None:
             self._generator.manual_seed(seed)
         if isinstance(self.source, DataLoader) and isinstance(self.source.dataset, SeededIterable):
             self.source.dataset.set_pass(derive_seed(seed, self.seed_rank), self.epoch)
         side = SideGenerators(seed) if self._draws else None
-        if self.states is None:
-            return iter(self.source) if side is None else _drawn_aside(side, lambda: iter(self.source))
-        self.states.side, states = side, self.states
-        batches = states.open(state) if side is None else _drawn_aside(side, lambda: states.open(state))
-        return states.noting(batches, pass_number, 0 if state is None else self.start_item, state)
+        if self.states is not None:
+            self.states.side = side
+        return begin() if side is None else _drawn_aside(side, begin)
+
+    def _take_up(self, states: StateLog, state: SourceState | None, place: Place | None) -> None:
+        """Let the source begin at a state that fits: one of this pass, or what the last epoch left at this one's beginning."""
+        self._from, self._why_again = None, "was not asked for its state"
+        if state is not None and not states.fits(state):
+            was, now = state["num_workers"], getattr(self.source, "num_workers", 0)
+            self._why_again = f"was read by {was} workers, from whose states {now} cannot go on"
+            if not (self.start_item or self.start_pass or state["ended"]) and self.rank == self.seed_rank == 0:
+                print(f"trainwright: {_article(self._kind)} {self._why_again}, so it begins anew.", file=sys.stderr)
+            state = None
+        is_at_start = not (self.start_item or self.start_pass)
+        if state is not None and not is_at_start and state["passes"] == self.start_pass and place is not None:
+            state = self._fitted_state(state, place) if state["items"] else state
+        elif not is_at_start:
+            state = None
+        if state is None:
+            states.begin_pass(self.start_pass, {})
+        elif is_at_start:
+            states.begin_after(state)
+        elif state["items"]:
+            self._from = state
+            states.begin_within(state)
+        else:
+            states.begin_pass(self.start_pass, state["readers"])
+
+    def _fitted_state(self, state: SourceState, place: Place) -> SourceState | None:
+        """Return a state with the batches behind it counted in those of now; None where these do not come to a whole number."""
+        since, size, was = place["items"] - state["items"], self.item_size, place["size"]
+        if not size or not was or size == was:
+            return state
+        since, rest = divmod(since * was, size)
+        return None if rest else {**state, "items": self.start_item - since, "following": None}
+
+    def _stated(self, states: StateLog, pass_number: int, start: int) -> Iterator[Any]:
+        """Yield the batches of a pass from one on, from the source's state where it has told one of this pass."""
+        base, _, begun = next(each for each in reversed(self._begun) if each[1] == pass_number)
+        ranks = self.world_size
+        states.plan([(every * ranks, begun + (batch - base) * ranks) for every, batch in self.plan])
+        state, why = self._from if pass_number == self.start_pass else None, self._why_again
+        if state is not None:
+            batches = states.noting(self._opened(pass_number, lambda: states.open_within(state, self.epoch)))
+            try:
+                first = next(batches, END)
+                is_refused = states.is_other(state, first)
+                why = "goes on from its state as it did not before (what a shuffle buffer holds is in no state)"
+            except StateRefused as error:
+                is_refused, why = True, f"fails at its state ({_cause(error)})"
+            if not is_refused:
+                yield from islice(chain([] if first is END else [first], batches), start - state["items"], None)
+                return
+            states.is_trusted = False
+            states.let_go()
+            states.begin_pass(pass_number, state.get("begun", {}))
+        self._say_what_is_read_again(pass_number, start, why)
+        yield from islice(
+            states.noting(self._opened(pass_number, lambda: states.open_pass(pass_number, self.epoch))), start, None
+        )
 
     def cut_round(self, items: list[Any], number: int) -> Any:
         """Return this rank's batch of a pass's last round; another's, which weighs nothing, where it has none."""
@@ -164,6 +241,15 @@ class BatchStream(Share):
         if len(items) < self.world_size or len(set(sizes)) > 1:
             self.uneven[number] = sizes + [0] * (self.world_size - len(items))
         return items[self.rank] if self.rank < len(items) else items[0]
+
+
+def _article(kind: str) -> str:
+    return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
+
+
+def _cause(error: StateRefused) -> str:
+    """Return what went wrong: a worker's error comes with the worker's traceback before it."""
+    return str(error).strip().splitlines()[-1].rpartition("StateRefused: ")[2]
 
 
 def _drawn_aside(side: SideGenerators, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:

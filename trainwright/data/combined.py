@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from trainwright.data.batch_stream import END
 from trainwright.data.collection import is_collection
 from trainwright.data.combined_loader import Combination, combined_length
 from trainwright.data.combined_loader import CombinedLoader as CombinedLoader
@@ -19,6 +18,7 @@ from trainwright.data.proportions import are_proportional, in_proportion
 from trainwright.data.seeding import derive_seed
 from trainwright.data.share import Mode, Place
 from trainwright.data.source_state import SourceState
+from trainwright.data.stated_reader import END
 from trainwright.rank_zero import rank_zero_warn
 
 
@@ -54,16 +54,19 @@ class ShardedCombination:
         rounds reached so far."""
         self._has_ghosts = mode == "ghost" and world_size > 1
         for name, leaf in zip(loader.names, loader.flattened, strict=True):
-            if isinstance(leaf, Iterator):
+            if isinstance(leaf, Iterator) and self.combination == "max_size_cycle":
                 raise TypeError(
-                    f"the collection's {name or 'loader'} is a {type(leaf).__name__}, which can be read only once; pass a "
-                    "list, a DataLoader, or an object whose __iter__ begins anew."
+                    f"the collection's {name or 'loader'} is a {type(leaf).__name__}, which can be read only once, but "
+                    "max_size_cycle begins shorter loaders anew; pass a list, a DataLoader, or an object whose __iter__ begins "
+                    "anew, or choose another mode."
                 )
         self.parts = [
             ShardedLoader(each, rank=rank, world_size=world_size, mode=mode, **options) for each in loader.flattened
         ]
         """This rank's share of each loader, in the order of `loader.flattened`."""
         self._seed = 0
+        self._left: list[SourceState | None] = []
+        """What each loader's source was left at by the epoch before, or stands at in this one."""
         self._ghost_at: int | None = None
         self._has_warned = False
         self._places: list[Place] = []
@@ -98,7 +101,7 @@ class ShardedCombination:
                 f"the place in the data is one of {len(places)} loaders, but there are {len(self.parts)} now; go on with the "
                 "loaders that it was saved with, or from a checkpoint of an epoch's end."
             )
-        self._seed, self.epoch, self.start_batch = seed, epoch, start_batch
+        self._seed, self.epoch, self.start_batch, self._left = seed, epoch, start_batch, list(states)
         self._places, self._first_batches, self._ghost_at = list(places), [], None
         self.uneven.clear()
         is_sequential = self.combination == "sequential"
@@ -108,7 +111,7 @@ class ShardedCombination:
                 state = states[index] if states else None
                 part.set_epoch(self._seed_of(index), epoch, places[index]["batch"], [places[index]], [state])
             else:
-                part.set_epoch(self._seed_of(index), epoch, start)
+                part.set_epoch(self._seed_of(index), epoch, start, (), states[index : index + 1])
             part.share.most = None
         if is_sequential:
             return
@@ -139,6 +142,11 @@ class ShardedCombination:
             for stream, cut in zip(sizes, cuts, strict=True):
                 stream.cuts[number] = cut
 
+    def read_ahead(self) -> None:
+        """Expect that a batch is read before the one before it is done."""
+        for part in self.parts:
+            part.read_ahead()
+
     def places(self, batch: int) -> list[Place]:
         """Return where each loader stands after so many batches of this rank in the epoch."""
         return [self._place_of(index, batch) for index in range(len(self.parts))]
@@ -151,13 +159,22 @@ class ShardedCombination:
             had = begun[index + 1] - begun[index]
             size, order = share.item_size, share.order
             return {"batch": had, "passes": 1, "items": 0, "size": size, "order": order, "digest": 0}
-        if index < len(begun):
+        if index < len(begun) and begun[index] <= batch:  # else it was only read ahead
             return share.place(batch - begun[index])
         return share.place(share.start_batch)
 
     def states(self, batch: int) -> list[SourceState | None]:
         """Return the state of each loader's source there; None for one that has none."""
         return [part.state_at(place) for part, place in zip(self.parts, self.places(batch), strict=True)]
+
+    def left(self, batch: int) -> list[SourceState | None]:
+        """Return what an epoch of so many batches leaves each loader's source at, for the next one; None without a state."""
+        return [part.left_at(place) for part, place in zip(self.parts, self.places(batch), strict=True)]
+
+    def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
+        """Choose after which batches the sources' states are wanted; see ShardedLoader."""
+        for part in self.parts:
+            part.plan_states(batches)
 
     @property
     def starts_beyond(self) -> bool:
@@ -203,7 +220,7 @@ class ShardedCombination:
             return part.start_batch
         length = part.exact_length
         start = min(left, length) if length is not None else 0
-        part.set_epoch(self._seed_of(index), self.epoch, start)
+        part.set_epoch(self._seed_of(index), self.epoch, start, (), [] if start else self._left[index : index + 1])
         return start
 
     def _side_by_side(self) -> Iterator[Any]:

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from trainwright.data.batch_stream import END
 from trainwright.data.collection import LoaderGroup, is_flat, leaves, rebuilt
+from trainwright.data.stated_reader import END
 
 Combination = Literal["min_size", "max_size", "max_size_cycle", "sequential"]
 COMBINATIONS = ("min_size", "max_size", "max_size_cycle", "sequential")

@@ -20,19 +20,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.datapipes.datapipe import IterDataPipe
 
-from trainwright.data.batch_stream import END, BatchStream, distributed_sampler
+from trainwright.data.batch_stream import BatchStream, distributed_sampler
 from trainwright.data.epoch_listeners import tell_epoch
 from trainwright.data.index_stream import IndexStream, in_dataset_order
 from trainwright.data.seeding import SideGenerators, derive_seed
 from trainwright.data.share import Mode, Place
-from trainwright.data.source_state import (
-    SourceState,
-    StatedCollate,
-    StatedStart,
-    StatefulIterable,
-    StateLog,
-    tells_state,
-)
+from trainwright.data.source_state import SourceState, StateLog
+from trainwright.data.stated_reader import END
+from trainwright.data.stateful_iterable import StatedCollate, StatedStart, StatefulIterable, tells_state
 from trainwright.data.workers import SeededDataset, SeededIterable, WorkerStart, holding_signals, note_begun
 from trainwright.rank_zero import rank_zero_warn
 
@@ -91,6 +86,8 @@ class ShardedLoader:
         self._with_workers: weakref.WeakSet[Any] = weakref.WeakSet()
         """The iterators whose workers may still run; weak, so that one that is let go of ends its workers at once."""
         self._states: StateLog | None = None
+        self._is_training = mode == "train"
+        self._goes_on = not in_order
         self.is_read_ahead = False
         """Whether a batch is read before the one before it is done, as where the end is not known beforehand."""
         self._source: Iterable[Any] = self._copied(loader, pin_memory)
@@ -102,8 +99,8 @@ class ShardedLoader:
 
     def _copied(self, loader: Iterable[Any], pin_memory: bool) -> Any:
         if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-            if tells_state(loader):
-                self._states = StateLog(loader, None, self.world_size)
+            if tells_state(loader) and self._is_training:
+                self._states = StateLog(loader, None, self.world_size, self._goes_on, self.close)
             return loader
         clone = copy.copy(loader)
         # Through __dict__: a DataLoader refuses to have its sampler set, and a subclass may have properties of its own.
@@ -117,12 +114,15 @@ class ShardedLoader:
             clone.__dict__["in_order"] = True  # which batches were had is told by how many they were
             _say_that_order_is_kept()
         is_pipe = isinstance(loader.dataset, IterDataPipe)
-        if isinstance(loader.dataset, IterableDataset) and tells_state(loader.dataset) and not is_pipe:
-            dataset = StatefulIterable(loader.dataset)
+        is_stated = isinstance(loader.dataset, IterableDataset) and tells_state(loader.dataset)
+        if is_stated and self._is_training and not is_pipe:
+            size = loader.batch_size if loader.batch_sampler is not None else None
+            dataset = StatefulIterable(loader.dataset, size)
             clone.__dict__["dataset"] = dataset
-            clone.__dict__["collate_fn"] = StatedCollate(dataset, loader.collate_fn)
-            clone.__dict__["worker_init_fn"] = StatedStart(dataset, loader.worker_init_fn)
-            self._states = StateLog(clone, dataset, self.world_size)
+            if loader.num_workers > 0:
+                clone.__dict__["collate_fn"] = StatedCollate(dataset, loader.collate_fn, size, loader.drop_last)
+                clone.__dict__["worker_init_fn"] = StatedStart(dataset, loader.worker_init_fn)
+            self._states = StateLog(clone, dataset, self.world_size, self._goes_on, self.close)
         elif loader.num_workers > 0 and not is_pipe:
             seeded = SeededIterable if isinstance(loader.dataset, IterableDataset) else SeededDataset
             clone.__dict__["dataset"] = seeded(loader.dataset)
@@ -194,8 +194,6 @@ class ShardedLoader:
         if isinstance(self.share, BatchStream):
             if state is not None and state["ranks"] != self.world_size > 1 and not self.is_shared:
                 state = None  # of another rank's data
-            if self._states is not None and (state is not None or self._states.is_moved):
-                self.close()  # workers that stay would neither see the state nor give up the numbers that they go by
             self.share.set_epoch(seed, epoch, start_batch, place, state)
         else:
             self.share.set_epoch(seed, epoch, start_batch, place)
@@ -207,6 +205,10 @@ class ShardedLoader:
         if self.stream is None:
             return self.share.items()
         return self._drawn_aside(self.stream) if self._draws_aside else iter(self._source)
+
+    def read_ahead(self) -> None:
+        """Expect that a batch is read before the one before it is done: what is drawn for it must not stand in between."""
+        self.is_read_ahead = True
 
     @property
     def _draws_aside(self) -> bool:
@@ -232,8 +234,23 @@ class ShardedLoader:
         return [self.state_at(self.share.place(batch))]
 
     def state_at(self, place: Place) -> SourceState | None:
-        """Return the source's state at a place; None where it has none."""
+        """Return the source's state at a place, or the latest known before it; None where it has none."""
         return None if self._states is None else self._states.at(place)
+
+    def left(self, batch: int) -> list[SourceState | None]:
+        """Return, as plain data, what an epoch of so many batches of this rank leaves its source at, for the next one."""
+        return [self.left_at(self.share.place(batch))]
+
+    def left_at(self, place: Place) -> SourceState | None:
+        """Return the source's state at the end of its pass where it has come to it, else at a place."""
+        if self._states is None or not self._goes_on:
+            return None
+        return self._states.ending() or self._states.at(place)
+
+    def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
+        """Choose after which batches of this rank the source's state is wanted: an interval, and one of them, each."""
+        if isinstance(self.share, BatchStream):
+            self.share.plan = batches
 
     @property
     def starts_beyond(self) -> bool:

@@ -1,36 +1,31 @@
-"""Source state: what an iterable says of where it stands (`state_dict`, `load_state_dict`), kept with its batches.
+"""Source state: what an iterable says of where it stands (`state_dict`, `load_state_dict`), as checkpoints hold it.
 
-Workers read ahead, so what counts is the state after the batches that were consumed. It is asked for after each batch, in
-the process that reads: a worker sends it along with the batch. What that process's generators are at goes with it, so that a
-buffer is shuffled on as it would have been.
+It is asked for when it is wanted, not after each batch. But where a checkpoint is asked for, the source may have been read on:
+by a batch, to see the end; by a round, on several ranks; by its workers, who read ahead. So the reading asks beforehand, after
+the batches of a plan: those after which a save can be foreseen, and each hundredth. What was read since the latest of them is
+read again, and skipped, by a run that goes on from elsewhere. What the reading process draws goes along, so that a buffer is
+shuffled on as it would have been.
+
+With a state goes the fingerprint of the batch that came next. A source that comes with another one from that state (of a
+shuffle buffer some keep no record), or fails at it, is not trusted: it is read anew from where its pass began.
 
 A source is a DataLoader whose IterableDataset has the two methods, or a loader of one's own that has them itself.
 """
 
 from __future__ import annotations
 
-import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypedDict
 
-from torch.utils.data import get_worker_info
-
-from trainwright.data.seeding import SideGenerators, derive_seed, host_state, set_host_state
+from trainwright.data.fingerprint import fingerprint, is_alike
+from trainwright.data.seeding import SideGenerators, set_host_state
 from trainwright.data.share import Place
-from trainwright.data.transfer import pinned
-from trainwright.data.workers import SeededIterable, WorkerStart, seed_generators
+from trainwright.data.stated_reader import END, ReaderState, StatedReader
+from trainwright.data.stateful_iterable import Opening, StatedBatch, StatefulIterable
 
-
-class ReaderState(TypedDict):
-    """Where one process that reads stands."""
-
-    source: Any
-    """What the source's state_dict returned."""
-    generators: dict[str, Any] | None
-    """A worker's generators; None where this process reads."""
-    ended: bool
-    """Whether it has come to its end."""
+SPACING = 100
+"""Batches between two states that are asked for though no save is foreseen: so many are read again at most."""
 
 
 class SourceState(TypedDict):
@@ -38,6 +33,7 @@ class SourceState(TypedDict):
 
     passes: int
     items: int
+    """Batches of the pass that lie behind; 0 where it is at its beginning, which follows on what `readers` say."""
     readers: dict[int, ReaderState]
     """By worker; 0 is this process where there are none."""
     num_workers: int
@@ -47,160 +43,235 @@ class SourceState(TypedDict):
     """The worker that gave the latest batch."""
     generators: dict[str, Any] | None
     """What this process draws from while the source is read; None where workers read."""
+    following: list[Any] | None
+    """The fingerprint of the next batch; None where it was not read."""
+    ended: bool
+    """Whether the pass has come to its end."""
+    begun: dict[int, ReaderState]
+    """What the pass followed on; empty where the source began as it came."""
 
 
 class StateLog:
-    """The states of one source after the latest batches that were read, and the one that it goes on from.
+    """The states of one source that were asked for of late, and the one that it goes on from.
 
     Args:
         source: the loader that is iterated.
         dataset: stands for the loader's dataset where that is what tells its state; None where it is the loader itself.
         ranks: how many ranks the job has.
+        goes_on: whether an epoch follows on the one before; False where each is to begin as the first did.
+        let_go: ends the workers that stay.
     """
 
-    def __init__(self, source: Any, dataset: StatefulIterable | None, ranks: int) -> None:
-        self._source, self._dataset, self._ranks = source, dataset, ranks
+    def __init__(
+        self,
+        source: Any,
+        dataset: StatefulIterable | None,
+        ranks: int,
+        goes_on: bool,
+        let_go: Callable[[], None],
+    ) -> None:
+        self._source, self._dataset, self._ranks, self._goes_on = source, dataset, ranks, goes_on
         self._num_workers = source.num_workers if dataset is not None else 0
-        self._states: deque[SourceState] = deque(maxlen=2 * ranks + 8)
-        """As many as may have been read since the latest that was consumed: a round is held back, batches are moved ahead."""
+        self._stays = self._num_workers > 0 and source.persistent_workers
+        self._reader = StatedReader(source) if dataset is None else None
+        self._behind = 2 * ranks + 8
+        """Batches that may have been read since the latest that was consumed: a round is held back, some are moved ahead."""
+        self._states: deque[SourceState] = deque()
+        self._plan: list[tuple[int, int]] = []
+        self._passes = self._read = self._latest = 0
+        self._readers: dict[int, ReaderState] = {}
+        self._begun: dict[int, ReaderState] = {}
+        self._untold: set[int] = set()
+        """The workers that have given batches since they told their state."""
+        self._has_ended = self._is_open = False
+        self._end: SourceState | None = None
+        self._first = 0
         self.side: SideGenerators | None = None
         """What the source draws from in this process; None where workers read."""
+        self.let_go = let_go
+        self.is_trusted = True
+        """Whether the source goes on from its states as it has gone on before, as far as that has shown."""
 
-    @property
-    def is_moved(self) -> bool:
-        """Return whether the workers that are there were begun at a state, and stand for other numbers than their own."""
-        return self._dataset is not None and bool(self._dataset.start)
+    # -- where a reading begins --------------------------------------------------------------------------------------
 
-    def begin(self, place: Place, state: SourceState | None) -> SourceState | None:
-        """Let the next reading begin at a place; return the state to go on from, None where it does not fit."""
-        if state is not None and (state["passes"] != place["passes"] or state["num_workers"] != self._num_workers):
-            state = None  # other workers read other parts, in another order
+    def fits(self, state: SourceState) -> bool:
+        """Return whether the processes that read now can go on from it: other workers read other parts, in another order."""
+        return state["num_workers"] == self._num_workers
+
+    def begin_after(self, state: SourceState) -> None:
+        """Let the next reading follow on what an epoch, or another pass, has left."""
+        stays_on = state is self._end and self._first == 0
+        self._begin(0, 0, state["readers"], stays_on)
+        if stays_on:
+            self._end = state
+
+    def begin_within(self, state: SourceState) -> None:
+        """Let the next reading go on from a state within its pass."""
+        self._begin(state["passes"], state["items"], state.get("begun", {}), False)
+        self._states.append(state)
+
+    def begin_pass(self, passes: int, readers: dict[int, ReaderState]) -> None:
+        """Let the next reading begin a pass as it was begun before; without readers, as the source came."""
+        self._begin(passes, 0, readers, False)
+
+    def _begin(self, passes: int, items: int, begun: dict[int, ReaderState], stays_on: bool) -> None:
+        is_rotated, self._first = self._first != 0, 0
+        self._passes, self._read, self._begun, self._end = passes, items, begun, None
+        self._has_ended = self._is_open = False
         self._states.clear()
-        if state is not None:
-            self._states.append({**state, "items": place["items"]})
-        if self._dataset is not None:
-            self._dataset.start = {} if state is None else dict(state["readers"])
-            self._dataset.first = 0 if state is None else (state["latest"] + 1) % max(1, self._num_workers)
-        return state
+        if self._stays and not stays_on and (is_rotated or begun or items):
+            self.let_go()  # they would neither see a state nor give up the numbers that they go by
 
-    def open(self, state: SourceState | None) -> Iterator[Any]:
-        """Return the source's iterator, begun at a state or at its start."""
-        if state is not None and self._dataset is None:
-            self._source.load_state_dict(copy.deepcopy(state["readers"][0]["source"]))
+    def plan(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Choose after which items of the pass the state is asked for: an interval, and one of them, each."""
+        self._plan = list(pairs)
+
+    def open_pass(self, passes: int, epoch: int) -> Iterator[Any]:
+        """Return the iterator of a pass from its beginning."""
+        follows = self._end is not None
+        if passes and passes != self._passes:
+            ending = self.ending()
+            self._begun, follows = ({}, False) if ending is None else (ending["readers"], True)
+            if self._first and self._stays:
+                self.let_go()
+        self._begin_reading(passes, 0, dict(self._begun))
+        self._first = 0
+        if self._dataset is not None:
+            readers = dict(self._begun) if self._goes_on else {}
+            self._dataset.begin(Opening(readers, False, 0), follows and self._goes_on)
+            opened: Iterator[Any] = iter(self._source)
+            return opened
+        assert self._reader is not None
+        if self._begun and self._goes_on:
+            return self._reader.begin_after(self._begun[0]["source"], epoch)
+        return self._reader.begin_fresh(epoch)
+
+    def open_within(self, state: SourceState, epoch: int) -> Iterator[Any]:
+        """Return the iterator of the rest of a pass, from a state on."""
+        self._begin_reading(state["passes"], state["items"], dict(state["readers"]))
+        self._states.append(state)
+        if state.get("ended"):
+            self._has_ended, self._end = True, state
+            return iter(())
+        self._first = (state["latest"] + 1) % max(1, self._num_workers)
+        if self._dataset is None:
+            assert self._reader is not None
+            return self._reader.begin_within({**state["readers"][0], "generators": state["generators"]}, epoch)
+        self._dataset.begin(Opening(dict(state["readers"]), True, self._first), False)
         batches: Iterator[Any] = iter(self._source)
-        if state is not None and state["generators"] is not None:
+        if state["generators"] is not None:
             set_host_state(state["generators"])
         return batches
 
-    def noting(self, batches: Iterator[Any], passes: int, items: int, state: SourceState | None) -> Iterator[Any]:
-        """Yield the batches, with the state after each kept; they are those from one of a pass on."""
-        readers = {} if state is None else dict(state["readers"])
-        for number, batch in enumerate(batches, start=items + 1):
-            worker, content = 0, batch
+    def _begin_reading(self, passes: int, items: int, readers: dict[int, ReaderState]) -> None:
+        self._passes, self._read, self._readers = passes, items, readers
+        self._has_ended, self._is_open, self._end = False, True, None
+        self._states.clear()
+        self._untold.clear()
+        if self._dataset is not None:
+            self._dataset.plan.set(items, self._plan if self.is_trusted else ())
+
+    # -- what is read ------------------------------------------------------------------------------------------------
+
+    def noting(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of the pass that was opened, with the states that are asked for meanwhile kept."""
+        for batch in batches:
+            content, is_told = batch, False
             if isinstance(batch, StatedBatch):
-                worker, readers[batch.worker], content = batch.worker, batch.state, batch.batch
-            else:
-                told = copy.deepcopy(self._source.state_dict())
-                readers[0] = {"source": told, "generators": None, "ended": False}
-            self._states.append(
-                {
-                    "passes": passes,
-                    "items": number,
-                    "readers": dict(readers),
-                    "num_workers": self._num_workers,
-                    "ranks": self._ranks,
-                    "latest": worker,
-                    "generators": self.side.state if self.side is not None else None,
-                }
-            )
+                content, is_told = batch.batch, self._heard(batch)
+                if batch.is_empty:
+                    continue
+                self._latest = batch.worker
+            if self._states and self._states[-1]["items"] == self._read and self._states[-1]["following"] is None:
+                self._states[-1]["following"] = fingerprint(content)
+            self._read += 1
+            if is_told or (self.is_trusted and not self._num_workers and self._is_due(self._read)):
+                self._keep()
             yield content
-
-    def at(self, place: Place) -> SourceState | None:
-        """Return the state at a place; None where nothing was read, or where it is not kept any more."""
-        found = [each for each in self._states if (each["passes"], each["items"]) <= (place["passes"], place["items"])]
-        if not found or found[-1]["passes"] != place["passes"]:
-            return None
-        if found[-1]["items"] < place["items"] and found[-1] is not self._states[-1]:
-            return None
-        return {
-            **found[-1],
-            "items": place["items"],
-        }  # a last round with fewer batches than ranks counts as a whole one
-
-
-class StatefulIterable(SeededIterable):
-    """Stands for an iterable dataset with a state, in the process that reads it."""
-
-    def __init__(self, dataset: Any) -> None:
-        super().__init__(dataset)
-        self.start: dict[int, ReaderState] = {}
-        """Where each worker begins its next pass; one that is not there begins at the start."""
-        self.first = 0
-        """The number that the first worker goes by, so that the next batch comes from whom it would have come."""
-        self._has_ended = False
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        start = self.start.pop(0 if info is None else info.id, None)
-        self._has_ended = start is not None and start["ended"]
-        if self._has_ended:
-            return
-        if info is not None:
-            seed_generators(derive_seed(int(self._pass[0]), info.id))
-        if start is not None:
-            self.dataset.load_state_dict(copy.deepcopy(start["source"]))
-        items = iter(self.dataset)
-        if start is not None and start["generators"] is not None:
-            set_host_state(start["generators"])
-        yield from items
         self._has_ended = True
 
-    def state(self) -> ReaderState:
-        """Return where this process stands."""
-        is_worker = get_worker_info() is not None
-        told = copy.deepcopy(self.dataset.state_dict())  # it is sent while the worker reads on
-        return {"source": told, "generators": host_state() if is_worker else None, "ended": self._has_ended}
+    def _heard(self, batch: StatedBatch) -> bool:
+        """Take what a worker says; return whether the states of all are known after this batch."""
+        if batch.state is None:
+            self._untold.add(batch.worker)
+            return False
+        self._readers[batch.worker] = batch.state
+        self._untold.discard(batch.worker)
+        return not self._untold
 
+    def _is_due(self, items: int) -> bool:
+        return any((items - one) % every == 0 for every, one in self._plan)
 
-class StatedBatch:
-    """A batch on its way from a worker, with the state after it."""
+    def _keep(self) -> None:
+        self._states.append(self._now())
+        while len(self._states) > 1 and self._states[1]["items"] <= self._read - self._behind:
+            self._states.popleft()
 
-    def __init__(self, batch: Any, worker: int, state: ReaderState) -> None:
-        self.batch, self.worker, self.state = batch, worker, state
+    def _now(self, ended: bool = False) -> SourceState:
+        if self._dataset is None:
+            assert self._reader is not None
+            self._readers = {0: {"source": self._reader.told(), "generators": None, "ended": ended}}
+        elif not self._num_workers:
+            self._readers = {0: self._dataset.state()}
+        return {
+            "passes": self._passes,
+            "items": self._read,
+            "readers": dict(self._readers),
+            "num_workers": self._num_workers,
+            "ranks": self._ranks,
+            "latest": self._latest,
+            "generators": self.side.state if self.side is not None else None,
+            "following": None,
+            "ended": ended,
+            "begun": self._begun,
+        }
 
-    def pin_memory(self) -> StatedBatch:
-        """Return it with the batch in pinned memory; a loader that pins calls this."""
-        return StatedBatch(pinned(self.batch), self.worker, self.state)
+    def is_other(self, state: SourceState, batch: Any) -> bool:
+        """Return whether the batch that has come from a state is another than the one which came from it before."""
+        following = state.get("following")
+        if following is None or state["ended"]:
+            return False
+        return batch is END or not is_alike(fingerprint(batch), following)
 
+    # -- what is told ------------------------------------------------------------------------------------------------
 
-class StatedCollate:
-    """The collate_fn of a loader whose dataset tells its state: it calls the loader's own, then asks."""
+    def at(self, place: Place) -> SourceState:
+        """Return the state at a place, or the latest that is known before it."""
+        if place["passes"] > self._passes or (self._has_ended and place["items"] >= self._read):
+            ending = self.ending()
+            if ending is not None and place["passes"] > self._passes:
+                return {**ending, "passes": place["passes"], "items": 0}
+            if ending is not None:
+                return {
+                    **ending,
+                    "items": place["items"],
+                }  # a round with fewer batches than ranks counts as a whole one
+        if not self.is_trusted:
+            return self._beginning()
+        is_here = self._is_open and self._read == place["items"] and not self._num_workers and not self._has_ended
+        if is_here and not (self._states and self._states[-1]["items"] == self._read):
+            self._keep()
+        found = [each for each in self._states if each["items"] <= place["items"]]
+        return found[-1] if found else self._beginning()
 
-    def __init__(self, dataset: StatefulIterable, collate: Callable[[Any], Any]) -> None:
-        self._dataset, self._collate = dataset, collate
+    def ending(self) -> SourceState | None:
+        """Return the state at the end of the pass; None where it has not come to it, or a worker has not told."""
+        if self._has_ended and self._end is None and not self._untold:
+            self._end = self._now(ended=True)
+        if not self._has_ended:
+            return None
+        return self._end
 
-    def __call__(self, samples: Any) -> StatedBatch:
-        """Return the batch of the samples, with the state after it."""
-        info = get_worker_info()
-        batch = self._collate(samples)
-        return StatedBatch(batch, 0 if info is None else info.id, self._dataset.state())
-
-
-class StatedStart(WorkerStart):
-    """The worker_init_fn of such a loader."""
-
-    def __init__(self, dataset: StatefulIterable, init: Callable[[int], Any] | None) -> None:
-        super().__init__(dataset.dataset, init)
-        self._iterable = dataset
-
-    def __call__(self, worker_id: int) -> None:
-        """Give the worker the number that it goes by, and begin it."""
-        info: Any = get_worker_info()
-        number = (worker_id + self._iterable.first) % info.num_workers
-        object.__setattr__(info, "id", number)
-        super().__call__(number)
-
-
-def tells_state(source: Any) -> bool:
-    """Return whether an object has both a `state_dict` and a `load_state_dict`."""
-    return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))
+    def _beginning(self) -> SourceState:
+        return {
+            "passes": self._passes,
+            "items": 0,
+            "readers": self._begun,
+            "num_workers": self._num_workers,
+            "ranks": self._ranks,
+            "latest": 0,
+            "generators": None,
+            "following": None,
+            "ended": False,
+            "begun": self._begun,
+        }

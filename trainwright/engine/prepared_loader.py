@@ -7,7 +7,7 @@ from typing import Any
 
 from trainwright.data.loaders import with_last
 from trainwright.data.share import Place
-from trainwright.data.source_state import SourceState
+from trainwright.data.source_state import SPACING, SourceState
 from trainwright.data.transfer import to_device
 from trainwright.engine.engine import Engine
 from trainwright.engine.iterations import Iterations
@@ -33,6 +33,7 @@ class PreparedLoader:
         self.is_at_end = False
         """Whether the batch at hand is the epoch's last."""
         self._sharded = engine.prepare_loader(loader, "train")
+        self._sharded.plan_states([(SPACING, 0)])  # nobody knows when `save_state` will be called
         self._engine = engine
         self._iterations = iterations
         self._start = self._batch = 0
@@ -49,6 +50,7 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._is_begun:
             self.epoch += 1  # the epoch before was left in its middle
+            self._sources = self._sharded.left(self._batch)
         self._is_begun = True
         self._batch, self._start, self.is_at_end = self._start, 0, False
         self._engine.follow_parameters(if_changed=True)
@@ -63,6 +65,7 @@ class PreparedLoader:
                 self._batch += 1
                 self._iterations.give(iteration)
                 yield batch if on_host else to_device(batch, device)
+            self._sources = self._sharded.left(self._batch)
             self.epoch, self._batch, self._is_begun, self.is_at_end = self.epoch + 1, 0, False, False
             is_left = False
         finally:
@@ -98,9 +101,9 @@ class PreparedLoader:
 
     def sources(self) -> list[SourceState | None]:
         """Return the state of the loader's source there, as this rank sees it."""
-        if self._places or not self._batch or self.is_at_end:
+        if self._places or not self._batch:
             return list(self._sources)
-        return self._sharded.states(self._batch)
+        return self._sharded.left(self._batch) if self.is_at_end else self._sharded.states(self._batch)
 
     def load_state_dict(self, state: dict[str, Any], sources: Sequence[SourceState | None] = ()) -> None:
         """Let the next iteration begin there."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from trainwright.checkpoint.store import Checkpoint
+from trainwright.data.generator_states import check_generator_states, is_generator_state
 from trainwright.data.seeding import derived_rng_state
 from trainwright.data.source_state import SourceState
+from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_info
 
 
@@ -24,9 +26,18 @@ class Restored(NamedTuple):
 
 
 def restored(checkpoint: Checkpoint, state: dict[str, Any], seed: int, rank: int, world_size: int) -> Restored:
-    """Return what is a rank's own; one that the saved run had not gets generators that are derived from the seed."""
+    """Return what is a rank's own; one that the saved run had not gets generators that are derived from the seed.
+
+    Raises:
+        CheckpointError: a generator's state is none that it can have.
+    """
     own, saved = checkpoint.rank_state(rank), checkpoint.world_size
     rng = own.get("rng") if own is not None else None
+    check_generator_states(own, checkpoint.path)
+    if rng is not None and not is_generator_state(rng):
+        raise CheckpointError(
+            f"{checkpoint.path}: the states of rank {rank}'s generators are not there. Use another checkpoint."
+        )
     if saved < world_size:
         rank_zero_info(
             "%s was saved on %d processes, and this run has %d: the generators of the further ones start from seeds that are "
@@ -37,4 +48,5 @@ def restored(checkpoint: Checkpoint, state: dict[str, Any], seed: int, rank: int
         )
         rng = rng if rank < saved else derived_rng_state(seed, int(checkpoint.header["step"]), rank)
     first = own if saved == world_size else checkpoint.rank_state(0)
+    check_generator_states(first, checkpoint.path)
     return Restored(state, rng, own if saved == world_size else None, (first or {}).get("sources", []))

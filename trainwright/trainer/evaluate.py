@@ -80,12 +80,14 @@ class Evaluation:
         setattr(self.trainer, COUNTS[self.stage], [float("inf") if count is None else count for count in counts])
 
     def _made(self) -> Any:
+        trainer, are_made = self.trainer, self.source.owner is not None
+        is_read_once = trainer.stage != "fit" or trainer.settings.validates_once(are_made)
         if self.generators is None:
-            return self.source.load()
+            return self.source.load(is_read_once)
         with isolate_rng():
             set_rng_state(self.generators)
             self.generators = None
-            return self.source.load()
+            return self.source.load(is_read_once)
 
     def _refuse_empty(self) -> None:
         """Refuse a loader that was given and has no batch on any rank (ValueError); a hook may return one."""

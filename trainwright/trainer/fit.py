@@ -42,7 +42,7 @@ from trainwright.trainer.optimization import (
 )
 from trainwright.trainer.resume import check_state
 from trainwright.trainer.stop import EvaluationAbandoned
-from trainwright.trainer.training_data import begin_data, load_training_data, place_in_data, seek
+from trainwright.trainer.training_data import begin_data, leave_data, load_training_data, seek
 from trainwright.trainer.training_run import TrainingRun
 from trainwright.trainer.validation import validate, validation_is_due
 
@@ -79,10 +79,10 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
     with suppress(EvaluationAbandoned):
         while not trainer.is_done:
             fit_epoch(run)
-            if not state.epoch_ended:
-                state.places, state.sources = place_in_data(trainer)  # stopped within it: a resumed run goes on there
+            is_over = state.epoch_ended
+            leave_data(run)
+            if not is_over:
                 break
-            state.next_epoch()
     if run.generators is not None:  # nothing was left to train
         set_rng_state(run.generators)
     trainer.signal_stop.settle()

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from trainwright.data.collection import is_collection
+from trainwright.data.combined_loader import CombinedLoader
 from trainwright.module import Module, is_overridden
 from trainwright.paths import absolute
 from trainwright.precision import Precision
@@ -69,8 +71,8 @@ def check_module(module: Any, needed: list[str], call: str) -> None:
         raise TypeError(f"{type(module).__name__}.__init__ did not call super().__init__(); call it first.")
 
 
-def check_loader(loader: Any, argument: str, call: str, hook: str) -> Any:
-    """Return the loaders; refuse what is none (TypeError)."""
+def check_loader(loader: Any, argument: str, call: str, hook: str, is_read_once: bool) -> Any:
+    """Return the loaders; refuse what is none, or could be read only once where that is not enough (TypeError)."""
     if loader is None:
         raise TypeError(
             f"trainer.{call} was given no {argument}; pass a torch DataLoader, or an iterable of batches, or define {hook} on "
@@ -81,10 +83,13 @@ def check_loader(loader: Any, argument: str, call: str, hook: str) -> Any:
             f"{argument} is a {type(loader).__name__}; accepted are a torch DataLoader, an iterable of batches, and several of "
             "them in a list, a dict or a CombinedLoader."
         )
-    if isinstance(loader, Iterator):
+    parts = CombinedLoader(loader).flattened if is_collection(loader) else getattr(loader, "flattened", [loader])
+    once = [each for each in parts if isinstance(each, Iterator)]
+    if once and not is_read_once:
         raise TypeError(
-            f"{argument} is a {type(loader).__name__}, which can be read only once; pass a list, a DataLoader, or an object "
-            "whose __iter__ begins anew."
+            f"{argument} is or holds a {type(once[0]).__name__}, which can be read only once, and this run may read it more "
+            "often; pass a list, a DataLoader, or an object whose __iter__ begins anew. max_epochs=1 reads training data once, "
+            "and with num_sanity_val_steps=0 and no val_check_interval validation data too."
         )
     return loader
 

@@ -218,6 +218,17 @@ class Settings:
             return DEFAULT_MAX_EPOCHS if self.max_steps == -1 and self.max_time is None else None
         return None if self.max_epochs == -1 else self.max_epochs
 
+    def trains_once(self, are_made: bool) -> bool:
+        """Return whether training data is read once at most; where it ends before the run does, that is told then."""
+        return self.last_epoch in (None, 1) or (are_made and self.reload_dataloaders_every_n_epochs == 1)
+
+    def validates_once(self, are_made: bool) -> bool:
+        """Return whether a fit reads validation data once, or each that is made."""
+        is_at_ends = self.val_check_interval is None or self.val_check_interval == 1.0
+        is_at_ends = is_at_ends and not (isinstance(self.val_check_interval, int) and self.val_check_interval == 1)
+        is_once = self.last_epoch == 1 or (are_made and self.reload_dataloaders_every_n_epochs == 1)
+        return is_once and is_at_ends and self.sanity_steps == 0
+
     @property
     def clip_norm(self) -> float | None:
         """Return the limit of the total gradient norm."""

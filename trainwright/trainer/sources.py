@@ -42,19 +42,19 @@ class LoaderSource:
         """Return whether there are loaders."""
         return self.given is not None or self.owner is not None
 
-    def load(self) -> Any:
-        """Return the loaders; calls the hook where one makes them.
+    def load(self, is_read_once: bool = True) -> Any:
+        """Return the loaders; calls the hook where one makes them. Those that can be read only once want `is_read_once`.
 
         Raises:
-            TypeError: nobody gives loaders, or what came is none.
+            TypeError: nobody gives loaders, or what came is none, or cannot be read as often as the run does.
         """
         if self.given is not None or self.owner is None:
-            return check_loader(self.given, self.argument, self.call, HOOKS[self.stage])
+            return check_loader(self.given, self.argument, self.call, HOOKS[self.stage], is_read_once)
         hook = f"{type(self.owner).__name__}.{HOOKS[self.stage]}()"
         loaders = getattr(self.owner, HOOKS[self.stage])()
         if loaders is None:
             raise TypeError(f"{hook} returned None; return a torch DataLoader, or an iterable of batches.")
-        return check_loader(loaders, f"what {hook} returned", self.call, HOOKS[self.stage])
+        return check_loader(loaders, f"what {hook} returned", self.call, HOOKS[self.stage], is_read_once)
 
 
 def find_source(

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.data.combined import shard
 from trainwright.data.share import Place
-from trainwright.data.source_state import SourceState
+from trainwright.data.source_state import SPACING, SourceState
+from trainwright.data.stateful_iterable import ONCE
 from trainwright.trainer.evaluate import limited
 
 if TYPE_CHECKING:
@@ -17,17 +18,25 @@ if TYPE_CHECKING:
 def load_training_data(run: TrainingRun) -> None:
     """Load and share out the training data, unless it is there already. Collective."""
     if run.loader is None:
-        take_training_data(run, run.source.load())
+        take_training_data(run, _loaded(run))
 
 
 def reload_data(run: TrainingRun) -> None:
-    """Call the loader hooks again at an epoch for which `reload_dataloaders_every_n_epochs` says so. Collective."""
+    """Call the loader hooks again at an epoch for which `reload_dataloaders_every_n_epochs` says so. Collective.
+
+    What is made anew begins anew, whatever the state of what it takes the place of.
+    """
     every, epoch = run.trainer.settings.reload_dataloaders_every_n_epochs, run.state.epoch
     if every and epoch and epoch % every == 0:
         if run.source.owner is not None:
-            take_training_data(run, run.source.load())
+            take_training_data(run, _loaded(run))
+            run.state.sources = ()
         if run.validation is not None:
             run.validation.reload()
+
+
+def _loaded(run: TrainingRun) -> Any:
+    return run.source.load(run.trainer.settings.trains_once(run.source.owner is not None))
 
 
 def begin_data(run: TrainingRun) -> None:
@@ -56,6 +65,8 @@ def take_training_data(run: TrainingRun, loaders: Any) -> None:
         **trainer.loader_options,
         in_order=bool(trainer.given_settings.overfit_batches),
     )
+    if run.pulls:  # one batch ahead, to know which is the last
+        loader.read_ahead()
     trainer.open_loaders.append(loader)
     limit = settings.limit_train_batches
     trainer.train_dataloader = loaders
@@ -96,13 +107,47 @@ def seek(run: TrainingRun) -> None:
 
 
 def place_in_data(trainer: Trainer) -> tuple[list[Place], list[SourceState | None]]:
-    """Return where the epoch's data stands, and the states of its sources there; nothing between two epochs."""
+    """Return where the epoch's data stands, and the states of its sources there; between two epochs the states alone."""
     state, run = trainer.state, trainer.run
-    if state.batch == 0 or state.epoch_ended:
-        return [], []
-    if state.places or run is None or run.loader is None:
+    if state.places or state.sources or run is None or run.loader is None:
         return list(state.places), list(state.sources)
-    return run.loader.places(state.batch), run.loader.states(state.batch)
+    if state.epoch_ended:
+        return [], run.loader.left(state.batch)
+    return run.loader.places(state.batch) if state.batch else [], run.loader.states(state.batch)
+
+
+def leave_data(run: TrainingRun) -> None:
+    """Keep where the epoch that is over, or was stopped, leaves the data: the next one, or a resumed run, goes on there."""
+    state = run.state
+    places, sources = place_in_data(run.trainer)
+    if state.epoch_ended:
+        state.next_epoch()
+    state.places, state.sources = places, sources
+
+
+def foreseen_saves(run: TrainingRun) -> list[tuple[int, int]]:
+    """Return after which batches of the epoch a checkpoint may be asked for, as far as that shows before they are read.
+
+    Pairs of an interval and one of the batches. A stream that tells its state is asked for it there. Saves that nobody
+    foresees (a signal, by time, by hand) take the state of an earlier batch.
+    """
+    trainer, state, window = run.trainer, run.state, run.accumulate
+
+    def after(steps: int) -> int:
+        return state.batch + steps * window
+
+    pairs = [] if run.most_batches is None else [(ONCE, run.most_batches)]
+    if trainer.max_steps > state.step:
+        pairs.append((ONCE, after(trainer.max_steps - state.step)))
+    saving = [each for each in trainer.checkpoint_callbacks if each.save_top_k or each.save_last]
+    if not saving:
+        return pairs
+    pairs.append((SPACING, 0))
+    if run.validate_every is not None:
+        begun = 0 if trainer.settings.check_val_every_n_epoch is not None else state.total_batches - state.batch
+        pairs.append((run.validate_every, -begun))
+    steps = [each.every_n_train_steps for each in saving if each.every_n_train_steps > 0]
+    return pairs + [(each * window, after(each - state.step % each)) for each in steps]
 
 
 def _measure(run: TrainingRun) -> None:

@@ -20,6 +20,7 @@ from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.hooks import HookTable
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
 from trainwright.trainer.state import TrainerState
+from trainwright.trainer.training_data import foreseen_saves
 from trainwright.trainer.uneven_round import UnevenRound
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class TrainingRun:
         And whether the run stands behind the epoch's last batch; of an epoch whose length is not known, reading on tells.
         """
         start, transfer = self.state.batch, self.transfer
+        self.loader.plan_states(foreseen_saves(self))
         # Only loaders that the ranks did not get from us may end on one rank before another.
         all_have = self._all_have if self.num_batches is None and not self.loader.ends_alike else None
         pairs = with_last(self.loader, start, self.num_batches, self.most_batches, all_have=all_have)

@@ -1,0 +1,78 @@
+"""Generators and other iterables that can be read only once, where one pass is all that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small import QUIET, Classifier, assert_equal, make_loader, weights
+
+import trainwright as tw
+
+
+def batches(samples: int = 16) -> Iterator[Any]:
+    yield from make_loader(samples)
+
+
+def fit(train: Any, val: Any = None, **settings: Any) -> tuple[tw.Trainer, Any]:
+    trainer, module = tw.Trainer(**{"max_epochs": 1, **QUIET, **settings}), Classifier()
+    trainer.fit(module, train, val)
+    return trainer, module
+
+
+def test_one_pass_over_a_generator_is_what_a_list_gives(tmp_path: Path) -> None:
+    _, expected = fit(list(batches()), list(batches(8)), num_sanity_val_steps=0)
+    for once in (batches(), map(tuple, batches()), zip(*zip(*batches(), strict=True), strict=True)):
+        trainer, module = fit(once, batches(8), num_sanity_val_steps=0)
+        assert_equal(weights(module), weights(expected))
+    trainer, module = fit(batches(), max_epochs=None, max_steps=3)
+    trainer.save_checkpoint(str(tmp_path / "3.ckpt"))
+    again = tw.Trainer(max_epochs=1, **QUIET)
+    rest = Classifier()
+    again.fit(rest, batches(), ckpt_path=str(tmp_path / "3.ckpt"))
+    assert_equal(weights(rest), weights(expected))
+    assert trainer.validate(module, batches(8)) == trainer.validate(module, list(batches(8)))
+    assert trainer.test(module, {"a": batches(8), "b": batches(8)}) == trainer.test(
+        module, {"a": list(batches(8)), "b": list(batches(8))}
+    )
+    module.predict_step = lambda batch, batch_idx: batch[0]
+    assert len(trainer.predict(module, batches(8))) == 2
+    fit(tw.CombinedLoader([batches(8), batches(8)], "sequential"))
+
+
+def test_a_hook_may_make_a_generator_each_time() -> None:
+    class Makes(Classifier):
+        def train_dataloader(self) -> Any:
+            return batches(8)
+
+        def val_dataloader(self) -> Any:
+            return batches(4)
+
+    trainer = tw.Trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1, num_sanity_val_steps=0, **QUIET)
+    trainer.fit(Makes())
+    assert trainer.global_step == 6
+
+
+def test_more_than_one_pass_is_refused() -> None:
+    for train, val, settings in (
+        (batches(), None, {"max_epochs": 2}),
+        (batches(), None, {"max_epochs": None}),
+        (make_loader(), batches(), {}),
+        (make_loader(), batches(), {"num_sanity_val_steps": 0, "val_check_interval": 2}),
+        (make_loader(), {"a": batches()}, {"num_sanity_val_steps": 0, "max_epochs": 2}),
+    ):
+        with pytest.raises(
+            TypeError, match="is or holds a generator, which can be read only once, and this run may read it more"
+        ):
+            fit(train, val, **settings)
+    with pytest.raises(TypeError, match="max_size_cycle begins shorter loaders anew"):
+        fit({"a": batches(), "b": make_loader()})
+    with pytest.raises(RuntimeError, match="the generator that was given has no batch, or none left"):
+        fit(batches(8), max_epochs=None, max_steps=3)
+    once = batches(8)
+    trainer, module = fit(make_loader(8))
+    trainer.validate(module, once)
+    with pytest.raises(RuntimeError, match="none left: it can be read once"):
+        trainer.validate(module, once)

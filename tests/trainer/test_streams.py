@@ -1,0 +1,367 @@
+"""Streams that tell their state, as the Trainer reads them: each kind, cut anywhere, goes on as if it had not been cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import QUIET
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+import trainwright as tw
+from trainwright.data.source_state import SPACING
+
+
+class Endless(IterableDataset[Tensor]):
+    """Goes on and on; each worker has every n-th number."""
+
+    def __init__(self) -> None:
+        self.place, self.asked = 0, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        while True:
+            self.place += 1
+            if self.place % workers == worker:
+                yield torch.tensor([float(self.place), random.random()])
+
+    def state_dict(self) -> dict[str, int]:
+        self.asked += 1
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class Forgets(IterableDataset[Tensor]):
+    """Begins anew at each iteration, but for the one after a state was loaded."""
+
+    def __init__(self) -> None:
+        self.place, self.start = 0, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        start, self.start = self.start, 0
+        for number in range(start, 14):
+            self.place = number + 1
+            if number % workers == worker:
+                yield torch.tensor([float(number), random.random()])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["place"]
+
+
+class Remembers(Forgets):
+    """Begins where the state that was loaded last says, at each iteration."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        start = self.start
+        yield from super().__iter__()
+        self.start = start
+
+
+class Epochs(Forgets):
+    """Takes a state in the epoch that it was told in only, and has an order for each epoch, as HF's datasets do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch, self.loaded = 0, None
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        is_taken = self.loaded is not None and self.loaded["epoch"] == self.epoch
+        order = random.Random(self.epoch).sample(range(14), 14)
+        for place in range(self.loaded["place"] if is_taken else 0, 14):
+            self.place = place + 1
+            if place % workers == worker:
+                yield torch.tensor([float(order[place]), random.random()])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+
+class Buffered(Epochs):
+    """The same behind a shuffle buffer, of which its state says nothing."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        draw, buffer = random.Random(self.epoch + 7), []
+        for item in super().__iter__():
+            buffer.append(item)
+            if len(buffer) == 4:
+                yield buffer.pop(draw.randrange(4))
+        yield from draw.sample(buffer, len(buffer))
+
+
+class Fails(Buffered):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["epoch"] == self.epoch and state["place"]:
+            raise IndexError("list index out of range")
+
+
+class Passes(Forgets):
+    """Counts its passes in its state, and has an order for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        while self.place < 14:
+            order = random.Random(self.passes).sample(range(14), 14)
+            self.place += 1
+            if self.place % workers == worker:
+                yield torch.tensor([float(order[self.place - 1]), random.random()])
+        self.passes, self.place = self.passes + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place, "passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place, self.passes = state["place"], state["passes"]
+
+
+class OwnLoader(Passes):
+    """No dataset, but a loader of one's own."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for item in super().__iter__():
+            yield item[None]
+
+
+class Takes(tw.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Linear(2, 1)
+        self.taken: list[tuple[int, list[list[float]]]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.taken.append((self.current_epoch, batch.tolist()))
+        return self.net(batch).mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("seen", batch.mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def numbers(self, epoch: int) -> list[int]:
+        return [int(row[0]) for when, batch in self.taken if when == epoch for row in batch]
+
+
+class SavesAll(tw.Callback):
+    """Saves after each batch, or at each epoch's end and beginning, in the time that nobody foresees."""
+
+    def __init__(self, folder: Path, at_ends: bool) -> None:
+        self.folder, self.at_ends, self.steps = folder, at_ends, {}
+
+    def save(self, trainer: Any) -> None:
+        path = str(self.folder / f"{len(self.steps)}.ckpt")
+        self.steps[path] = trainer.global_step
+        trainer.save_checkpoint(path)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.at_ends:
+            self.save(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if self.at_ends:
+            self.save(trainer)
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if self.at_ends:
+            self.save(trainer)
+
+
+def train(
+    data: Any, options: dict[str, Any], callbacks: Any = (), ckpt_path: str | None = None, **settings: Any
+) -> Takes:
+    tw.seed_everything(5 if ckpt_path is None else 6, verbose=False)
+    module = Takes()
+    loader = data if isinstance(data, OwnLoader) else DataLoader(data, batch_size=2, **options)
+    trainer = tw.Trainer(**{"max_epochs": 3, **QUIET, **settings}, callbacks=list(callbacks))
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    return module
+
+
+READERS = {
+    "here": {},
+    "workers": {"num_workers": 2},
+    "workers that stay": {"num_workers": 2, "persistent_workers": True},
+}
+KINDS = [Endless, Forgets, Remembers, Epochs, Buffered, Fails, Passes]
+
+
+def cut_everywhere(kind: Any, options: dict[str, Any], folder: Path, every: int = 1, **settings: Any) -> Takes:
+    """Train once, and again from checkpoints of each moment; return what was trained on."""
+    for at_ends in (False, True):
+        saves = SavesAll(folder / str(at_ends), at_ends)
+        whole = train(kind(), options, [saves], **settings)
+        for path, step in list(saves.steps.items())[::every]:
+            rest = train(kind(), options, ckpt_path=path, **settings)
+            assert rest.taken == whole.taken[step:], (at_ends, step)
+    assert train(kind(), options, **settings).taken == whole.taken, "with saves and without"
+    return whole
+
+
+@pytest.mark.parametrize("kind", [*KINDS, OwnLoader])
+def test_a_stream_goes_on_from_every_moment(kind: Any, tmp_path: Path) -> None:
+    for limit in (None, 4):
+        if kind is Endless and limit is None:
+            continue
+        whole = cut_everywhere(kind, {}, tmp_path / str(limit), every=3, limit_train_batches=limit)
+        if limit is None:
+            assert all(sorted(whole.numbers(epoch)) == list(range(14)) for epoch in range(3))
+        elif kind is Endless:
+            assert [each for epoch in range(3) for each in whole.numbers(epoch)] == list(range(1, 25))
+        if kind in (Epochs, Passes, Buffered):
+            assert len({tuple(whole.numbers(epoch)) for epoch in range(3)}) == 3, "another order each epoch"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", ["workers", "workers that stay"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_goes_on_in_workers(kind: Any, reader: str, tmp_path: Path) -> None:
+    for limit in (None, 4):
+        if kind is Endless and limit is None:
+            continue
+        whole = cut_everywhere(kind, READERS[reader], tmp_path / str(limit), every=7, limit_train_batches=limit)
+        if limit is None:
+            assert all(sorted(whole.numbers(epoch)) == list(range(14)) for epoch in range(3))
+        elif kind is Endless:
+            assert sorted(each for epoch in range(3) for each in whole.numbers(epoch)) == list(range(1, 25))
+
+
+def test_a_stream_goes_on_in_workers_from_an_epochs_end_and_within(tmp_path: Path) -> None:
+    for kind, limit in ((Endless, 4), (Epochs, None), (Passes, None)):
+        options = READERS["workers that stay" if kind is Passes else "workers"]
+        whole = train(kind(), options, limit_train_batches=limit)
+        path = tmp_path / f"{kind.__name__}.ckpt"
+        for steps in (4, 6):  # the end of an epoch of four batches, and within one
+            trainer = tw.Trainer(max_epochs=3, max_steps=steps, limit_train_batches=limit, **QUIET)
+            tw.seed_everything(5, verbose=False)
+            module = Takes()
+            trainer.fit(module, DataLoader(kind(), batch_size=2, **options))
+            trainer.save_checkpoint(str(path), overwrite=True)
+            rest = train(kind(), options, ckpt_path=str(path), limit_train_batches=limit)
+            assert module.taken + rest.taken == whole.taken, (kind, steps)
+
+
+def test_what_a_buffer_lost_is_read_anew_and_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = {
+        Buffered: "a Buffered goes on from its state as it did not before (what a shuffle buffer holds is in no state), so",
+        Fails: "a Fails fails at its state (IndexError: list index out of range), so",
+    }
+    for kind, words in told.items():
+        for reader in ("here", "workers"):
+            path = tmp_path / f"{kind.__name__} {reader}.ckpt"
+            whole = train(kind(), READERS[reader])
+            tw.seed_everything(5, verbose=False)
+            trainer = tw.Trainer(max_epochs=3, max_steps=3, **QUIET)
+            trainer.fit(Takes(), DataLoader(kind(), batch_size=2, **READERS[reader]))
+            trainer.save_checkpoint(str(path))
+            capsys.readouterr()
+            assert train(kind(), READERS[reader], ckpt_path=str(path)).taken == whole.taken[3:]
+            error = capsys.readouterr().err
+            assert f"the first 3 batches of this epoch were consumed before; {words} they are read again" in error
+            assert error.count("read again") == 1
+
+
+def test_a_state_is_asked_for_where_it_is_saved(tmp_path: Path) -> None:
+    batches = 2 * SPACING + 50
+
+    def asked(**settings: Any) -> int:
+        data = Endless()
+        train(data, {}, **{"max_epochs": 1, "limit_train_batches": batches, **settings})
+        return data.asked
+
+    few = 3  # before the first batch, at the epoch's end and for whoever saves after fit
+    assert asked() <= few, "nothing is saved"
+    saves = tw.ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=50, save_top_k=-1)
+    assert asked(enable_checkpointing=True, callbacks=[saves]) <= batches // 50 + batches // SPACING + few
+    assert asked(enable_checkpointing=True, callbacks=[tw.ModelCheckpoint(dirpath=tmp_path / "ends")]) <= 2 + few
+
+
+def test_evaluations_ask_for_no_state() -> None:
+    data = Endless()
+    trainer, module = tw.Trainer(max_epochs=1, limit_val_batches=5, limit_test_batches=5, **QUIET), Takes()
+    loader = DataLoader(data, batch_size=2)
+    trainer.fit(module, [torch.ones(1, 2)], loader)
+    trainer.validate(module, loader)
+    assert data.asked == 0
+
+
+def test_a_save_that_nobody_foresees_takes_the_state_of_an_earlier_batch(tmp_path: Path) -> None:
+    """What lies between is read again, up to a hundred batches of it."""
+    batches = SPACING + 30
+
+    class SavesOnce(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == SPACING + 9:
+                trainer.save_checkpoint(str(tmp_path / "once.ckpt"))
+
+    settings: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": batches, "enable_checkpointing": True}
+    saver = tw.ModelCheckpoint(dirpath=tmp_path / "ends")
+    whole = train(Endless(), {}, [SavesOnce(), saver], **settings)
+    data = Endless()
+    rest = train(data, {}, ckpt_path=str(tmp_path / "once.ckpt"), **{**settings, "enable_checkpointing": False})
+    assert rest.taken == whole.taken[SPACING + 10 :]
+    accelerator = tw.Accelerator(cpu=True)
+    _, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(Endless(), batch_size=2))
+    told = []
+    for number, batch in enumerate(loader):
+        told.append(batch.tolist())
+        if number == SPACING + 9:
+            accelerator.save_state(str(tmp_path / "loop.ckpt"))
+        if number == batches:
+            break
+    again = tw.Accelerator(cpu=True)
+    _, loader = again.prepare(nn.Linear(1, 1), DataLoader(Endless(), batch_size=2))
+    again.load_state(str(tmp_path / "loop.ckpt"))
+    assert [batch.tolist() for batch, _ in zip(loader, range(21), strict=False)] == told[SPACING + 10 :]
+
+
+def test_overfitting_repeats_the_same_batches_of_a_stream() -> None:
+    for reader in ("here", "workers"):
+        module = train(Endless(), READERS[reader], overfit_batches=2)
+        assert module.numbers(0) == module.numbers(1) == module.numbers(2)
+
+
+def test_another_number_of_workers_begins_anew_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = tw.Trainer(max_epochs=2, max_steps=3, **QUIET)
+    tw.seed_everything(5, verbose=False)
+    trainer.fit(Takes(), DataLoader(Forgets(), batch_size=2))
+    trainer.save_checkpoint(str(tmp_path / "1.ckpt"))
+    capsys.readouterr()
+    module = train(Forgets(), READERS["workers"], ckpt_path=str(tmp_path / "1.ckpt"), max_epochs=1)
+    assert len(module.taken) == 8 - 3, "of seven numbers each, in four batches"
+    assert (
+        "a Forgets was read by 0 workers, from whose states 2 cannot go on, so they are read" in capsys.readouterr().err
+    )
+    trainer = tw.Trainer(max_epochs=1, limit_train_batches=3, **QUIET)
+    trainer.fit(Takes(), DataLoader(Endless(), batch_size=2))
+    trainer.save_checkpoint(str(tmp_path / "2.ckpt"))
+    train(Endless(), READERS["workers"], ckpt_path=str(tmp_path / "2.ckpt"), max_epochs=2, limit_train_batches=3)
+    assert (
+        "an Endless was read by 0 workers, from whose states 2 cannot go on, so it begins anew"
+        in capsys.readouterr().err
+    )

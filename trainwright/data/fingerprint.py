@@ -1,0 +1,58 @@
+"""Fingerprints: a few values of a batch, as plain data, by which it is known again when a resumed run reads it anew."""
+
+from __future__ import annotations
+
+import math
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_LEAVES = 64
+VALUES = 16
+"""Of each tensor."""
+
+
+def fingerprint(batch: Any) -> list[Any]:
+    """Return what a batch is known by: shapes, a few values, digests of text; of other objects their kind alone."""
+    return list(islice(_values(batch), MOST_LEAVES * VALUES))
+
+
+def is_alike(one: list[Any], other: list[Any]) -> bool:
+    """Return whether two fingerprints are those of one batch; numbers may differ as they do between two machines."""
+    return len(one) == len(other) and all(map(_is_close, one, other))
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-6) or (math.isnan(one) and math.isnan(other))
+    return bool(one == other)
+
+
+def _values(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, (bool, int, float, type(None))):
+        yield batch
+    elif isinstance(batch, (str, bytes)):
+        yield zlib.crc32(batch.encode() if isinstance(batch, str) else batch)
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield str(key)
+            yield from _values(value)
+    elif isinstance(batch, (list, tuple)):
+        yield len(batch)
+        for value in batch:
+            yield from _values(value)
+    elif isinstance(batch, Tensor) and batch.layout == torch.strided and batch.numel():
+        yield from batch.shape
+        flat = batch.detach().reshape(-1)
+        places = torch.linspace(0, len(flat) - 1, min(len(flat), VALUES), device=flat.device).long()
+        taken = flat[places]
+        yield from (torch.view_as_real(taken).reshape(-1) if taken.is_complex() else taken).tolist()
+    elif "numpy" in sys.modules and isinstance(batch, sys.modules["numpy"].ndarray) and batch.dtype.kind in "biuf":
+        yield from _values(torch.as_tensor(batch.copy()))
+    else:
+        yield type(batch).__name__

@@ -1,0 +1,98 @@
+"""Generator states out of a checkpoint: looked at before they are set, since torch and numpy do not do it all themselves.
+
+A position of numpy's beyond its key ends the process at the next draw.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright.errors import CheckpointError
+
+NAMES = frozenset({"python", "numpy", "torch"})
+KEY_LENGTH = 624
+"""The words of a Mersenne Twister."""
+CUDA_BYTES = 16
+"""A seed and an offset."""
+
+
+def check_generator_states(value: Any, path: str) -> None:
+    """Look at every state of generators in a checkpoint's plain data, as `rng_state` and `host_state` return it.
+
+    Raises:
+        CheckpointError: one is none that a generator can have.
+    """
+    for state in _states_in(value):
+        for name, check in _CHECKS.items():
+            try:
+                check(state.get(name))
+            except Exception as error:
+                raise CheckpointError(
+                    f"{path}: the state of the {name} generator is none that it can have ({error}). Use another checkpoint, "
+                    "or a good copy of this one."
+                ) from error
+
+
+def is_generator_state(value: Any) -> bool:
+    """Return whether plain data has the form of what `host_state` returns."""
+    return isinstance(value, Mapping) and value.keys() >= NAMES
+
+
+def _states_in(value: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(value, Mapping):
+        if is_generator_state(value):
+            yield value
+        else:
+            for each in value.values():
+                yield from _states_in(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            if isinstance(each, (Mapping, list, tuple)):
+                yield from _states_in(each)
+
+
+def _check_python(state: Any) -> None:
+    version, words, gauss = state
+    random.Random().setstate((version, tuple(words), gauss))
+
+
+def _check_numpy(state: Any) -> None:
+    if state is None:
+        return
+    if isinstance(state, Mapping):
+        raise TypeError("a dict, where a tuple was stored")
+    kind, key, position, has_gauss, gauss = state
+    if kind != "MT19937":
+        raise ValueError(f"of the kind {kind!r}")
+    if getattr(key, "shape", None) != (KEY_LENGTH,) or str(key.dtype) != "uint32":
+        raise ValueError(f"its key is no array of {KEY_LENGTH} uint32")
+    if type(position) is not int or not 0 <= position <= KEY_LENGTH:
+        raise ValueError(f"its position is {position!r}")
+    if has_gauss not in (0, 1) or not math.isfinite(gauss):
+        raise ValueError(f"its next normal number is {gauss!r}")
+
+
+def _check_torch(state: Any) -> None:
+    torch.Generator().set_state(_bytes(state))
+
+
+def _check_cuda(states: Any) -> None:
+    for state in states or ():
+        numel, offset = _bytes(state).numel(), int(state[8:].view(torch.int64)[0]) if len(state) == CUDA_BYTES else 0
+        if numel != CUDA_BYTES or offset < 0 or offset % 4:
+            raise ValueError(f"{numel} bytes, with the offset {offset}")
+
+
+def _bytes(state: Any) -> Tensor:
+    if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.dim() != 1:
+        raise TypeError("no row of bytes")
+    return state
+
+
+_CHECKS = {"python": _check_python, "numpy": _check_numpy, "torch": _check_torch, "cuda": _check_cuda}
