@@ -12,7 +12,7 @@ NAMES = """Accelerator AdvancedProfiler BasePredictionWriter CSVLogger Callback 
     DataModule DeepSpeedStrategy EarlyStopping Engine FSDPStrategy GradientAccumulationScheduler LambdaCallback
     LaunchError LearningRateMonitor LightningDataModule LightningModule Logger ModelCheckpoint ModelSummary Module
     Precision Profiler PyTorchProfiler RunStopped ShardedDDPStrategy SimpleProfiler Strategy TQDMProgressBar TensorBoardLogger
-    TensorPredictionWriter Timer Trainer TrainwrightError WorkerFailed __version__ estimate_memory isolate_rng
+    TensorPredictionWriter Timer Trainer TrainwrightError WorkerFailed __version__ estimate_memory gather_module isolate_rng
     load_predictions notebook_launcher rank_zero_info rank_zero_only rank_zero_warn seed_everything"""
 TRAINER = """accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs min_epochs max_steps
     min_steps max_time limit_train_batches limit_val_batches limit_test_batches limit_predict_batches
@@ -27,7 +27,7 @@ METHODS = {
     tw.Accelerator: """accumulate autocast backward broadcast clip_grad_norm_ clip_grad_value_ finish_save gather
         gather_for_metrics load_state local_main_process_first main_process_first prepare print reduce save_state
         split_between_processes step unwrap_model wait_for_everyone""",
-    tw.Strategy: """after_load allocate_optimizer_state backward before_evaluation check clip_gradients close connect
+    tw.Strategy: """after_load after_run allocate_optimizer_state backward before_evaluation check clip_gradients close connect
         describe_optimizer follow_parameters follow_toggle forget model_pieces optimizer_pieces piece place run settle
         setup_module setup_optimizers step sync_gradients unscale""",
     tw.Precision: """backward backward_context convert_batch convert_module follow forget forward_context init_context

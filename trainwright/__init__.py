@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
     from trainwright.strategies.deepspeed import DeepSpeedStrategy
     from trainwright.strategies.fsdp import FSDPStrategy
+    from trainwright.strategies.whole_module import gather_module
     from trainwright.trainer.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -89,6 +90,7 @@ _HOMES = {
     "TrainwrightError": "trainwright.errors",
     "WorkerFailed": "trainwright.errors",
     "estimate_memory": "trainwright.engine.memory",
+    "gather_module": "trainwright.strategies.whole_module",
     "isolate_rng": "trainwright.data.seeding",
     "load_predictions": "trainwright.callbacks",
     "notebook_launcher": "trainwright.engine.handover",
@@ -139,6 +141,7 @@ __all__ = [
     "WorkerFailed",
     "__version__",
     "estimate_memory",
+    "gather_module",
     "isolate_rng",
     "load_predictions",
     "notebook_launcher",

@@ -141,7 +141,8 @@ def disagreements(folder: Path) -> dict[str, list[str]]:
         ),
         "silent": told(partial(DeepSpeedStrategy, config=settings)),
         "bf16": told(partial(DeepSpeedStrategy, config={"bf16": {"enabled": True}}), precision="16-mixed"),
-        "fp16": told("deepspeed", precision=16),
+        "fp16": told("deepspeed", precision="16-true"),
+        "mixed": told("deepspeed", precision=16),
         "none": told("deepspeed", precision="bf16-mixed"),
     }
 

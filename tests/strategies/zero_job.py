@@ -129,10 +129,10 @@ def resumed(strategy: Any, name: str, folder: Path, ranks: int, settings: dict[s
     fit(strategy, make(), ranks, path.with_suffix(".resumed"), path.with_suffix(".half"), **settings)
 
 
-def windows(strategy: Any) -> float:
+def windows(strategy: Any, precision: str) -> float:
     """Return where a bias that begins at 0 comes to lie after one window."""
     module = Sums()
-    used = trainer(strategy, precision="bf16-mixed", accumulate_grad_batches=WINDOW, max_steps=1, max_epochs=-1)
+    used = trainer(strategy, precision=precision, accumulate_grad_batches=WINDOW, max_steps=1, max_epochs=-1)
     used.fit(module, DataLoader(torch.zeros(2 * WINDOW, 1), batch_size=1))  # type: ignore[arg-type]
     return float(module.layer.bias.float().detach()) if module.layer.bias.numel() else float("nan")
 
@@ -239,10 +239,10 @@ def zero(folder: Path) -> dict[str, Any]:
             one = (folder / "alone" / name).with_suffix(".half")
             fit(strategy, Grouped(MAKERS[name]), 1, own / f"{name}.across", one)
         fit(strategy, Thawed(), 1, own / "thawed.ckpt", folder / "thaws-2.ckpt", max_epochs=3)
-        found[stage] = [windows(strategy)]
+        found[stage] = [windows(strategy, precision) for precision in ("bf16-mixed", "bf16-true")]
         if stage < 3:
             config = {"data_types": {"grad_accum_dtype": "bf16"}}
-            found[stage].append(windows(partial(DeepSpeedStrategy, stage=stage, config=config)))
+            found[stage].append(windows(partial(DeepSpeedStrategy, stage=stage, config=config), "bf16-true"))
         offload = partial(
             DeepSpeedStrategy,
             stage=stage,

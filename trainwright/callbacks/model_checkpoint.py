@@ -28,6 +28,7 @@ from trainwright.checkpoint.store import is_checkpoint, same_place, sweep_tempor
 from trainwright.data.seeding import rng_state
 from trainwright.duration import to_seconds
 from trainwright.loggers.position import CHECKPOINTS
+from trainwright.paths import absolute
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -38,7 +39,8 @@ class ModelCheckpoint(Callback):
     """Saves during fit, by default at each epoch's end after its validation, and keeps the best.
 
     Args:
-        dirpath: where to save, a path or an fsspec URL; by default `checkpoints` in the logger's folder of the run.
+        dirpath: where to save, a path (made absolute here) or an fsspec URL; by default `checkpoints` in the logger's folder
+            of the run.
         filename: a template of the name, with {epoch}, {step} and metrics, such as "{epoch}-{val_acc:.3f}".
         monitor: the metric to judge by; None keeps the newest.
         verbose: print the path of each save.
@@ -106,7 +108,7 @@ class ModelCheckpoint(Callback):
         self.train_time_interval = (
             None if train_time_interval is None else to_seconds(train_time_interval, name="train_time_interval")
         )
-        self.dirpath = os.fspath(dirpath).rstrip("/") if dirpath is not None else None
+        self.dirpath = absolute(dirpath).rstrip("/") if dirpath is not None else None
         self._default_dirpath: str | None = None
         self.filename = filename if filename is not None else "{epoch}-{step}"
         self.monitor, self.verbose, self.mode = monitor, verbose, mode
@@ -129,7 +131,7 @@ class ModelCheckpoint(Callback):
         self.kth_value: Tensor | None = None
         self.current_score: Tensor | None = None
         self._has_begun = self._is_validated = self._has_validated = self._is_put_off = self._awaits_score = False
-        self._step_seen = self._step_saved = -1
+        self._step_seen = self._step_saved = self._step_restored = -1
         self._place = ""
         """Where the newest one was written, before it got its path."""
         self._unrenamed: tuple[str, str, float | None] = ("", "", None)
@@ -157,6 +159,7 @@ class ModelCheckpoint(Callback):
             "place": self._place,
             "is_put_off": self._is_put_off,
             "awaits_score": self._awaits_score,
+            "step_seen": max(self._step_seen, self._step_restored),
             "replaced": self._replaced,
             "current_score": None if self.current_score is None else float(self.current_score),
         }
@@ -170,7 +173,7 @@ class ModelCheckpoint(Callback):
         self.best_k_models = {path: _scalar(score) for path, score in state["best_k_models"].items() if is_ours(path)}
         last, place = state["last_model_path"], state.get("place", "")
         self._place, self._is_put_off = place, bool(state.get("is_put_off"))
-        self._awaits_score = bool(state.get("awaits_score"))
+        self._awaits_score, self._step_restored = bool(state.get("awaits_score")), int(state.get("step_seen", -1))
         self.last_model_path = last if is_ours(last) else ""
         self._replaced = [path for path in state.get("replaced", []) if is_ours(path)]
         self._unrenamed = (place, last, state["best_k_models"].get(last)) if place != last else ("", "", None)
@@ -217,10 +220,15 @@ class ModelCheckpoint(Callback):
             self._take_rank_zeros(trainer)
             # A killed run may not have come to it.
             self._replaced = remove_replaced(self._replaced, trainer.resume_source, trainer)
-            if self._is_put_off:  # another callback's save at this step is what the run goes on from
-                self._save(trainer)
         if self.train_time_interval is not None and self._is_fitting:
             self._appointment = trainer.appointment(self.state_key)
+
+    def _make_up(self, trainer: Trainer) -> None:
+        """Make the save that was due where another callback's, made before it, is what the run goes on from."""
+        is_missed = 0 <= self._step_restored < trainer.global_step and self._appointment is None
+        if self._is_fitting and (self._is_put_off or (is_missed and self._watches_batches and self._is_due(trainer))):
+            self._awaits_score = self._score.is_to_come(trainer)
+            self._save(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._pending is not None and self._pending.dropped and self._pending.is_committed:

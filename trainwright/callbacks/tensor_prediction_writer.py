@@ -22,6 +22,7 @@ from torch import Tensor
 from trainwright.callbacks.prediction_writer import BasePredictionWriter
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.checkpoint.filesystem import resolve
+from trainwright.paths import absolute
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -61,7 +62,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         super().__init__("batch")
         if not file_megabytes > 0:
             raise ValueError(f"file_megabytes={file_megabytes!r} is not accepted; pass a number above 0.")
-        self.dirpath = str(dirpath)
+        self.dirpath = absolute(dirpath)
         self.file_bytes = int(file_megabytes * 2**20)
         self._run = ""
         self._streams: list[Stream] = []

@@ -26,6 +26,7 @@ from typing import Any
 from trainwright.checkpoint.discovery import machine, process_lives, process_start
 from trainwright.checkpoint.filesystem import Files, describe, resolve
 from trainwright.errors import CheckpointError
+from trainwright.paths import open_no_link
 
 LOCK_NAME = ".lock"
 ATTEMPTS = 20
@@ -126,7 +127,7 @@ def _acquire_in(files: Files, inside: str, path: str, folder: str) -> tuple[int,
 def _acquire(path: str, folder: str) -> tuple[int, str]:
     """Return the descriptor of the file that is locked now, and who held it and has ended; waits for nobody."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = open_no_link(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -266,7 +266,7 @@ class Engine:
         """Return the elementwise mean, sum, min or max over the ranks. Collective: call on every rank."""
         return collectives.all_reduce(tensor, op)
 
-    def agreed(self, text: str, call: str) -> str:
+    def agreed(self, text: str, call: str = "agreed") -> str:
         """Return rank 0's text on every rank, over the store; `call` says what it is. Collective: call on every rank."""
         return self.agreement.broadcast(text.encode(), call=call, timeout_seconds=self.timeout_seconds).decode()
 

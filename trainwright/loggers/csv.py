@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import fsspec
 
 from trainwright.loggers.folder import FolderLogger, Row, is_local, write_file
+from trainwright.paths import open_no_link
 
 
 class CSVLogger(FolderLogger):
@@ -191,7 +192,7 @@ class MetricsFile:
                 os.fsync(file.fileno())
 
     def _append(self, data: bytes) -> None:
-        with open(self._local_path(), "ab", buffering=0) as file:
+        with open(self._local_path(), "ab", buffering=0, opener=open_no_link) as file:
             end = file.tell()
             try:
                 view = memoryview(data)

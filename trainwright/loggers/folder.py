@@ -341,8 +341,10 @@ def write_file(path: str, data: bytes) -> None:
         filesystem.pipe_file(inside, data)
         return
     temporary = f"{inside}.{os.getpid()}-{threading.get_ident()}.tmp"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)  # of a process that was killed; a link too
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -20,6 +20,7 @@ from torch import nn
 from trainwright.loggers.base import to_dict, to_numbers
 from trainwright.loggers.folder import FolderLogger, Row, is_local
 from trainwright.loggers.silent import SilentExperiment
+from trainwright.paths import open_no_link
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -105,7 +106,9 @@ class TensorBoardLogger(FolderLogger):
             if name not in files:
                 os.unlink(path)  # of a run that went on from there before, and was killed
             elif files[name] < size:
-                os.truncate(path, files[name])
+                descriptor = open_no_link(path, os.O_WRONLY)
+                os.ftruncate(descriptor, files[name])
+                os.close(descriptor)
 
     def _written(self) -> dict[str, Any]:
         """Write what waits, and return how long the event files are then."""
@@ -125,7 +128,11 @@ class TensorBoardLogger(FolderLogger):
         """Return the sizes of this logger's event files by name; of a local folder."""
         pattern = re.compile(rf"events\.out\.tfevents\..*{re.escape(self._kwargs['filename_suffix'])}")
         with contextlib.suppress(FileNotFoundError), os.scandir(url_to_fs(str(self.log_dir))[1]) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries if pattern.fullmatch(entry.name)}
+            return {
+                entry.name: entry.stat().st_size
+                for entry in entries
+                if pattern.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+            }
         return {}
 
     @property

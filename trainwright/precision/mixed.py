@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainwright.precision.base import Agree, Clipper, Closure, Precision, Sender, StepResult
+from trainwright.precision.fast_path import NoFastPath
 
 Found = dict[Any, Tensor]
 """By device a tensor that is 1 where a gradient was not finite."""
@@ -238,8 +239,12 @@ class _Autocast(AbstractContextManager[None]):
         self._keeping = torch.autocast(device_type, dtype)
         self._converting = torch.autocast(device_type, dtype, cache_enabled=False)
         self._open: list[torch.autocast] = []
+        # Which torch itself leaves out under a GPU's autocast, and under that alone.
+        self._attention = NoFastPath() if device_type == "cpu" else None
 
     def __enter__(self) -> None:
+        if self._attention is not None:
+            self._attention.__enter__()
         keeps = torch.is_grad_enabled()
         context = self._keeping if keeps else self._converting
         if self._open:
@@ -249,6 +254,8 @@ class _Autocast(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._open.pop().__exit__(*error)
+        if self._attention is not None:
+            self._attention.__exit__(*error)
 
 
 class _Outside(AbstractContextManager[None]):

@@ -289,6 +289,12 @@ class Strategy:
         `state` is what `state` was when the checkpoint was saved, if that was under this strategy and as many ranks.
         """
 
+    def after_run(self) -> None:
+        """Leave the modules as their user's own, whatever ended the run; their state can be asked for until `close`.
+
+        Nothing is sent: a rank may be gone. What an engine has sharded stays sharded.
+        """
+
     def close(self) -> None:
         """Give back what this strategy holds; the process group is closed by its owner.
 
@@ -313,8 +319,8 @@ def refuse_sharded(module: nn.Module, name: str) -> None:
         if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
             raise ValueError(
                 f"parameter {parameter_name!r} of {type(module).__name__} is sharded, as fsdp or ZeRO stage 3 has left it, and "
-                f"strategy={name!r} needs it whole. Go on with the strategy that sharded it, or make the module anew and "
-                "load a checkpoint."
+                f"strategy={name!r} needs it whole. Go on with the strategy that sharded it, take the whole copy that "
+                "tw.gather_module(module) gives on all ranks, or make the module anew and load a checkpoint."
             )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
+from trainwright.precision.fast_path import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import zero_gradients, zero_state
 from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, check_alike
@@ -30,12 +31,13 @@ from trainwright.strategies.deepspeed_config import (
     refuse_other_steppers,
     settle,
 )
-from trainwright.strategies.deepspeed_engine import make_engine
+from trainwright.strategies.deepspeed_engine import make_engine, refuse_other_dtype, scale_losses
 from trainwright.strategies.joined_state import join_plain
 from trainwright.strategies.master_optimizer import MasterOptimizer, Share
 from trainwright.strategies.state_entries import state_tensors
 from trainwright.strategies.step_probe import refuse_uneven_steps
-from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, owned
+from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, part_of
+from trainwright.strategies.zero_traces import ZeroTraces
 
 STAGES = (1, 2, 3)
 
@@ -43,10 +45,10 @@ STAGES = (1, 2, 3)
 class DeepSpeedStrategy(Strategy):
     """ZeRO, by one DeepSpeed engine for each optimizer; on one process too.
 
-    Weights are trained in the precision's low dtype with float32 masters, under mixed precisions and "true" ones alike; the
-    loss scale is the engine's, and so are clipping by norm and the reduction of gradients. On the CPU DeepSpeed has no
-    float16, so that bfloat16 is used there. Optimizers may not call closures; what is trained may not change after the
-    optimizers are made.
+    Under mixed precisions the weights are float32 and autocast computes in the low dtype, as on one process; under 16-true
+    and bf16-true the weights have the low dtype, and are trained through float32 masters: half the memory for weights. On the
+    CPU DeepSpeed has no such float16, and takes bfloat16. The loss scale is the engine's, and so are clipping by norm and the
+    reduction of gradients. Optimizers may not call closures; what is trained may not change after they are made.
 
     Args:
         stage: 1, 2 or 3; None is the config's, else 2.
@@ -110,6 +112,9 @@ class DeepSpeedStrategy(Strategy):
         self._engines: dict[ZeroOptimizer, Any] = {}
         self._parts: dict[nn.Module, list[Any]] = {}
         self._trained: dict[nn.Module, list[str]] = {}
+        self._traces: list[ZeroTraces] = []
+        self._left: dict[Any, list[Share]] = {}
+        """The shares of engines whose module is the user's own again; what they hold can still be saved."""
         self._finished: set[ZeroOptimizer] = set()
         """The optimizers whose gradients are this rank's share already, before their step."""
 
@@ -137,10 +142,10 @@ class DeepSpeedStrategy(Strategy):
         name = precision.name
         if self._asked_precision is not None and not name.startswith(self._asked_precision.partition("-")[0]):
             name = self._asked_precision
-        if device.type == "cpu" and name.startswith("16"):
+        if device.type == "cpu" and name == "16-true":
             # Said here, in the job: what `check` says, the process that launches the job has said before.
             rank_zero_warn("DeepSpeed has no float16 on the CPU: bfloat16 is used in its place.", stacklevel=4)
-            name = "bf16" + name.removeprefix("16")
+            name = "bf16-true"
         self.precision = ZeroPrecision(name, device.type, precision, self._scalers)
 
     def _scalers(self) -> list[Any]:
@@ -162,7 +167,7 @@ class DeepSpeedStrategy(Strategy):
         if self.stage < 3 or not sharded:
             self.place(module)
         else:
-            self._refuse_other_dtype(sharded)
+            refuse_other_dtype(sharded, self.precision.name)
         whole = [p for p in module.parameters() if not hasattr(p, "ds_id")]
         broadcast_tensors((*whole, *module.buffers()))
         self.wrapped[module] = None
@@ -171,18 +176,6 @@ class DeepSpeedStrategy(Strategy):
             module.register_state_dict_post_hook(zero_state.warn_of_shards)  # type: ignore[no-untyped-call]
         if optimization is None and self.stage == 3 and any(True for _ in module.parameters()):
             self._parts[module] = [self._initialize(Part([module]), None)]
-
-    def _refuse_other_dtype(self, sharded: Mapping[str, Any]) -> None:
-        """Refuse what an earlier run has sharded in another precision's dtype (ValueError)."""
-        told = self.precision.name
-        low = torch.bfloat16 if told.startswith("bf16") else torch.float16 if told.startswith("16") else None
-        for name, parameter in sharded.items():
-            is_low = parameter.ds_tensor.dtype in (torch.bfloat16, torch.float16)
-            if parameter.ds_tensor.dtype != low and (low is not None or is_low):
-                raise ValueError(
-                    f"parameter {name!r} was sharded by a run in another precision, and this one is in {told}; "
-                    "go on in that precision, or make the module anew and load a checkpoint."
-                )
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
@@ -224,18 +217,8 @@ class DeepSpeedStrategy(Strategy):
         """Return what the engine of an optimizer owns of the modules."""
         if self.stage < 3 or num_optimizers == 1:
             return Part(owners)
-        # ZeRO-3 hangs its hooks on modules, and two engines that fetch and release one module's parameters break.
-        members = [member for module in owners for member in owned(module, own)]
-        inside = {p for member in members for p in member.parameters()}
-        strays = [p for group in optimizer.param_groups for p in group["params"] if p not in inside]
         least = self._config()["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
-        if any(stray.numel() > least for stray in strays):
-            raise ValueError(
-                "under ZeRO stage 3 each of several optimizers needs whole submodules of its own, but one of these holds a "
-                f"parameter of {max(stray.numel() for stray in strays)} elements that shares its module with others. Put it "
-                "into a submodule, or choose stage 2."
-            )
-        return Part(members, strays)
+        return part_of(optimizer, own, owners, least)
 
     def _make_optimizer(self, modules: Sequence[nn.Module]) -> Optimizer:
         """Return the optimizer of the config's own "optimizer" section, over all that is trained."""
@@ -266,7 +249,12 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def _initialize(self, part: Part, optimizer: MasterOptimizer | None, trained: Any = None) -> Any:
-        return make_engine(part, optimizer, trained, self._config(), self.device.type, self._refuse_optimizer)
+        self._traces.append(ZeroTraces(list(part.members)))
+        with self._traces[-1]:
+            engine = make_engine(part, optimizer, trained, self._config(), self.device.type, self._refuse_optimizer)
+        if self.precision.name == "16-mixed" and (optimizer is not None or trained is not None):
+            scale_losses(engine)
+        return engine
 
     def _taken(self, optimizer: Optimizer) -> ZeroOptimizer:
         assert isinstance(optimizer, ZeroOptimizer)
@@ -291,7 +279,8 @@ class DeepSpeedStrategy(Strategy):
         for engine in self._parts.get(module, []):
             # Not engine(...): it would hang its own prologue on what the step returns, and a manual backward runs before.
             step = partial(engine.module, step)
-        with self.precision.forward_context() or nullcontext():
+        # Attention's fast path looks at parameters that stage 3 has not gathered.
+        with self.precision.forward_context() or nullcontext(), NoFastPath() if self.stage == 3 else nullcontext():
             return step()
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
@@ -397,20 +386,31 @@ class DeepSpeedStrategy(Strategy):
         schedulers = [engine.lr_scheduler for engine in self._engines.values()]
         return {"lr_schedulers": [None if each is None else each.state_dict() for each in schedulers]}
 
-    def _shares(self, engine: Any) -> Iterator[Share]:
-        return zero_state.shares_of(engine.optimizer, self.stage, self.rank)
+    def _shares(self, engine: Any) -> Iterable[Share]:
+        left = self._left.get(engine)
+        return zero_state.shares_of(engine.optimizer, self.stage, self.rank) if left is None else left
 
-    def close(self) -> None:
-        """Give the engines back; what stage 3 has sharded stays so, and trained weights stay in their low dtype's values."""
+    def after_run(self) -> None:
+        if self.stage < 3:  # a sharded module can still be called, for which the engine gathers it
+            self._left = {engine: list(self._shares(engine)) for engine in self._engines.values()}
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Take everything of the engines off the modules. What stage 3 has sharded stays so: whole, it might not fit."""
         for engine in {id(engine): engine for engines in self._parts.values() for engine in engines}.values():
             engine.destroy()
         for facade in self._engines:
             facade.master.close()
-        for module in self.wrapped:
-            if self.stage < 3 and self.precision.autocast_dtype is not None:
-                module.float()
-        self._engines.clear()
+        for traces in reversed(self._traces):
+            traces.remove()
         self._parts.clear()
+        self._traces.clear()
+
+    def close(self) -> None:
+        """Give the engines back; what stage 3 has sharded stays so."""
+        self._let_go()
+        self._engines.clear()
+        self._left.clear()
         self._trained.clear()
         self._finished.clear()
         self.buffers.clear()

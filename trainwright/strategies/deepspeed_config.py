@@ -161,11 +161,9 @@ def build_config(
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**12,
     }
-    if name.startswith("16"):
-        config["fp16"] = {"enabled": True}
-    elif name.startswith("bf16"):
-        config["bf16"] = {"enabled": True}
-    if "fp16" in config or "bf16" in config:
+    if name == "16-mixed":
+        config["fp16"] = {"hysteresis": 1, "loss_scale_window": 2000}  # a loss scale that moves as torch's
+    if name in ("16-true", "bf16-true"):
         config["data_types"] = {"grad_accum_dtype": "fp32"}  # else windows are summed in 16 bits
     config["zero_optimization"] = {
         "stage": stage,
@@ -180,6 +178,10 @@ def build_config(
     merged = _merged(config, own)
     for key in BATCH_KEYS:
         merged.pop(key, None)
+    # Under mixed precisions autocast computes in the low dtype, from float32 weights: DeepSpeed's own modes lower the
+    # weights of every layer, and not every operation takes such weights. Of "fp16" the loss scale's settings are used.
+    for section, lowering in (("fp16", "16-true"), ("bf16", "bf16-true")):
+        merged[section] = {**merged.get(section, {}), "enabled": name == lowering}
     # The caller's step() ends a window, whatever its length; the sizes are only told in DeepSpeed's own reports.
     merged |= {
         "train_micro_batch_size_per_gpu": own.get("train_micro_batch_size_per_gpu", 1),

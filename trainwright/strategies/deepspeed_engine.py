@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,7 @@ def make_engine(
     for parameter in whole:
         parameter.data = parameter.data.contiguous()  # nor where its elements lie in another order
     scalars = [p for p in whole if p.dim() == 0]
+    own_hooks = {module: set(module._forward_pre_hooks) for module in part.modules()}
     for parameter in scalars:
         parameter.data = parameter.data.reshape(1)
     try:
@@ -52,11 +53,56 @@ def make_engine(
             f"DeepSpeed refuses a setting of the strategy or its config: {error}. Its settings are listed at "
             "https://www.deepspeed.ai/docs/config-json."
         ) from error
+    _make_printable(part)
+    _gather_first(own_hooks)
     for parameter in scalars:
         parameter.ds_shape = torch.Size([])  # type: ignore[attr-defined]
         if parameter.numel() == 1:
             parameter.data = parameter.data.reshape(())
     return engine
+
+
+def _make_printable(part: nn.Module) -> None:
+    """Let modules that print all their attributes (EmbeddingBag) be printed, which methods of their own among these forbid."""
+    for module in part.modules():
+        for name in ("ds_external_parameters", "all_parameters"):
+            method = module.__dict__.get(name)
+            if getattr(method, "__self__", None) is module:
+                module.__dict__[name] = lambda *args, call=method: call(*args)
+
+
+def _gather_first(own_hooks: dict[nn.Module, set[int]]) -> None:
+    """Let the engine's hooks run before the user's, which may use the parameters that those gather (weight_norm does)."""
+    for module, own in own_hooks.items():
+        hooks: Any = module._forward_pre_hooks
+        for key in [each for each in reversed(hooks) if each not in own] if own else ():
+            hooks.move_to_end(key, last=False)
+
+
+def scale_losses(engine: Any) -> None:
+    """Give an engine that keeps float32 weights the loss scale that its configuration has for float16."""
+    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+
+    zero = engine.optimizer
+    zero.loss_scaler = CreateLossScaler(
+        dtype=torch.float16,
+        static_loss_scale=engine.loss_scale(),
+        dynamic_scaling=engine.dynamic_loss_scale(),
+        dynamic_loss_args=engine.dynamic_loss_scale_args(),
+    )
+    zero.dynamic_loss_scale = zero.loss_scaler.dynamic
+
+
+def refuse_other_dtype(sharded: Mapping[str, Any], precision: str) -> None:
+    """Refuse what an earlier run has sharded in another precision's dtype (ValueError)."""
+    low = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision)
+    for name, parameter in sharded.items():
+        is_low = parameter.ds_tensor.dtype in (torch.bfloat16, torch.float16)
+        if parameter.ds_tensor.dtype != low and (low is not None or is_low):
+            raise ValueError(
+                f"parameter {name!r} was sharded by a run in another precision, and this one is in {precision}; "
+                "go on in that precision, or make the module anew and load a checkpoint."
+            )
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from trainwright.precision.base import Clipper, Closure, Precision, Sender, Step
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, check_alike
 from trainwright.strategies.late_reduction import LateReduction
+from trainwright.strategies.low_layers import Float32, allow_float32, find_float32
 from trainwright.strategies.materialize import innermost_first, materialize
 from trainwright.strategies.row_probe import refuse_sharded_steps
 from trainwright.strategies.sharded_access import explain, open_methods, refuse_sharded_loss
@@ -64,8 +65,9 @@ class FSDPStrategy(Strategy):
     Each group of parameters is gathered when its module is called and let go afterwards; the root's own parameters stay
     gathered from its step's forward to the end of its backward. A step may call the module, its submodules and their public
     methods; the bare parameters of a submodule that is a group are out of its reach. Optimizers may not call closures, and a
-    branch of the model that only some ranks use in a step gives wrong gradients. Under mixed precision the gathered
-    parameters have the low precision, those of batch norms excepted, and gradients are reduced in float32.
+    branch of the model that only some ranks use in a step gives wrong gradients. Under mixed precision the weights that
+    autocast computes with in the low precision (those of linear layers, convolutions and attention) are gathered in it, all
+    others stay float32, and gradients are reduced in float32.
 
     Args:
         auto_wrap_policy: which submodules are groups: their classes, or a function from a module to a bool; by default the
@@ -76,7 +78,8 @@ class FSDPStrategy(Strategy):
         cpu_offload: keep what is sharded in host memory, and step there.
         activation_checkpointing_policy: modules whose forward is computed again in backward, in place of keeping what it
             computed: True for all groups, or as auto_wrap_policy.
-        mixed_precision: torch's MixedPrecisionPolicy, in place of the one that the precision stands for.
+        mixed_precision: torch's MixedPrecisionPolicy, in place of the one that the precision stands for: it holds for all
+            layers but batch norms.
         sync_every_batch: reduce the gradients of each batch of an accumulation window, so that only shards of them are
             kept; False reduces once a window and keeps whole gradients until then.
     """
@@ -111,6 +114,7 @@ class FSDPStrategy(Strategy):
         self.sync_every_batch = sync_every_batch
         self.wrapped: dict[nn.Module, Root] = {}
         self._sharded = WeakIdKeyDictionary()  # a parameter as it was -> as it is sharded
+        self._float32 = Float32()
         self._late = LateReduction()
         self._automatic = True
         self._tried: list[Optimizer] = []
@@ -140,7 +144,12 @@ class FSDPStrategy(Strategy):
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         low = self.mixed_precision or self._policy()
         root.dtype = low.param_dtype
-        chosen = set(groups)
+        chosen, self._float32 = set(groups), Float32()
+        if self.mixed_precision is None and low.param_dtype is not None:
+            self._float32 = find_float32(module)
+            allow_float32(module)  # before FSDP's hooks
+        elif low.param_dtype is not None:
+            self._float32.groups.update(each for each in module.modules() if isinstance(each, _BatchNorm))
         constructed: list[nn.Module] = []
         unmade = {name: each for name, each in module.named_parameters() if each.is_meta}
         # Innermost first, so that meta modules draw their values in the order of their constructors.
@@ -150,9 +159,9 @@ class FSDPStrategy(Strategy):
                 materialize(module, self.device, constructed)
                 kind = type(each)
                 each.register_forward_hook(_without_views)  # before FSDP's
-                self._shard_group(each, mesh, low)
+                self._shard_group(each, mesh, MixedPrecisionPolicy() if each in self._float32.groups else low)
                 open_methods(each, kind, lambda: root.depth > 0)
-            elif isinstance(each, _BatchNorm) and low.param_dtype is not None:
+            elif each in self._float32.groups and each is not module:
                 materialize(module, self.device, constructed)
                 self._shard_group(each, mesh, MixedPrecisionPolicy())
             else:
@@ -161,7 +170,8 @@ class FSDPStrategy(Strategy):
         materialize(module, self.device, constructed)
         for each in to_checkpoint:
             each.forward = partial(checkpoint, each.forward, use_reentrant=False)
-        self._shard_group(root, mesh, low, is_root=True)
+        is_float32 = module in self._float32.groups  # a layer by itself
+        self._shard_group(root, mesh, MixedPrecisionPolicy() if is_float32 else low, is_root=True)
         module.__dict__[ROOT] = root  # not as a submodule
         module.register_forward_pre_hook(_gather_for_call)
         module.register_forward_hook(_let_go_after_call, always_call=True)
@@ -203,7 +213,9 @@ class FSDPStrategy(Strategy):
         group.to(self.device)
         whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
         broadcast_tensors((*whole, *(group.buffers() if is_root else ())))
-        self._refuse_mixed(group, whole)
+        # FSDP2 shards rows, and cannot reduce what is empty.
+        kept = {each for each in whole if each.dim() == 0 or each.numel() == 0}.union(self._float32.parameters(group))
+        self._refuse_mixed(group, [each for each in whole if each not in kept])
         for parameter in whole:
             parameter.data = parameter.data.contiguous()
         offload = self.cpu_offload and self.device.type != "cpu"
@@ -213,15 +225,14 @@ class FSDPStrategy(Strategy):
             mp_policy=precision,
             reshard_after_forward=self.reshard_after_forward and not is_root,
             offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-            # FSDP2 shards rows, and cannot reduce what is empty.
-            ignored_params={parameter for parameter in whole if parameter.dim() == 0 or parameter.numel() == 0},
+            ignored_params=kept,
         )
         after = dict(group.named_parameters())
         for name, parameter in before.items():
             self._sharded[parameter] = after[name]
 
     def _refuse_mixed(self, group: nn.Module, whole: list[nn.Parameter]) -> None:
-        dtypes = {parameter.dtype for parameter in whole if parameter.requires_grad and parameter.dim() > 0}
+        dtypes = {parameter.dtype for parameter in whole if parameter.requires_grad}
         if len(dtypes) > 1:
             names = {parameter.dtype: name for name, parameter in group.named_parameters() if parameter.dtype in dtypes}
             told = ", ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in names.items())
@@ -333,6 +344,7 @@ class FSDPStrategy(Strategy):
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         kinds = [[p for p in parameters if isinstance(p, DTensor) == sharded] for sharded in (True, False)]
         norms = [_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds if kind]
+        norms = [each.to(self.device) for each in norms]  # shards' may be in host memory
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device)
         for kind in kinds:
             torch.nn.utils.clip_grads_with_norm_(kind, norm, total)
@@ -396,7 +408,8 @@ def _gather_for_call(module: nn.Module, args: Any) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{type(module).__name__} is sharded by fsdp, and was called outside of a step with gradients, which nobody would "
-            "reduce; call it under torch.no_grad(), on every rank, or train it by a Trainer or an Accelerator."
+            "reduce; call it under torch.no_grad(), on every rank, train it by a Trainer or an Accelerator, or take the whole "
+            "copy that tw.gather_module(module) gives."
         )
     root.depth, root.is_called_alone = 1, True
     root.unshard()

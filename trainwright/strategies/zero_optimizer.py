@@ -8,12 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.precision.base import Precision, Sender
-from trainwright.precision.mixed import MixedPrecision
 from trainwright.strategies.group_view import GroupView
 from trainwright.strategies.master_optimizer import MasterOptimizer, StateByParameter
 
@@ -107,14 +105,11 @@ class ZeroPrecision(Precision):
         self.name = name
         self._scalers = scalers
         self._inner = asked
-        if name.endswith("-mixed"):
-            # Weights are of the low dtype; autocast lets what wants float32 have it, and casts inputs for the rest.
-            self._inner = MixedPrecision("bf16-mixed", device_type) if name == "bf16-mixed" else asked
-            self.autocast_dtype = torch.bfloat16 if name == "bf16-mixed" else torch.float16
-        elif name != asked.name:
+        if name != asked.name:
             from trainwright.precision import resolve_precision
 
             self._inner = resolve_precision(name, device_type)
+        self.autocast_dtype = self._inner.autocast_dtype
         self.converts_batch = self._inner.converts_batch
 
     def convert_module(self, module: nn.Module) -> None:
@@ -163,11 +158,30 @@ class ZeroPrecision(Precision):
                 scaler.cur_hysteresis = int(state.get("hysteresis", scaler.cur_hysteresis))
 
 
-def owned(module: nn.Module, own: set[Tensor]) -> Iterator[nn.Module]:
+def part_of(optimizer: Optimizer, own: set[Tensor], owners: Sequence[nn.Module], least: int) -> Part:
+    """Return what of the modules one of several engines of stage 3 owns.
+
+    Raises:
+        ValueError: a parameter of more than `least` elements, which does not stay gathered, shares its module with others.
+    """
+    # ZeRO-3 hangs its hooks on modules, and two engines that fetch and release one module's parameters break.
+    members = [member for module in owners for member in _owned(module, own)]
+    inside = {p for member in members for p in member.parameters()}
+    strays = [p for group in optimizer.param_groups for p in group["params"] if p not in inside]
+    if any(stray.numel() > least for stray in strays):
+        raise ValueError(
+            "under ZeRO stage 3 each of several optimizers needs whole submodules of its own, but one of these holds a "
+            f"parameter of {max(stray.numel() for stray in strays)} elements that shares its module with others. Put it "
+            "into a submodule, or choose stage 2."
+        )
+    return Part(members, strays)
+
+
+def _owned(module: nn.Module, own: set[Tensor]) -> Iterator[nn.Module]:
     """Yield the largest submodules all of whose trained parameters are of `own`."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     if parameters and own.issuperset(parameters):
         yield module
     else:
         for child in module.children():
-            yield from owned(child, own)
+            yield from _owned(child, own)

@@ -79,8 +79,8 @@ def warn_of_shards(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
     if lost:
         rank_zero_warn(
             f"the state_dict of {type(module).__name__} is empty for {lost[0]!r} and {len(lost) - 1} others, of which each "
-            "rank holds a part under ZeRO stage 3. Save with trainer.save_checkpoint(path), and read the whole with "
-            f"{type(module).__name__}.load_from_checkpoint(path).",
+            "rank holds a part under ZeRO stage 3. tw.gather_module(module), called on all ranks, gives a whole copy of it; to "
+            "go on from later, save with trainer.save_checkpoint(path).",
             stacklevel=3,
         )
 

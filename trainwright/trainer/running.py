@@ -205,6 +205,7 @@ def _leave(trainer: Trainer, outcome: Outcome) -> None:
             child.untoggle_optimizer()
     while trainer.open_loaders:
         outcome.after(trainer.open_loaders.pop().close)
+    outcome.after(trainer.engine.strategy.after_run)
     outcome.after(trainer.profiler.describe)
     outcome.after(trainer.profiler.teardown, stage)
 

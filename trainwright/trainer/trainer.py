@@ -179,7 +179,7 @@ class Trainer(Status):
         self.datamodule: DataModule | None = None
         self.stage: str | None = None
         self.run: TrainingRun | None = None
-        self.hooks: HookTable
+        self.hooks = HookTable(self, Module(), [])  # nobody's before the first run
         self.optimizers: list[Optimizer] = []
         self.prepared_optimizers: list[PreparedOptimizer] = []
         self.lr_scheduler_configs: list[SchedulerConfig] = []

@@ -1,0 +1,31 @@
+"""A whole copy of a module on one process; test_layers.py gathers sharded ones."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+from torch import nn
+
+import trainwright as tw
+
+
+def seen(module: nn.Module, args: Any) -> None:
+    assert args
+
+
+def test_a_copy_of_a_plain_module() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.GRU(3, 3))
+    module[0].weight.requires_grad_(False)
+    module.register_forward_pre_hook(seen)
+    copied = tw.gather_module(module)
+    assert copied is not None
+    assert pickle.loads(pickle.dumps(copied)).state_dict().keys() == module.state_dict().keys()
+    assert seen in copied._forward_pre_hooks.values()
+    for (name, mine), theirs in zip(copied.named_parameters(), module.parameters(), strict=True):
+        assert mine is not theirs, name
+        assert torch.equal(mine, theirs)
+        assert mine.requires_grad == theirs.requires_grad
+    copied[1].running_mean.fill_(3.0)  # type: ignore[index]
+    assert module[1].running_mean.sum() == 0.0

@@ -1,0 +1,131 @@
+"""Low layers: whose weights may be gathered in a mixed precision's low dtype, since autocast computes with them in it anyway.
+
+All other parameters stay float32, as on one process: norms, embeddings, recurrent nets, what weights are computed from
+(parametrizations, weight_norm), and a module's own bare parameters, of which nobody knows what is done with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from trainwright.strategies.wrap_policy import has_forward
+
+SMALL = 100_000
+"""Elements of a layer up to which its float32 parameters are kept whole on each rank: sharing them would cost more."""
+FORWARDS = frozenset(
+    kind.forward
+    for kind in (
+        nn.Linear,
+        nn.Conv1d,
+        nn.Conv2d,
+        nn.Conv3d,
+        nn.ConvTranspose1d,
+        nn.ConvTranspose2d,
+        nn.ConvTranspose3d,
+        nn.MultiheadAttention,
+    )
+)
+NAMES = frozenset(
+    [
+        "weight",
+        "bias",
+        "in_proj_weight",
+        "in_proj_bias",
+        "q_proj_weight",
+        "k_proj_weight",
+        "v_proj_weight",
+        "bias_k",
+        "bias_v",
+    ]
+)
+"""What parameters such layers have; one with others computes its weights from them."""
+
+
+def is_low(module: nn.Module) -> bool:
+    """Return whether autocast computes with this layer's own parameters in the low dtype."""
+    return type(module).forward in FORWARDS and module._parameters.keys() <= NAMES and not is_parametrized(module)
+
+
+@dataclass
+class Float32:
+    """What of a module is to stay float32."""
+
+    whole: set[tuple[nn.Module, str]] = field(default_factory=set)
+    """Parameters that each rank keeps, by the module that they stand in."""
+    groups: set[nn.Module] = field(default_factory=set)
+    """Modules whose parameters are sharded as a group of their own."""
+
+    def parameters(self, module: nn.Module) -> Iterator[Any]:
+        """Yield those parameters within a module that each rank keeps."""
+        for each in module.modules():
+            for name, parameter in each._parameters.items():
+                if parameter is not None and (each, name) in self.whole:
+                    yield parameter
+
+
+def find_float32(module: nn.Module) -> Float32:
+    """Return what of a module is to stay float32.
+
+    A parameter of more than SMALL elements that is tied to a low layer, or that stands bare in a module with layers in it, can
+    be neither kept nor gathered by itself, and is left to the group that it is in.
+    """
+    owners: dict[Tensor, list[nn.Module]] = {}
+    for each in module.modules():
+        for parameter in each._parameters.values():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append(each)
+    found, done = Float32(), set[nn.Module]()
+    for each in module.modules():
+        if each in done or is_low(each):
+            continue
+        members = list(each.modules()) if is_parametrized(each) else [each]
+        done.update(members)
+        inside = set(members)
+        own = [
+            (member, name, parameter)
+            for member in members
+            for name, parameter in member._parameters.items()
+            if parameter is not None and parameter.is_floating_point() and not any(map(is_low, owners[parameter]))
+        ]
+        is_unit = all(inside.issuperset(owners[parameter]) for *_, parameter in own) and not any(
+            True for child in each.modules() if child not in inside for _ in child.parameters(recurse=False)
+        )
+        if sum(parameter.numel() for *_, parameter in own) > SMALL and is_unit and has_forward(each):
+            found.groups.add(each)
+        else:
+            found.whole.update((member, name) for member, name, parameter in own if parameter.numel() <= SMALL)
+    return found
+
+
+def allow_float32(module: nn.Module) -> None:
+    """Let the low layers in a module be called where autocast is off, in float32, as a user's own context may have it."""
+    for each in module.modules():
+        if is_low(each) and _as_float32 not in each._forward_pre_hooks.values():
+            each.register_forward_pre_hook(_as_float32)
+            each.register_forward_hook(_as_it_was, always_call=True)
+
+
+def _as_float32(module: nn.Module, args: Any) -> None:
+    gathered = module._parameters
+    if torch.compiler.is_compiling() or not any(_is_half(each) for each in gathered.values()):
+        return
+    device = next(each.device.type for each in gathered.values() if each is not None)
+    if not torch.is_autocast_enabled(device):
+        module.__dict__["_gathered"] = dict(gathered)
+        gathered.update({name: each.float() for name, each in gathered.items() if _is_half(each)})  # type: ignore[union-attr, misc]
+
+
+def _as_it_was(module: nn.Module, args: Any, output: Any) -> None:
+    gathered = module.__dict__.pop("_gathered", None)
+    if gathered is not None:
+        module._parameters.update(gathered)
+
+
+def _is_half(parameter: Tensor | None) -> bool:
+    return parameter is not None and parameter.dtype in (torch.bfloat16, torch.float16)

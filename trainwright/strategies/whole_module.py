@@ -1,0 +1,146 @@
+"""Whole module: a plain copy, in host memory, of a module that fsdp or ZeRO stage 3 has left sharded."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils.checkpoint import checkpoint
+
+from trainwright.strategies.base import broadcast_tensors
+
+ENGINES = (str(Path(__file__).parent), str(Path(dist.__file__).parent))
+"""Where the code lies that strategies hang on a module."""
+PACKAGES = ("deepspeed.", "torch.distributed.", "trainwright.strategies.")
+ADDED = (
+    "_fsdp_root",
+    "_fsdp_use_orig_params",
+    "_is_fsdp_managed_module",
+    "_external_params",
+    "_original_parameters",
+    "applied_pre_backward_ref_cnt",
+    "ds_external_parameters",
+    "ds_grads_remaining",
+    "ds_id",
+    "ds_inflight_param_registry",
+    "ds_recompute_parameters",
+    "all_parameters",
+    "post_bwd_fn",
+    "pre_bwd_fn",
+)
+"""What torch's fully_shard and DeepSpeed keep in a module."""
+
+
+def gather_module(module: nn.Module, *, all_ranks: bool = False) -> nn.Module | None:
+    """Return a whole, plain copy of a module in host memory, on rank 0 alone or on all ranks. Collective: call on every rank.
+
+    It is a copy under every strategy, so that a script's last lines, `torch.save`, `copy.deepcopy` or an export, are the same
+    under all. The module itself stays as it is, to be trained on.
+
+    Args:
+        module: as a run has left it; of a prepared model, `accelerator.unwrap_model(model)`.
+        all_ranks: return the copy on every rank; else the others return None.
+
+    Raises:
+        RuntimeError: it is sharded, and the processes of that run are not connected any more.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if not dist.is_initialized() and any(map(_is_sharded, module.parameters())):
+        raise RuntimeError(
+            f"{type(module).__name__} is sharded over processes that are not connected any more; read it from a checkpoint: "
+            f"{type(module).__name__}.load_from_checkpoint(path)."
+        )
+    wanted = all_ranks or rank == 0
+    memo: dict[int, Any] = {}
+    for each in module.modules():
+        root = each.__dict__.get("_fsdp_root")
+        if root is not None and root.depth == 0:
+            root.reshard()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            whole = _gathered(parameter)
+            if wanted:
+                host = torch.empty_like(whole, device="cpu").copy_(whole)
+                memo[id(parameter)] = nn.Parameter(host, parameter.requires_grad)
+        buffers = [(each, each.detach().clone()) for each in module.buffers()]
+        broadcast_tensors(clone for _, clone in buffers)
+    if not wanted:
+        return None
+    memo |= {id(each): clone.cpu() for each, clone in buffers}
+    return _copied(module, memo)
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
+
+
+def _gathered(parameter: Any) -> Tensor:
+    """Return a parameter's whole value. Collective where it is sharded."""
+    if isinstance(parameter, DTensor):
+        full: Tensor = parameter.detach().full_tensor()  # type: ignore[attr-defined]
+        return full
+    if not hasattr(parameter, "ds_id"):
+        own: Tensor = parameter.detach()
+        return own
+    part = parameter.ds_tensor.detach().to(parameter.device)
+    gathered = part.new_empty(part.numel() * dist.get_world_size(parameter.ds_process_group))
+    dist.all_gather_into_tensor(gathered, part.contiguous(), group=parameter.ds_process_group)
+    whole: Tensor = gathered[: parameter.ds_numel].view(parameter.ds_shape)
+    return whole
+
+
+def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a copy of a module tree as the user made it, with the tensors that the memo has in place of its own."""
+    members = list(module.modules())
+    for each in members:
+        kind = type(each)
+        plain: Any = (
+            kind.__bases__[1] if isinstance(each, FSDPModule) else kind
+        )  # fully_shard has made (FSDPModule, kind)
+        memo[id(each)] = plain.__new__(plain)
+    for each in members:
+        # A parametrized module refuses to tell its state, and can be copied all the same.
+        state: Any = each.__dict__ if is_parametrized(each) else each.__getstate__()  # type: ignore[no-untyped-call]
+        kept: dict[str, Any] = {}
+        for name, value in state.items():
+            if name in ADDED or name.startswith("__composable_api") or _is_engines(value):
+                continue
+            if name.endswith("_hooks") and isinstance(value, dict):
+                value = type(value)((key, hook) for key, hook in value.items() if not _is_engines(hook))
+            elif name == "_parameters":
+                value = dict(value.items())
+            kept[name] = copy.deepcopy(value, memo)
+        copied = memo[id(each)]
+        if is_parametrized(each):
+            copied.__dict__.update(kept)
+        else:
+            copied.__setstate__(kept)
+    whole: nn.Module = memo[id(module)]
+    return whole
+
+
+def _is_engines(value: Any) -> bool:
+    """Return whether this is a function of a strategy or of its engine, and no attribute or hook of the user's."""
+    while (inner := _inner(value)) is not None:
+        value = inner
+    if not isinstance(value, FunctionType):
+        return False
+    # A decorated function tells its own module, and a method that a strategy has opened the user's: its code is looked at too.
+    home = f"{value.__module__}."
+    return home.startswith(PACKAGES) or value.__code__.co_filename.startswith(ENGINES) or value is checkpoint
+
+
+def _inner(value: Any) -> Any:
+    """Return the function in a partial, a bound method or torch's wrapper of a hook."""
+    if isinstance(value, partial):
+        return value.func
+    return getattr(value, "__func__", None) or getattr(value, "hook", None)
