@@ -212,7 +212,7 @@ from trainwright.checkpoint.conversion import export_safetensors
 from trainwright.checkpoint.store import Piece, write_checkpoint
 
 class Alone:
-    def exchange(self, payload, *, timeout_seconds):
+    def exchange(self, payload, *, call, timeout_seconds):
         return [payload]
 
 big = torch.arange(12 << 20, dtype=torch.float32)

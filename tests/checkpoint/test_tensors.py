@@ -48,7 +48,7 @@ class Meeting:
         def __init__(self, meeting: Meeting, rank: int) -> None:
             self.meeting, self.rank = meeting, rank
 
-        def exchange(self, payload: bytes, *, timeout_seconds: float) -> list[bytes]:
+        def exchange(self, payload: bytes, *, call: str, timeout_seconds: float) -> list[bytes]:
             self.meeting.payloads[self.rank] = payload
             self.meeting.barrier.wait()
             replies = list(self.meeting.payloads)

@@ -111,9 +111,58 @@ def poisoned(folder: Path, strategies: tuple[str, ...]) -> dict[str, Any]:
     return said
 
 
+class Noting(Classifier):
+    """Keeps a number in its state_dict, and has a hook of its own that is called after a load."""
+
+    def __init__(self, is_computed: bool = False) -> None:
+        super().__init__()
+        self.note, self.loads, self.is_computed = 0, 0, is_computed
+        self.register_load_state_dict_post_hook(count_load)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}note"] = self.note
+        if self.is_computed:
+            destination[f"{prefix}double"] = self.net[0].bias * 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.note = state_dict.pop(f"{prefix}note")
+        state_dict.pop(f"{prefix}double", None)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def count_load(module: Any, keys: Any) -> None:
+    module.loads += 1
+
+
+def noted(folder: Path, strategies: tuple[str, ...]) -> dict[str, Any]:
+    said = {}
+    for strategy in strategies:
+        module = Noting()
+        trainer = tw.Trainer(devices=2, strategy=strategy, max_epochs=1, **QUIET)
+        trainer.fit(module, make_loader(16))
+        module.note = 5
+        trainer.save_checkpoint(folder / strategy / "noted.ckpt")
+        again = Noting()
+        trainer = tw.Trainer(devices=2, strategy=strategy, max_epochs=2, **QUIET)
+        trainer.fit(again, make_loader(16), ckpt_path=folder / strategy / "noted.ckpt")
+        refused = ""
+        settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": folder / strategy}
+        try:
+            tw.Trainer(devices=2, strategy=strategy, max_epochs=1, **settings).fit(Noting(True), make_loader(16))
+        except tw.CheckpointError as error:
+            refused = str(error)
+        said[strategy] = [again.note, again.loads, refused]
+    return said
+
+
 def saved(folder: Path, strategies: tuple[str, ...] = FAST) -> list[dict[str, Any]]:
     quiet()
-    return [edited(folder / "edited", strategies), poisoned(folder / "poisoned", strategies)]
+    return [
+        edited(folder / "edited", strategies),
+        poisoned(folder / "poisoned", strategies),
+        noted(folder / "noted", strategies),
+    ]
 
 
 def the_slow_ones(folder: Path) -> list[dict[str, Any]]:
@@ -155,3 +204,13 @@ def test_an_edited_state_dict_is_stored_whole_or_refused(ranks: list[Any]) -> No
         else:
             assert "left as 'norm' in the state_dict what was computed of this rank's part" in refusals[0]
             assert "part of 'net.0.weight', which other ranks hold the rest of" in refusals[1]
+
+
+def test_a_modules_own_way_to_load_itself_is_used_or_refused(ranks: list[Any]) -> None:
+    for rank in ranks:
+        for strategy, (note, loads, refused) in rank[2].items():
+            assert (note, loads) == (5, 1), strategy
+            if strategy.startswith("ddp"):
+                assert refused == ""
+            else:
+                assert "'double' in the state_dict of Noting is computed from what it holds" in refused
