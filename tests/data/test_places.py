@@ -25,6 +25,7 @@ from torch.utils.data import (
 
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.data.combined import CombinedLoader, shard
+from trainwright.data.stateful_iterable import ONCE
 
 SEED, EPOCH = 3, 2
 READ_WHOLE = "ignore:a .* is an IterableDataset:UserWarning"
@@ -342,3 +343,18 @@ def test_a_place_beyond_the_data_is_seen() -> None:
     assert list(share) == []
     sampler = BatchSampler(RandomSampler(numbers(20)), 2, drop_last=False)
     assert not shard(DataLoader(numbers(20), batch_sampler=sampler), rank=0, world_size=1, mode="train").starts_beyond
+
+
+@pytest.mark.filterwarnings(READ_WHOLE)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_is_told_of_the_batch_that_it_is_planned_for(num_workers: int) -> None:
+    for ranks in (1, 2, 3):
+        share = shard(
+            DataLoader(Telling(48), batch_size=2, num_workers=num_workers), rank=0, world_size=ranks, mode="train"
+        )
+        share.plan_states([(ONCE, 3)])
+        share.set_epoch(SEED, EPOCH)
+        list(islice(share, 3))
+        (place,), (state,) = share.places(3), share.states(3)
+        assert state["items"] == place["items"] == 3 * ranks, "though it was read on"
+        share.close()

@@ -202,3 +202,38 @@ def test_what_no_checkpoint_can_hold_is_refused_before_training(tmp_path: Path, 
         tw.Trainer(max_epochs=1, **settings).fit(module, make_loader(8))
     assert not hasattr(module, "has_trained")
     tw.Trainer(max_epochs=1, callbacks=[Converts()], **settings).fit(module, make_loader(8))
+
+
+class Packing(Tensor):
+    """Keeps its values in a way of its own, as the states of optimizers in 8 bits do."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented
+
+
+class Low(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("exp_avg", Packing(torch.zeros(3)))
+        return super().step(closure)
+
+
+def test_an_optimizers_state_that_is_no_plain_tensor_is_refused_at_its_first_step(tmp_path: Path) -> None:
+    class Lowly(Classifier):
+        def configure_optimizers(self) -> Any:
+            return Low(self.parameters(), lr=0.1)
+
+    settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 1}
+    trainer = tw.Trainer(**settings)
+    with pytest.raises(tw.CheckpointError, match=r"tensor 'exp_avg of Low' is a .*Packing.*stores plain tensors"):
+        trainer.fit(Lowly(), make_loader(16))
+    assert trainer.global_step <= 1
+    tw.Trainer(**QUIET, max_epochs=1).fit(Lowly(), make_loader(8))

@@ -308,6 +308,33 @@ def arithmetic(strategy: str) -> dict[str, Any]:
     return found
 
 
+class Norms(Late):
+    """Has layers that autocast computes in a low precision, and some whose weights it leaves in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        convolution = nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 1, 3, padding=1), nn.Flatten())
+        norms = [nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.BatchNorm1d(8), nn.PReLU()]
+        self.net = nn.Sequential(nn.Linear(WIDTH, 8), *norms, convolution, encoder, nn.Linear(8, 4))
+        self.head = nn.Linear(4, WIDTH)
+
+    def on_train_epoch_start(self) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def norms(strategy: str) -> dict[str, Any]:
+    found = {}
+    for precision in ("16-mixed", "bf16-mixed"):
+        module = Norms()
+        tw.Trainer(strategy=strategy, precision=precision, max_epochs=2, **QUIET).fit(module, data())
+        found[precision] = whole(module)
+    return found
+
+
 def _telling(module: nn.Module, seen: set[Any]) -> Telling:
     optimizer = Telling(module.parameters(), lr=0.1)
     optimizer.seen = seen
@@ -325,7 +352,15 @@ class Whole(torch.optim.SGD):
 def alike(folder: Path) -> dict[str, Any]:
     """Make every check, on this rank."""
     quiet()
-    found: dict[str, Any] = {"buffers": {}, "late": {}, "tempered": {}, "kept": {}, "arithmetic": {}, "refused": {}}
+    found: dict[str, Any] = {
+        "buffers": {},
+        "late": {},
+        "tempered": {},
+        "kept": {},
+        "arithmetic": {},
+        "norms": {},
+        "refused": {},
+    }
     for strategy in (*STRATEGIES, *ZERO):
         found["buffers"][strategy] = buffers(strategy)
         found["arithmetic"][strategy] = arithmetic(strategy)
@@ -334,6 +369,7 @@ def alike(folder: Path) -> dict[str, Any]:
         found["kept"][strategy] = kept(strategy, folder) if strategy != "fsdp" else {}
     for strategy in ("ddp", "fsdp"):
         found["late"][strategy] = late(strategy, folder)
+        found["norms"][strategy] = norms(strategy)
     found["hooked"] = hooked(folder)
     found["apart"] = apart()
     refused = found["refused"]

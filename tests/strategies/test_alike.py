@@ -45,6 +45,13 @@ def test_parameters_that_were_made_late_are_trained_alike(ranks: Any) -> None:
     assert_close(ranks[0]["late"]["fsdp"], ranks[0]["late"]["ddp"])
 
 
+def test_fsdp_computes_in_mixed_precision_what_ddp_computes(ranks: Any) -> None:
+    """Bit for bit: low precision where autocast has it, float32 weights everywhere else."""
+    for rank in ranks:
+        for precision, expected in rank["norms"]["ddp"].items():
+            assert_equal(rank["norms"]["fsdp"][precision], expected)
+
+
 def test_a_parameter_without_dimensions_and_a_clip_in_each_batch(ranks: Any) -> None:
     for strategy in STRATEGIES:
         first, second = (rank["tempered"][strategy] for rank in ranks)

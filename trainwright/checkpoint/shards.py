@@ -112,6 +112,12 @@ def write_shard(out: HashingStream, file_name: str, pieces: Sequence[Piece]) -> 
 
 def check_storable(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor whose kind or dtype has no place in a safetensors file (CheckpointError)."""
+    own = type(tensor)
+    if own.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise CheckpointError(
+            f"tensor {name!r} is a {own.__module__}.{own.__qualname__}, which keeps its values in a way of its own; a "
+            "checkpoint stores plain tensors. Use a layer or an optimizer that keeps plain ones."
+        )
     if tensor.dtype not in DTYPE_NAMES:
         accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
         raise CheckpointError(

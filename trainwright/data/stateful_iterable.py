@@ -17,8 +17,8 @@ from trainwright.data.stated_reader import ReaderState, StatedReader
 from trainwright.data.transfer import pinned
 from trainwright.data.workers import SeededIterable, WorkerStart, seed_generators
 
-ONCE = 2**62
-"""As an interval: never again."""
+ONCE = 2**40
+"""As an interval: never again, also where it is multiplied by the ranks in 64 bits."""
 MOST_PAIRS = 16
 END_OF_PASS = object()
 

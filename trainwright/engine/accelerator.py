@@ -111,8 +111,8 @@ class Accelerator:
         unknown = [each for each in objects if kind_of(each) is None]
         if unknown:
             raise TypeError(
-                f"prepare was given a {type(unknown[0]).__name__}; accepted are torch modules, subclasses of "
-                "torch.optim.Optimizer, DataLoaders and LR schedulers."
+                f"prepare was given a {type(unknown[0]).__name__}; accepted are torch modules, optimizers "
+                "(subclasses of torch.optim.Optimizer), DataLoaders and LR schedulers."
             )
         if not self._preparations.loaders:
             self.engine.take_seed()

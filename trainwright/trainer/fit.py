@@ -161,7 +161,7 @@ def fit_epoch(run: TrainingRun) -> None:
         state.batches_that_stepped += stepped
         run.row_is_due = bool(stepped and log_every and state.batches_that_stepped % log_every == 0)
         if run.uneven_round is not None:
-            run.uneven_round.put_back()
+            run.uneven_round.renew()
         if batch_end:
             collector.hook, given = "on_train_batch_end", read_outputs(outputs) if hooks.outputs_are_read else {}
             for hook in batch_end:
@@ -238,6 +238,8 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
         count_empty(run)
     elif optimizer is not None:
         backward(run, weigh(run, loss, index, place, weight))
+    if run.uneven_round is not None:
+        run.uneven_round.put_back()
     if at_end and (run.window_has_gradients or optimizer is None):
         step(run, optimizer, place + 1, arguments, loss, weight)
     run.is_within_window = not at_end

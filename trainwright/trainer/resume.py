@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.contents import extra_states
@@ -101,8 +103,27 @@ def check_state(trainer: Trainer) -> None:
         ):
             check_storable(piece.name, piece.tensor)
 
+    for optimizer in engine.optimizers:
+        if not type(optimizer).__module__.startswith("torch.optim") and hasattr(
+            optimizer, "_optimizer_step_post_hooks"
+        ):
+            _check_first_step(optimizer)
     subject = "checkpoints of this run could not be written"
     Outcomes(engine.agreement, "the start of fit", subject, "", engine.timeout_seconds).settle(look)
+
+
+def _check_first_step(optimizer: Optimizer) -> None:
+    """Have the state that an optimizer makes in its first step looked at there, once: no checkpoint may be able to hold it."""
+
+    def look(stepped: Optimizer, *_: Any) -> None:
+        handle.remove()
+        for state in stepped.state.values():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                local = value._local_tensor if isinstance(value, DTensor) else value
+                if isinstance(local, Tensor):
+                    check_storable(f"{key} of {type(stepped).__name__}", local)
+
+    handle = optimizer.register_step_post_hook(look)
 
 
 def save_run(trainer: Trainer, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> None:

@@ -2,7 +2,8 @@
 
 A rank without a sample runs the step on another's batch, for the collectives in it and for the gradients, which weigh nothing
 there. What that leaves behind is taken back: nothing is logged, and Metric objects, buffers, lists and other collections of
-the module, and of callbacks that collect, are as they were. Hooks are called all the same: they may save or communicate.
+the module, and of callbacks that collect, are as they were. Hooks are called all the same: they may save or communicate. What
+the optimizer's step leaves stays, since each rank makes it.
 """
 
 from __future__ import annotations
@@ -45,24 +46,38 @@ class UnevenRound:
     ) -> None:
         self._collector = collector
         collector.is_uneven, collector.silent = True, is_ghost
+        self._module, self._is_ghost = module, is_ghost
+        self._callbacks = [each for each in callbacks if not each.counts_rounds] if is_ghost else []
         self._undo: list[Callable[[], None]] = []
-        self._given_back: list[Callable[[], None]] = []
-        if not is_ghost:
+        self._given_back = [
+            _taking_nothing(child)
+            for child in (module.modules() if is_ghost else ())
+            if is_metric(child) and child.dist_sync_on_step
+        ]
+        self._keep()
+
+    def _keep(self) -> None:
+        if not self._is_ghost:
             return
         seen: set[int] = set()
-        for child in module.modules():
-            if is_metric(child) and child.dist_sync_on_step:
-                self._given_back.append(_taking_nothing(child))
-            else:
-                self._undo += [_restoring(child)] if is_metric(child) else _of_module(child, seen)
-        for callback in callbacks:
-            if not callback.counts_rounds:
-                self._undo += _of_attributes(vars(callback), seen)
+        for child in self._module.modules():
+            if not is_metric(child):
+                self._undo += _of_module(child, seen)
+            elif not child.dist_sync_on_step:
+                self._undo.append(_restoring(child))
+        for callback in self._callbacks:
+            self._undo += _of_attributes(vars(callback), seen)
 
     def put_back(self) -> None:
-        """Take back what a ghost has left so far, as before a hook that may save."""
+        """Take back what a ghost has left so far. What comes next stays: the optimizer's step, which each rank makes."""
         for undo in self._undo:
             undo()
+        self._undo = []
+
+    def renew(self) -> None:
+        """Take back what a ghost has left so far, as before a hook that may save, and what it leaves from here on."""
+        self.put_back()
+        self._keep()
 
     def end(self) -> None:
         """Take back what a ghost has left."""
@@ -70,7 +85,7 @@ class UnevenRound:
         self.put_back()
         for give_back in self._given_back:
             give_back()
-        self._undo, self._given_back = [], []
+        self._given_back = []
 
 
 @dataclass
@@ -108,12 +123,12 @@ def discarded(module: nn.Module, collector: MetricCollector | None) -> Iterator[
 
 
 def _restoring(metric: Metric) -> Callable[[], None]:
-    """Return what puts a Metric object back, as often as it is called."""
+    """Return what puts a Metric object back."""
     states, count = metric._copy_state_dict(), metric._update_count
 
     def restore() -> None:
         for name, value in states.items():
-            setattr(metric, name, value.clone() if isinstance(value, Tensor) else list(value))
+            setattr(metric, name, value)
         metric._update_count, metric._computed = count, None
 
     return restore
@@ -159,12 +174,10 @@ def _of_attributes(
     undo = [restore for value in own.values() for restore in _of_collection(value, seen)]
 
     def restore() -> None:
-        for name, value in list(own.items()):
+        for name, value in own.items():
             now = attributes.get(name)
             if now is not value and not _counts_on(value, now):
                 attributes[name] = value
-            else:
-                own[name] = now
 
     return [*undo, restore]
 
