@@ -6,6 +6,7 @@
 #   make bench             benchmarks/overhead.py (ARGS), benchmarks/strategies.py (STRATEGY_ARGS) and benchmarks/checkpoint.py
 #                          (CHECKPOINT_ARGS), beside other frameworks
 #   make soak              kill training runs at random and compare their ends; KILLS=200 SEED=0, SOAK_ARGS="--strategies ddp"
+#   make fuzz              random runs, resumed, cut, on other strategies and ranks; SEEDS=20 START=0 KINDS="resume ranks raw state layers"
 #   make clean             remove .venv
 
 PYTHON ?= python3
@@ -15,6 +16,9 @@ STRATEGY_ARGS ?=
 SOAK_ARGS ?=
 KILLS ?= 200
 SEED ?= 0
+SEEDS ?= 20
+START ?= 0
+KINDS ?= resume ranks raw state layers
 CHECKPOINT_ARGS ?=
 
 VENV := .venv
@@ -22,7 +26,7 @@ BIN := $(VENV)/bin
 # Without build isolation, or the packages that come as source would each build against a torch of their own.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt
 
-.PHONY: demo test test-slow test-all check format bench soak clean
+.PHONY: demo test test-slow test-all check format bench soak fuzz clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/digits.py --devices $(DEVICES) $(ARGS)
@@ -52,6 +56,9 @@ bench: $(VENV)/bench.stamp
 
 soak: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/soak.py --kills $(KILLS) --seed $(SEED) $(SOAK_ARGS)
+
+fuzz: $(VENV)/test.stamp
+	$(BIN)/python benchmarks/fuzz/run.py --seeds $(SEEDS) --start $(START) --kinds $(KINDS)
 
 clean:
 	rm -rf $(VENV)
