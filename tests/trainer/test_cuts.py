@@ -220,6 +220,22 @@ def test_a_stop_that_was_held_back_stays_asked_for(tmp_path: Path, capsys: Any) 
     assert "to train on, set trainer.should_stop = False in on_train_start" in capsys.readouterr().out
 
 
+def test_a_save_of_ones_own_at_an_epochs_end_knows_what_early_stopping_said(tmp_path: Path) -> None:
+    class Saves(tw.Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / str(trainer.current_epoch))
+
+    class Rising(Falling):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", float(self.trainer.current_epoch))
+
+    whole = fit(Rising(), Saves(), tw.EarlyStopping("val_loss", patience=2), max_epochs=9)
+    assert whole.current_epoch == 3
+    for epoch in range(3):
+        resumed = fit(Rising(), tw.EarlyStopping("val_loss", patience=2), path=tmp_path / str(epoch), max_epochs=9)
+        assert resumed.current_epoch == 3, epoch
+
+
 # -- validations that are due --------------------------------------------------------------------------------------------
 
 

@@ -206,8 +206,8 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     if is_complete:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=True)
     state.epoch_ended, state.is_left, run.is_ending_epoch = is_complete, not is_complete, False
-    trainer.save_waiting()
     hooks.call(JUDGED)
+    trainer.save_waiting()  # with what early stopping has made of the epoch
     trainer.agree_on_stop()
     trainer.logbook.flush()
 
