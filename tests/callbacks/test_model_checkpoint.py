@@ -486,8 +486,8 @@ def test_values_are_tensors_and_come_back(tmp_path: Path) -> None:
 def test_format_checkpoint_name() -> None:
     values = {"epoch": 2, "step": 7, "val/loss": torch.tensor(0.5)}
     callback = tw.ModelCheckpoint("runs/", "{epoch:02d}-{val/loss:.2f}")
-    assert callback.format_checkpoint_name(values) == "runs/epoch=02-val_loss=0.50.ckpt"
-    assert callback.format_checkpoint_name(values, "{step}", ver=3) == "runs/step=7-v3.ckpt"
+    assert callback.format_checkpoint_name(values) == f"{Path.cwd()}/runs/epoch=02-val_loss=0.50.ckpt"
+    assert callback.format_checkpoint_name(values, "{step}", ver=3) == f"{Path.cwd()}/runs/step=7-v3.ckpt"
     assert tw.ModelCheckpoint(filename="fixed").format_checkpoint_name(values) == "fixed.ckpt"
 
 
