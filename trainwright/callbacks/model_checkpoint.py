@@ -215,7 +215,8 @@ class ModelCheckpoint(Callback):
         return bool(self.save_top_k or self.save_last)
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        self._saved_at, self._step_seen, self._has_begun = time.monotonic(), trainer.global_step, True
+        self._saved_at, self._has_begun = time.monotonic(), True
+        self._step_seen = trainer.global_step if self._watches_batches else -1
         if trainer.resume_source is not None:
             self._take_rank_zeros(trainer)
             # A killed run may not have come to it.

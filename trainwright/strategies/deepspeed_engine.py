@@ -157,7 +157,10 @@ def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:
                 f"parameter {name!r} has the shape {tuple(parameter.shape)}, but ZeRO stage 3 cannot gather one without "
                 "elements; make it a buffer, or choose stage 1 or 2."
             )
-    dtypes = {parameter.dtype: name for name, parameter in reversed(named) if parameter.requires_grad}
+    dtypes: dict[torch.dtype, str] = {}
+    for name, parameter in named:
+        if parameter.requires_grad:
+            dtypes.setdefault(parameter.dtype, name)
     if len(dtypes) > 1:
         told = " and ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
         raise ValueError(

@@ -58,7 +58,7 @@ class TrainerState:
         """Take the counters from plain data; one that an older version did not know keeps its value."""
         for each in fields(self):
             if each.metadata.get("counts", True) and each.name in state:
-                setattr(self, each.name, int(state[each.name]))
+                setattr(self, each.name, (bool if each.type == "bool" else int)(state[each.name]))
         if self.epoch_ended:
             self.next_epoch()
 
