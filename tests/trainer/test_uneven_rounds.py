@@ -192,6 +192,19 @@ def evaluated(loader: Any, **options: Any) -> Any:
     return {name: round(value, 4) for name, value in metrics.items()}, samples
 
 
+class SecondGathers(tw.Module):
+    """Communicates in its steps with the second loader alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if dataloader_idx == 1:
+            self.all_gather(self.w)
+        self.log("n", float(len(batch[0])), reduce_fx="sum", batch_size=len(batch[0]))
+
+
 class PullingEvaluation(tw.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -311,6 +324,7 @@ def compared() -> dict[str, Any]:
         results[f"accelerated {count}"] = accelerated(count)
     for mode in ("min_size", "max_size", "max_size_cycle"):
         results[f"combined {mode}"] = combined(mode, 5, 7), combined(mode, 7, 5)
+    results["of one batch"] = trainer().validate(SecondGathers(), [numbers(8, 2), numbers(1, 2)], verbose=False)
     for strategy in ("ddp", "fsdp"):
         results[f"pulled evaluation {strategy}"] = pulled(strategy, lambda: numbers(5, 4))
         results[f"a part {strategy}"] = part(strategy)
