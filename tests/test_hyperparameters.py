@@ -270,6 +270,14 @@ class Schedule:
     total: int = dataclasses.field(init=False, default=7)
 
 
+@dataclasses.dataclass
+class Widened:
+    width: int
+
+    def __post_init__(self) -> None:
+        self.width *= 2
+
+
 class Point(NamedTuple):
     x: int
     y: nn.Module | type[nn.Module]
@@ -317,6 +325,17 @@ class Formed(HyperParameters):
     def __init__(self, value: Any = None, other: int = 1) -> None:
         self.value = value
         self.save_hyperparameters()
+
+
+def test_a_dataclass_that_would_come_back_with_other_values_is_left_out() -> None:
+    assert stored_hyper_parameters(Formed(Schedule(3)), is_storable)[1]["value"]["form"] == "dataclass"
+    late = Schedule(3)
+    late.total = 8
+    for value in (Widened(2), late):
+        _, forms = stored_hyper_parameters(Formed(value), is_storable)
+        assert forms["value"]["form"] == "left_out"
+        with pytest.raises(TypeError, match="Pass it"):
+            build(Formed, {}, {}, "kwargs", forms)
 
 
 def through_json(value: Any) -> Any:

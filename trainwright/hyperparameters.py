@@ -23,7 +23,7 @@ import fsspec
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainwright.plain_forms import LEFT_OUT, Form, Names, describe, is_form, left_out_form, readable, rebuild
+from trainwright.plain_forms import LEFT_OUT, Form, Names, describe, is_form, is_same, left_out_form, readable, rebuild
 
 T = TypeVar("T")
 AS_ARGUMENTS = "kwargs"
@@ -177,7 +177,7 @@ def logged_hyper_parameters(
             continue
         plain, forms = _divided(owner.hparams_initial, is_plain)
         plain |= {name: readable(form) for name, form in forms.items() if form["form"] != LEFT_OUT}
-        different = sorted(key for key in merged.keys() & plain.keys() if not _is_same(merged[key], plain[key]))
+        different = sorted(key for key in merged.keys() & plain.keys() if not is_same(merged[key], plain[key]))
         if different:
             raise ValueError(
                 f"the module and the datamodule both log hyper-parameters named {', '.join(different)}, with different "
@@ -389,13 +389,6 @@ def _copied(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception:  # whatever a foreign __deepcopy__ or __reduce__ raises; one that contains itself, too
         return value
-
-
-def _is_same(left: Any, right: Any) -> bool:
-    try:
-        return left is right or (type(left) is type(right) and bool(left == right))
-    except (RuntimeError, ValueError):  # tensors and arrays of several elements have no truth
-        return False
 
 
 def _listed(names: Iterable[str]) -> str:

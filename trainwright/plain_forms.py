@@ -68,13 +68,14 @@ def describe(value: Any, is_plain: Callable[[Any], bool], depth: int = 0) -> For
         return {"form": "partial", **call, "items": {key: inner(each) for key, each in value.keywords.items()}}
     if isinstance(value, type) or inspect.isroutine(value):
         return {"form": "name", "path": path_of(value)}
-    return _describe_object(value, inner)
+    return _describe_object(value, inner, is_plain)
 
 
-def _describe_object(value: Any, inner: Callable[[Any], Form]) -> Form:
+def _describe_object(value: Any, inner: Callable[[Any], Form], is_plain: Callable[[Any], bool]) -> Form:
     kind = type(value)
     if dataclasses.is_dataclass(value):
         fields = {each.name: inner(getattr(value, each.name)) for each in dataclasses.fields(value) if each.init}
+        _refuse_changed(value, is_plain)
         return {"form": "dataclass", "path": path_of(kind), "items": fields}
     if kind.__module__.split(".")[0] == "omegaconf" and hasattr(value, "_get_parent"):
         from omegaconf import OmegaConf  # it made the value, so it is there
@@ -87,6 +88,24 @@ def _describe_object(value: Any, inner: Callable[[Any], Form]) -> Form:
         if type(again) is kind and again.to_dict() == content:
             return {"form": "config", "path": path_of(kind), "content": inner(content)}
     raise TypeError(f"a {kind.__module__}.{kind.__qualname__} has no plain form")
+
+
+def _refuse_changed(value: Any, is_plain: Callable[[Any], bool]) -> None:
+    """Refuse a dataclass that its own fields would construct with other values, in its __post_init__, say (TypeError)."""
+    fields, kind = dataclasses.fields(value), type(value)
+    again = kind(**{each.name: getattr(value, each.name) for each in fields if each.init})
+    for each in fields:
+        was, now = getattr(value, each.name, None), getattr(again, each.name, None)
+        if (each.init or is_plain(was)) and not is_same(was, now):
+            raise TypeError(f"a {kind.__qualname__} constructed of its fields has another {each.name}")
+
+
+def is_same(left: Any, right: Any) -> bool:
+    """Return whether two values are of one type and equal, as far as they can tell."""
+    try:
+        return left is right or (type(left) is type(right) and bool(left == right))
+    except (RuntimeError, ValueError):  # tensors and arrays of several elements have no truth
+        return False
 
 
 def readable(form: Form) -> Any:

@@ -140,6 +140,22 @@ def test_the_length_of_windows_can_be_set() -> None:
             accelerator.gradient_accumulation_steps = wrong
 
 
+def test_a_window_that_is_open_keeps_its_gradients_when_the_length_is_set_to_1() -> None:
+    accelerator = tw.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    net = nn.Linear(4, 1, bias=False)
+    before = net.weight.detach().clone()
+    loader = DataLoader(torch.eye(4), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=4.0), loader)
+    for number, batch in enumerate(loader):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            if number == 1:
+                accelerator.gradient_accumulation_steps = 1
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close({"w": before - net.weight.detach()}, {"w": torch.ones(1, 4)})
+
+
 class Overflowing(nn.Module):
     """Its gradient is not finite for one of its calls."""
 

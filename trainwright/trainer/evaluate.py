@@ -182,6 +182,7 @@ def run_loader(
     is_limited = most is not None or getattr(evaluation.trainer.settings, LIMITS[stage]) is not None
     count = evaluation.limit_of(loader, most) if is_limited else None  # else to its end, whatever it says of its length
     evaluation.trainer.batch_indices = None
+    evaluation.communication.in_step = True  # what the step does with the loader before says nothing of this one
     if evaluation.arguments.pulls:
         run_pulled(evaluation, collector, place, loader, count, keep, asked)
         return

@@ -92,7 +92,7 @@ class UnevenRound:
 class Communication:
     """What of an evaluation's batch communicates, as this rank's first one has shown: other ranks may wait for it in the last.
 
-    A rank that has had none runs the step to be sure.
+    A rank that has had none of a loader runs the step to be sure.
     """
 
     in_step: bool = True
