@@ -183,8 +183,7 @@ class ModelCheckpoint(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # These belong to this process's run.
-        own: dict[str, Any] = {"_appointment": None, "_pending": None, "_generators": {}}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), "_appointment": None, "_pending": None, "_generators": {}}
 
     # -- when to save ------------------------------------------------------------------------------------------------
 
@@ -215,8 +214,8 @@ class ModelCheckpoint(Callback):
         return bool(self.save_top_k or self.save_last)
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        self._saved_at, self._has_begun = time.monotonic(), True
-        self._step_seen = trainer.global_step if self._watches_batches else -1
+        seen = trainer.global_step if self._watches_batches else -1
+        self._saved_at, self._step_seen, self._has_begun = time.monotonic(), seen, True
         if trainer.resume_source is not None:
             self._take_rank_zeros(trainer)
             # A killed run may not have come to it.
