@@ -205,6 +205,37 @@ class SecondGathers(tw.Module):
         self.log("n", float(len(batch[0])), reduce_fx="sum", batch_size=len(batch[0]))
 
 
+class Writing(tw.BasePredictionWriter):
+    def __init__(self, gathers: bool, written: list[float]) -> None:
+        super().__init__()
+        self.gathers, self.write = gathers, written.extend
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, *args: Any) -> None:
+        if self.gathers:
+            module.all_gather(module.w)
+        self.write(prediction.tolist())
+
+
+def written(gathers: bool) -> list[float]:
+    samples: list[float] = []
+    trainer(callbacks=[Writing(gathers, samples)]).predict(HookGathers(), numbers(5, 4), return_predictions=False)
+    return sorted(chain.from_iterable(collectives.gather_object(samples)))
+
+
+class HookGathers(tw.Module):
+    """Communicates in a hook of its prediction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return batch[0]  # type: ignore[no-any-return]
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.all_gather(self.w)
+
+
 class PullingEvaluation(tw.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -324,6 +355,8 @@ def compared() -> dict[str, Any]:
         results[f"accelerated {count}"] = accelerated(count)
     for mode in ("min_size", "max_size", "max_size_cycle"):
         results[f"combined {mode}"] = combined(mode, 5, 7), combined(mode, 7, 5)
+    results["written"] = written(gathers=False)
+    assert set(written(gathers=True)) == set(results["written"])
     results["of one batch"] = trainer().validate(SecondGathers(), [numbers(8, 2), numbers(1, 2)], verbose=False)
     for strategy in ("ddp", "fsdp"):
         results[f"pulled evaluation {strategy}"] = pulled(strategy, lambda: numbers(5, 4))

@@ -8,6 +8,7 @@ import torch
 
 from trainwright.callbacks.base import Callback
 from trainwright.data.transfer import to_device
+from trainwright.distributed import collectives
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -35,6 +36,8 @@ class BasePredictionWriter(Callback):
         self.write_interval = write_interval
         self._predictions: list[list[Any]] = []
         self._indices: list[list[Any]] = []
+        self._communicates = False
+        """Whether write_on_batch_end does, as this rank's first batch has shown."""
 
     def write_on_batch_end(
         self,
@@ -46,7 +49,7 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Called after each batch, on its rank.
+        """Called after each batch, on its rank; where it communicates, also on a rank that is out of batches, on another's.
 
         `batch_indices` are the dataset's indices of the batch's samples. They are None where the loader has none: an
         iterable dataset, a list of batches, several loaders combined, a step that takes dataloader_iter.
@@ -74,11 +77,15 @@ class BasePredictionWriter(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Hand the batch on, or keep it."""
-        indices = trainer.batch_indices
-        if self.write_interval != "epoch":
+        """Hand the batch on, or keep it; another rank's, which does not count, only for what communicates."""
+        indices, collector = trainer.batch_indices, trainer.logbook.collector
+        is_own = collector is None or not collector.silent
+        if self.write_interval != "epoch" and (is_own or self._communicates):
+            before = collectives.count_issued() if batch_idx == 0 else None
             self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
-        if self.write_interval != "batch":
+            if before is not None and is_own:
+                self._communicates = collectives.count_issued() != before
+        if self.write_interval != "batch" and is_own:
             self._predictions[dataloader_idx].append(to_device(outputs, HOST))
             self._indices[dataloader_idx].append(indices)
 
