@@ -46,10 +46,11 @@ def computed_entries(strategy: Strategy, module: nn.Module) -> list[str]:
 
 def _entries(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield the tensors of a module's state_dict, each with its name and whether it is one in use."""
+    state = module.state_dict(keep_vars=True)  # first: its hooks may exchange parameters, as FSDP's do for their shards
     in_use: dict[Any, Tensor] = {}
     for each in (*module.buffers(), *module.parameters()):
         in_use[each] = in_use[_memory(each)] = each
-    for name, value in module.state_dict(keep_vars=True).items():
+    for name, value in state.items():
         if not isinstance(value, Tensor) or is_extra_state(name) or is_lazy(value):
             continue
         if value not in in_use and (known := in_use.get(_memory(value))) is not None:
