@@ -223,13 +223,14 @@ class Connection:
             _connection = None
         if self._watch is None:
             return
+        if self.owns_group and not self._watch.has_failed and not self._watch.has_said_goodbye:
+            with suppress(RuntimeError, OSError):  # the store's host may have been killed
+                self.agreement.leave()  # before the goodbye, which is what the host waits for
         self._watch.stop()
         # After a failure no communication is attempted: a peer that is gone would make it hang.
         if self.owns_group and not self._watch.has_failed:
             import torch.distributed as dist
 
-            with suppress(RuntimeError, OSError):  # who holds the store may have ended before
-                self.agreement.leave()
             for holder in self._holders:
                 if (release := holder()) is not None:
                     release()

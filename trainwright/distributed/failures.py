@@ -134,6 +134,8 @@ class PeerWatch:
         look: Callable[[], None] | None = None,
     ) -> None:
         self.has_failed = False
+        self.has_said_goodbye = False
+        """Whether the store's host may end, as far as this rank is concerned: nothing is sent to it any more."""
         self._store = store
         self._board = FailureBoard(store)
         self._rank = rank
@@ -145,7 +147,6 @@ class PeerWatch:
         self._look = look
         self._pid = os.getpid()
         self._stopped = threading.Event()
-        self._has_said_goodbye = False
         self._previous_hook: Callable[..., object] = sys.excepthook
         self._hook = self._on_uncaught  # one bound object, so that stop() recognises it
         self._thread = threading.Thread(target=self._watch, name="trainwright-peer-watch", daemon=True)
@@ -183,8 +184,8 @@ class PeerWatch:
             time.sleep(0.02)
 
     def _acknowledge(self) -> None:
-        if not self._has_said_goodbye:
-            self._has_said_goodbye = True
+        if not self.has_said_goodbye:
+            self.has_said_goodbye = True
             self._store.add(self._goodbyes, 1)
 
     def _watch(self) -> None:
