@@ -25,7 +25,7 @@ from typing import Any
 from fuzz.kind import Config, Kind, Refused
 
 Answer = dict[str, Any]
-"""`differences`, and `refused`, the text of a refusal or None; `spent` where the process cannot be trusted with another case."""
+"""`differences`; `refused`, a text or None; `spent`, whether the process cannot be trusted with another case."""
 
 
 def ask(kind: Kind, config: Config, folder: Path) -> Answer:
