@@ -6,8 +6,9 @@ import copy
 from typing import Any
 
 import torch
-from fuzz.nets import BODIES, WIDTH, Body, L, W, calls, chain, floats, linear, parameter, words
 from torch import Tensor, nn
+
+from fuzz.nets import BODIES, WIDTH, Body, L, W, calls, chain, floats, linear, parameter, words
 
 chain(
     "upsample",

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fuzz import irregular_nets
-from fuzz.kind import Config, processes
-from fuzz.left_module import LeftModule
-from fuzz.losses import LOSSES
-from fuzz.nets import BODIES
-from fuzz.quiet import QUIET
-from fuzz.refusal import refusals, refuse_what_torch_cannot
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
+from fuzz import irregular_nets
+from fuzz.bare_trainer import bare_trainer
+from fuzz.kind import Config, processes
+from fuzz.left_module import LeftModule
+from fuzz.losses import LOSSES
+from fuzz.nets import BODIES
+from fuzz.refusal import refusals, refuse_what_torch_cannot
 
 assert irregular_nets  # imported for the bodies that it adds
 
@@ -119,7 +119,7 @@ class Cell:
 
     def trainer(self, **more: Any) -> tw.Trainer:
         strategy = self.config["strategy"] if processes() > 1 else "single_device"
-        return tw.Trainer(strategy=strategy, precision=self.precision, max_epochs=1, **QUIET, **more)
+        return bare_trainer(strategy=strategy, precision=self.precision, max_epochs=1, **more)
 
     def run_alone(self) -> None:
         """Make the run of one process, and keep its ends."""
@@ -162,7 +162,9 @@ class Cell:
         close = CLOSE[self.precision]
         if not math.isfinite(self.got):
             self.say(f"validation: val_loss is {self.got}")
-        both = [(self.wanted[name].double(), self.state[name].double(), old.double()) for name, old in self.start.items()]
+        both = [
+            (self.wanted[name].double(), self.state[name].double(), old.double()) for name, old in self.start.items()
+        ]
         moved = math.sqrt(sum(float((wanted - old).square().sum()) for wanted, _, old in both))
         off = math.sqrt(sum(float((wanted - now).square().sum()) for wanted, now, _ in both)) / max(moved, 1e-9)
         if not off <= (close if self.is_alike else 2.0):

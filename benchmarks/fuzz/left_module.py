@@ -19,7 +19,7 @@ class LeftModule:
 
     Args:
         module: as the user has made it.
-        is_copied: whether torch can copy and pickle it: not what has parametrizations or the old weight norms, nor what holds a function.
+        is_copied: whether torch can copy and pickle it, which it cannot where it has parametrizations or old weight norms.
     """
 
     def __init__(self, module: nn.Module, *, is_copied: bool = True) -> None:
@@ -35,7 +35,9 @@ class LeftModule:
             if value.dtype != self.dtypes.get(name, value.dtype):
                 say(f"afterwards: {name} is {value.dtype}")
             elif not torch.equal(value, stored[name]) and (on_rank_0 or name in named):
-                say(f"afterwards: {name} is off what was saved by {float((value.double() - stored[name]).abs().max()):.2e}")
+                say(
+                    f"afterwards: {name} is off what was saved by {float((value.double() - stored[name]).abs().max()):.2e}"
+                )
 
     def compare_parameters(self, module: nn.Module, say: Say) -> None:
         """Say which parameters are not those that the user gave, plain and with nothing attached."""

@@ -1,4 +1,4 @@
-"""The losses of *layers*: each loss of torch.nn as a module of the net, and how it is called on (batch, 3) outputs and classes."""
+"""The losses of *layers*: each of torch.nn as a part of the net, and how it is called on (batch, 3) outputs and classes."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ LOSSES: dict[str, Loss] = {
     "ranking": Loss(lambda: nn.MarginRankingLoss(0.5), lambda loss, y, t: loss(y[:, 0], y[:, 1], signs(y, t))),
     "hinge": Loss(nn.HingeEmbeddingLoss, lambda loss, y, t: loss(y[:, 0], signs(y, t))),
     "poisson": Loss(nn.PoissonNLLLoss, on_vectors),
-    "gaussian": Loss(
-        nn.GaussianNLLLoss, lambda loss, y, t: loss(y.float(), hot(y, t).float(), y.float().square() + 1)
-    ),
+    "gaussian": Loss(nn.GaussianNLLLoss, lambda loss, y, t: loss(y.float(), hot(y, t).float(), y.float().square() + 1)),
     "cosine": Loss(nn.CosineEmbeddingLoss, lambda loss, y, t: loss(y, hot(y, t), signs(y, t))),
     "triplet": Loss(nn.TripletMarginLoss, on_triplets),
     "triplet_distance": Loss(

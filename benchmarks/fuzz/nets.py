@@ -195,7 +195,7 @@ for family, classes in ACTIVATIONS.items():
     calls(
         f"activations_{family}",
         floats(W),
-        lambda s, x: s.l(sum((a(l(x)) for l, a in zip(s.first, s.then, strict=True)), x)),
+        lambda s, x: s.l(sum((then(first(x)) for first, then in zip(s.first, s.then, strict=True)), x)),
         first=lambda classes=classes: nn.ModuleList(L(W, W) for _ in classes),
         then=lambda classes=classes: nn.ModuleList(each() for each in classes),
         l=linear(W),

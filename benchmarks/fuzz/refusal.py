@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from fuzz.kind import Refused
 from torch import Tensor, nn
+
+from fuzz.kind import Refused
 
 DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
 
