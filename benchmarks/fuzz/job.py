@@ -21,6 +21,8 @@ from fuzz.worker import Answer
 
 START = 120.0
 """Seconds in which the processes of a job have to be there."""
+MEMORY = "/dev/shm"
+"""Where a case writes, where there is such a place: a checkpoint waits for its disk, which is most of a small run's time."""
 
 
 class JobEnded(Exception):
@@ -134,7 +136,7 @@ class Jobs:
         sizes = self.kind.PROCESSES
         if "processes" in config:
             sizes = tuple(size for size in sizes if size in (1, config["processes"]))
-        folder = Path(tempfile.mkdtemp(prefix="fuzz-case-"))
+        folder = Path(tempfile.mkdtemp(prefix="fuzz-case-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None))
         outcome = Outcome()
         try:
             for size in sizes:
