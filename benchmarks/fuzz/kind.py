@@ -10,12 +10,18 @@ started anew after a case that raised, hung or ended them. `processes()` says ho
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any, Protocol
 
 Config = dict[str, Any]
 """The configuration of one case: plain JSON values, every key always there."""
+
+
+def processes() -> int:
+    """Return how many processes this one's job has."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Refused(Exception):

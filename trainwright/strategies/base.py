@@ -83,6 +83,8 @@ class Strategy:
     """True where the module's own tensors are what is trained, whole on each rank."""
     keeps_optimizers = True
     """True where optimizers still have their state once the strategy was closed; else an evaluation leaves it open."""
+    divides_optimizers = False
+    """True where a rank has the state of those parameters alone whose part it steps."""
     gradients_are_parameters = True
     """True where each rank's gradients are its parameters' `.grad`, from which a checkpoint can take them."""
     needs_group = False
@@ -273,7 +275,7 @@ class Strategy:
         return Piece(name, tuple(value.shape), 0, value.detach(), writer)
 
     def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-        """Return the optimizer's groups and what in its state is no tensor, alike on every rank. Collective."""
+        """Return the optimizer's groups and what in its state is no tensor, as far as this rank knows it."""
         return describe_optimizer(optimizer, names, STORED_NEVER)
 
     @property
