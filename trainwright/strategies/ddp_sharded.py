@@ -22,7 +22,14 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_info
-from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, check_alike
+from trainwright.strategies.base import (
+    Optimization,
+    StepForward,
+    Strategy,
+    broadcast_tensors,
+    check_alike,
+    refuse_row_norms,
+)
 from trainwright.strategies.group_view import GroupView
 from trainwright.strategies.late_reduction import LateReduction
 from trainwright.strategies.reached_parameters import ReachedParameters
@@ -222,6 +229,8 @@ class ShardedDDPStrategy(Strategy):
         if self.world_size == 1:
             return
         check_alike(module, self.name)
+        if optimization is not None:
+            refuse_row_norms(module, self.name)
         broadcast_tensors((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic
         self.wrapped[module] = None  # until its optimizers are there

@@ -27,7 +27,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from trainwright.checkpoint.tensors import Piece
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, check_alike
+from trainwright.strategies.base import (
+    Optimization,
+    StepForward,
+    Strategy,
+    broadcast_tensors,
+    check_alike,
+    refuse_row_norms,
+)
 from trainwright.strategies.late_reduction import LateReduction
 from trainwright.strategies.low_layers import Float32, allow_float32, find_float32
 from trainwright.strategies.materialize import innermost_first, materialize
@@ -122,6 +129,8 @@ class FSDPStrategy(Strategy):
     # -- before a run ------------------------------------------------------------------------------------------------
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        if optimization is not None:
+            refuse_row_norms(module, self.name)
         self._automatic = optimization is None or optimization.automatic
         if ROOT in module.__dict__:
             self._refuse_other_precision(module)
