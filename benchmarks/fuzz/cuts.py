@@ -26,7 +26,10 @@ HOOKS = (
     "on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_validation_start", "on_validation_batch_end",
     "on_validation_end", "on_train_epoch_end", "on_save_checkpoint", "on_train_end",
 )  # fmt: skip
-SIMPLEST: dict[str, list[Any]] = {**run_config.SIMPLEST, "cuts": []}
+SIMPLEST: dict[str, list[Any]] = {
+    **run_config.SIMPLEST,
+    "cuts": [[], ["exception on_train_batch_end 1"], ["exception on_train_batch_end 2"]],
+}
 
 
 def draw(random: random.Random) -> Config:

@@ -151,6 +151,8 @@ def settled(config: Config) -> Config:
     if c["pulls"]:
         c["features"] = [each for each in c["features"] if each != "none"]
         c["window"] = c["window"] if c["manual"] else 1
+    if c["min_steps"] is not None and c["max_steps"] is not None:
+        c["min_steps"] = min(c["min_steps"], c["max_steps"])
     validates = c["validate"] != "off"
     by_time = c["validate"] in ("always", "never")
     c["across"] = c["across"] and (by_time or (isinstance(c["validate"], int) and validates))
