@@ -354,9 +354,11 @@ def own_to_each_rank(module: nn.Module) -> frozenset[str]:
     return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def check_alike(module: nn.Module, name: str) -> None:
-    """Refuse what cannot be shared out: lazy parameters, and what torch's DDP alone can leave to each rank (ValueError)."""
+def check_alike(module: nn.Module, name: str, optimization: Optimization | None) -> None:
+    """Refuse what cannot be shared out, to be trained or at all (ValueError)."""
     refuse_lazy(module, name)
+    if optimization is not None:
+        refuse_row_norms(module, name)
     if names := sorted(own_to_each_rank(module)):
         raise ValueError(
             f"{type(module).__name__}._ddp_params_and_buffers_to_ignore leaves {names[0]!r} to each rank, but "

@@ -22,14 +22,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_info
-from trainwright.strategies.base import (
-    Optimization,
-    StepForward,
-    Strategy,
-    broadcast_tensors,
-    check_alike,
-    refuse_row_norms,
-)
+from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, check_alike
 from trainwright.strategies.group_view import GroupView
 from trainwright.strategies.late_reduction import LateReduction
 from trainwright.strategies.reached_parameters import ReachedParameters
@@ -228,9 +221,7 @@ class ShardedDDPStrategy(Strategy):
         self.place(module)
         if self.world_size == 1:
             return
-        check_alike(module, self.name)
-        if optimization is not None:
-            refuse_row_norms(module, self.name)
+        check_alike(module, self.name, optimization)
         broadcast_tensors((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic
         self.wrapped[module] = None  # until its optimizers are there

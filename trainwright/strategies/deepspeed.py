@@ -23,14 +23,7 @@ from trainwright.precision.base import Clipper, Closure, Precision, Sender, Step
 from trainwright.precision.fast_path import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import zero_gradients, zero_state
-from trainwright.strategies.base import (
-    Optimization,
-    Strategy,
-    broadcast_tensors,
-    call_step,
-    check_alike,
-    refuse_row_norms,
-)
+from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, check_alike
 from trainwright.strategies.deepspeed_config import (
     build_config,
     low_precision,
@@ -169,9 +162,7 @@ class DeepSpeedStrategy(Strategy):
         return (self.offload_optimizer and self.device.type != "cpu") or asked
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        check_alike(module, self.name)
-        if optimization is not None:
-            refuse_row_norms(module, self.name)
+        check_alike(module, self.name, optimization)
         sharded = {name: p for name, p in module.named_parameters() if hasattr(p, "ds_id")}
         if self.stage < 3 or not sharded:
             self.place(module)

@@ -27,14 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from trainwright.checkpoint.tensors import Piece
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import (
-    Optimization,
-    StepForward,
-    Strategy,
-    broadcast_tensors,
-    check_alike,
-    refuse_row_norms,
-)
+from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, check_alike
 from trainwright.strategies.late_reduction import LateReduction
 from trainwright.strategies.low_layers import Float32, allow_float32, find_float32
 from trainwright.strategies.materialize import innermost_first, materialize
@@ -129,8 +122,7 @@ class FSDPStrategy(Strategy):
     # -- before a run ------------------------------------------------------------------------------------------------
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        if optimization is not None:
-            refuse_row_norms(module, self.name)
+        check_alike(module, self.name, optimization)
         self._automatic = optimization is None or optimization.automatic
         if ROOT in module.__dict__:
             self._refuse_other_precision(module)
@@ -141,7 +133,6 @@ class FSDPStrategy(Strategy):
         self.buffers.follow(module)
 
     def _shard(self, module: nn.Module) -> None:
-        check_alike(module, self.name)
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise ValueError(
                 f"{type(module).__name__} holds sharded parameters already, of torch's fully_shard; leave the sharding to the "
