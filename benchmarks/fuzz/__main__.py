@@ -9,7 +9,8 @@
     peer     moments of validations, schedulers and stops, and files kept, beside Lightning where it is installed
 
 A case that differs is shrunk to the smallest configuration that still does, and printed with a script that shows it;
-`--config '{...}' KIND` runs one configuration. The exit code is 1 where anything differed.
+`KIND --config '{...}'` runs one configuration, whose other keys have their simplest values. The exit code is 1 where
+anything differed.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ def main(arguments: list[str] | None = None) -> int:
         hunt = Hunt(kind, options.shrink, options.failures, options.every)
         cases = configurations(kind, options.start, options.seeds)
         if options.config is not None:
-            cases = iter([("configuration", options.config)])
+            simplest = {key: values[0] for key, values in kind.SIMPLEST.items()}
+            cases = iter([("configuration", {**simplest, **options.config})])
         hunt.run(cases, options.jobs, options.minutes * 60)
         failed |= bool(hunt.different)
         lines.append(hunt.summary())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,8 +73,8 @@ MEANT: list[tuple[str, Callable[[Config], bool], Config]] = [
         {"window": 1},
     ),
     (
-        "a validation that falls due within an accumulation window is made at its end; there within it",
-        lambda c: c["window"] > 1 and not c["manual"] and within_epochs(c),
+        "a validation that falls due within a window (a manual one, too) is made at its end; there within it",
+        lambda c: c["window"] > 1 and within_epochs(c),
         {"window": 1},
     ),
     (
@@ -85,6 +86,16 @@ MEANT: list[tuple[str, Callable[[Config], bool], Config]] = [
         "val_check_interval=1 is each batch; there its callbacks take it for 1.0, each epoch",
         lambda c: c["validate"] == 1,
         {"validate": 2},
+    ),
+    (
+        "an epoch of a stream without a length is validated at its end, too; there only without val_check_interval",
+        lambda c: "stream" in c["loader"] + str(c["mode"] and c["second"]) and within_epochs(c) and not c["across"],
+        {"loader": "map", "second": "map"},
+    ),
+    (
+        "loaders are trained on one after the other; there they are refused",
+        lambda c: c["mode"] == "sequential",
+        {"mode": None},
     ),
     (
         "a checkpoint by steps counts among the best once its own weights are scored; there by the score of earlier weights",
@@ -152,7 +163,11 @@ def moments(package: Any) -> Any:
 
 
 def run(config: Config, package: Any, folder: Path) -> dict[str, Any]:
-    """Run the program with a package in the place of trainwright and return its moments and its checkpoints."""
+    """Run the program with a package in the place of trainwright and return its moments and its checkpoints.
+
+    Meant: the end of a run is saved too, as `end-step=` or, within an epoch that was validated there, as a version of that
+    name; save_last keeps the newest under its own name, and there writes `last.ckpt`.
+    """
     names: dict[str, Any] = {"__name__": "program", "tw": package}
     text = program(config).replace("import trainwright as tw\n", "")
     exec(compile(text, "program", "exec"), names)
@@ -163,8 +178,10 @@ def run(config: Config, package: Any, folder: Path) -> dict[str, Any]:
         name: sorted(path.name for path in (folder / package.__name__ / name).glob("*.ckpt"))
         for name in ("all", "best")
     }
-    kept = {name: [each for each in found if not each.startswith(("end-", "last"))] for name, found in files.items()}
-    return {"events": in_order(noted.events), "step": trainer.global_step, **kept}
+    return {"events": in_order(noted.events), "step": trainer.global_step} | {
+        name: sorted({re.sub(r"-v\d+", "", each) for each in found if not each.startswith(("end-", "last"))})
+        for name, found in files.items()
+    }
 
 
 def in_order(events: list[list[Any]]) -> list[list[Any]]:

@@ -22,7 +22,7 @@ from fuzz.record import Record, Recorder, compare, record
 from fuzz.run_script import compared
 
 NAME, PROCESSES, LIMIT = "resume", (1,), 120.0
-SIMPLEST: dict[str, list[Any]] = {**run_config.SIMPLEST, "at": []}
+SIMPLEST: dict[str, list[Any]] = {**run_config.SIMPLEST, "at": [[0.0], [0.5], [0.99]]}
 
 
 def draw(random: random.Random) -> Config:

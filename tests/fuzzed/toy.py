@@ -11,7 +11,7 @@ from typing import Any
 
 from fuzz.kind import Config, Refused
 
-NAME, PROCESSES, LIMIT = "toy", (1,), 5.0
+NAME, PROCESSES, LIMIT = "toy", (1,), 3.0
 SIMPLEST: dict[str, list[Any]] = {"apples": [0], "pears": [[]], "plums": [False], "colour": ["red", "green"]}
 
 
