@@ -25,7 +25,14 @@ from trainwright.checkpoint.exchange import read_weights
 NAME = "state"
 PROCESSES = (1, 2, 1)
 LIMIT = 90.0
-STRATEGIES = ["ddp", "ddp_sharded", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
+STRATEGIES = [
+    "ddp_find_unused_parameters_true",
+    "ddp_sharded",
+    "fsdp",
+    "deepspeed_stage_1",
+    "deepspeed_stage_2",
+    "deepspeed_stage_3",
+]
 CLOSE = {"32-true": 2e-5, "bf16-mixed": 0.02, "16-mixed": 0.02, "64-true": 1e-9, "bf16-true": 0.1, "16-true": 0.1}
 """How far weights may be from one process's."""
 SIMPLEST = {
