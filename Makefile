@@ -6,7 +6,8 @@
 #   make bench             benchmarks/overhead.py (ARGS), benchmarks/strategies.py (STRATEGY_ARGS) and benchmarks/checkpoint.py
 #                          (CHECKPOINT_ARGS), beside other frameworks
 #   make soak              kill training runs at random and compare their ends; KILLS=200 SEED=0, SOAK_ARGS="--strategies ddp"
-#   make fuzz              random runs, resumed, cut, on other strategies and ranks; SEEDS=20 START=0 KINDS="resume ranks raw state layers"
+#   make fuzz              random runs: resumed, cut, on other strategies and ranks; SEEDS=20 START=0 KINDS="resume cuts", MINUTES=60 a kind,
+#                          FUZZ_ARGS="--jobs 2"; FUZZ_ARGS="--config '{...}'" KINDS=resume for one configuration
 #   make clean             remove .venv
 
 PYTHON ?= python3
@@ -16,9 +17,11 @@ STRATEGY_ARGS ?=
 SOAK_ARGS ?=
 KILLS ?= 200
 SEED ?= 0
-SEEDS ?= 20
+SEEDS ?=
 START ?= 0
-KINDS ?= resume ranks raw state layers
+KINDS ?=
+MINUTES ?=
+FUZZ_ARGS ?=
 CHECKPOINT_ARGS ?=
 
 VENV := .venv
@@ -58,7 +61,8 @@ soak: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/soak.py --kills $(KILLS) --seed $(SEED) $(SOAK_ARGS)
 
 fuzz: $(VENV)/test.stamp
-	$(BIN)/python benchmarks/fuzz/run.py --seeds $(SEEDS) --start $(START) --kinds $(KINDS)
+	PYTHONPATH=benchmarks $(BIN)/python -m fuzz $(KINDS) --start $(START) $(if $(SEEDS),--seeds $(SEEDS)) \
+		$(if $(MINUTES),--minutes $(MINUTES)) $(FUZZ_ARGS)
 
 clean:
 	rm -rf $(VENV)

@@ -1,21 +1,13 @@
-"""One process beside several: random loaders, combinations, accumulation, limits, manual optimization, evaluation, prediction.
+"""One process beside two and three, under each strategy: samples, counters, metrics, weights, test and predictions.
 
-    python benchmarks/fuzz/ranks.py ddp 0 20      # strategy, first seed, number of seeds; two gloo ranks
-
-Each seed makes one configuration, which is run on one process with a global batch and on two with halves of it. Compared are
-the weights (1e-6), the counters, every epoch metric, the samples seen, and the predictions. Combined loaders that cannot be cut
-in one proportion warn, and are compared by their number of steps alone.
+One process runs with a global batch, each of several with its part. Combined loaders that cannot be cut in one proportion
+warn, and of those only the number of steps is compared: which samples make a round together is then another thing.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
-import tempfile
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,101 +15,174 @@ from typing import Any
 import torch
 import torchmetrics
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import trainwright as tw
+from fuzz.bare_trainer import bare_trainer
+from fuzz.comparison import first_difference
+from fuzz.kind import Config, processes
+from fuzz.refusal import refusals
+from fuzz.sample_stream import SampleStream
+from trainwright.checkpoint.exchange import read_weights
+from trainwright.distributed.collectives import gather_object
 
-RANKS = 2
-torch.set_num_threads(1)
+NAME = "ranks"
+PROCESSES = (1, 2, 3)
+LIMIT = 90.0
+STRATEGIES = ["ddp", "fsdp", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
+LOADERS = ["plain", "shuffle", "weighted", "stream"]
+COMBINED = ["min_size", "max_size", "max_size_cycle", "sequential"]
+TOLERANCE = 2e-6
+INEXACT = "cannot share a round of the combined"
+"""Rank 0 says so."""
+SIMPLEST: dict[str, list[Any]] = {
+    "strategy": STRATEGIES,
+    "processes": [2, 3],
+    "batch": [1],
+    "count": [1],
+    "second": [1],
+    "kind": LOADERS + COMBINED,
+    "pair": [["plain", "plain"]],
+    "workers": [0, 2],
+    "manual": [False],
+    "pulls": [False],
+    "accumulate": [1],
+    "clip": [None],
+    "optimizer": ["sgd", "adam"],
+    "scheduler": [None, "epoch", "step"],
+    "limit_train": [None, 1],
+    "limit_val": [None, 1],
+    "check_val_every_n_epoch": [1],
+    "communicates": [False],
+    "epochs": [1],
+    "val_count": [1],
+    "val_kind": ["plain"],
+    "pred_count": [1],
+}
 
 
-class Stream(IterableDataset[Any]):
-    def __init__(self, data: TensorDataset) -> None:
-        self.data = data
-
-    def __iter__(self) -> Any:
-        return iter([self.data[i] for i in range(len(self.data))])
+def draw(random: random.Random) -> Config:
+    kind = random.choice([*LOADERS, *COMBINED])
+    pair = [random.choice(LOADERS), random.choice(LOADERS)]
+    val_kind = random.choice(["plain", "shuffle", "stream", "dict", "max_size", "max_size"])  # min_size ends by batches
+    has_stream = kind == "stream" or (kind in COMBINED and "stream" in pair)
+    limits, manual = [None, None, None, 2] + ([] if has_stream else [0.6]), random.random() < 0.4
+    return {
+        "strategy": random.choice(STRATEGIES),
+        "processes": random.choice([2, 2, 3]),
+        "batch": random.choice([1, 2, 2, 4]),
+        "count": random.randint(2, 26),
+        "second": random.randint(2, 26),
+        "kind": kind,
+        "pair": pair,
+        "workers": random.choice([0, 0, 0, 2]),
+        "manual": manual,
+        "pulls": random.random() < 0.3,
+        "accumulate": random.choice([1, 1, 2, 3]),
+        "clip": None if manual else random.choice([None, None, 0.1]),
+        "optimizer": random.choice(["sgd", "sgd", "adam"]),
+        "scheduler": None if manual else random.choice([None, "epoch", "step"]),
+        "limit_train": random.choice(limits),
+        "limit_val": random.choice([None, 2] if val_kind == "stream" else [None, 0.5, 0.3, 2]),
+        "check_val_every_n_epoch": random.choice([1, 1, 2]),
+        "communicates": random.random() < 0.5,
+        "epochs": random.choice([1, 2]),
+        "val_count": random.randint(1, 17),
+        "val_kind": val_kind,
+        "pred_count": random.randint(1, 17),
+    }
 
 
 def data(count: int, seed: int) -> TensorDataset:
+    """Return samples of inputs, targets and numbers from 1 on."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 4, generator=generator)
-    return TensorDataset(
-        x, x.sum(1, keepdim=True) + torch.randn(count, 1, generator=generator), torch.arange(1.0, count + 1)
+    y = x.sum(1, keepdim=True) + torch.randn(count, 1, generator=generator)
+    return TensorDataset(x, y, torch.arange(1.0, count + 1))
+
+
+def loader(config: Config, kind: str, count: int, seed: int) -> DataLoader[Any]:
+    """Return a loader of a kind, with this process's part of the global batch."""
+    dataset = data(count, seed)
+    size = config["batch"] * (config["processes"] if processes() == 1 else 1)
+    if kind == "stream":
+        return DataLoader(SampleStream(dataset), batch_size=size)
+    sampler = None
+    if kind == "weighted":
+        weights = torch.rand(count, generator=torch.Generator().manual_seed(4)).tolist()
+        sampler = WeightedRandomSampler(weights, count)
+    return DataLoader(
+        dataset, batch_size=size, sampler=sampler, shuffle=kind == "shuffle", num_workers=config["workers"]
     )
 
 
-def world() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+def training_loader(config: Config) -> Any:
+    if config["kind"] not in COMBINED:
+        return loader(config, config["kind"], config["count"], 1)
+    first, second = config["pair"]
+    both = {"a": loader(config, first, config["count"], 1), "b": loader(config, second, config["second"], 2)}
+    return tw.CombinedLoader(both, config["kind"])
 
 
-def loader(draw: random.Random, kind: str, count: int, size: int, seed: int) -> Any:
-    dataset, batch = data(count, seed), size // world()
-    if kind == "stream":
-        return DataLoader(Stream(dataset), batch_size=batch)
-    if kind == "weighted":
-        generator = torch.Generator().manual_seed(4)
-        weights = torch.rand(count, generator=generator).tolist()
-        return DataLoader(dataset, batch_size=batch, sampler=WeightedRandomSampler(weights, count))
-    return DataLoader(dataset, batch_size=batch, shuffle=kind == "shuffle", num_workers=0)
+def validation_loader(config: Config) -> Any:
+    if config["val_kind"] not in ("max_size", "dict"):
+        return loader(config, config["val_kind"], config["val_count"], 3)
+    both = {"a": loader(config, "plain", config["val_count"], 3), "b": loader(config, "plain", config["second"], 4)}
+    return both if config["val_kind"] == "dict" else tw.CombinedLoader(both, "max_size")
 
 
 class Net(tw.Module):
-    def __init__(self, manual: bool, pulls: bool, communicates: bool) -> None:
+    """A net that logs sums, means and torchmetrics of what it sees, and keeps the samples' numbers."""
+
+    def __init__(self, config: Config) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
-        self.automatic_optimization = not manual
-        self.communicates = communicates
+        self.automatic_optimization = not config["manual"]
+        self.config = config
         self.seen: list[float] = []
+        self.steps_begun = 0
         self.metrics = nn.ModuleDict()
         for stage in ("train", "val", "test"):
-            self.metrics[f"{stage}_mean"], self.metrics[f"{stage}_max"] = (
-                torchmetrics.MeanMetric(),
-                torchmetrics.MaxMetric(),
-            )
+            self.metrics[f"{stage}_mean"] = torchmetrics.MeanMetric()
+            self.metrics[f"{stage}_max"] = torchmetrics.MaxMetric()
         self.synced = torchmetrics.MeanMetric(dist_sync_on_step=True)
-        self.window = 1
-
-    def parts(self, batch: Any) -> list[Any]:
-        return [each for each in (batch.values() if isinstance(batch, dict) else [batch]) if each is not None]
 
     def loss(self, batch: Any, log: str) -> Any:
-        parts = self.parts(batch)
         loss: Any = 0.0
-        names = [key for key, each in batch.items() if each is not None] if isinstance(batch, dict) else [""]
-        metric, largest = self.metrics[f"{log}_mean"], self.metrics[f"{log}_max"]
-        for number, (x, y, ids) in zip(names, parts, strict=True):
+        mean, largest = self.metrics[f"{log}_mean"], self.metrics[f"{log}_max"]
+        for name, (x, y, ids) in parts(batch).items():
             mine = nn.functional.mse_loss(self.net(x), y)
             loss = loss + mine
             self.seen += ids.tolist()
-            metric.update(ids)
+            mean.update(ids)
             largest.update(ids)
-            self.log(f"{log}_sum{number}", ids.sum(), on_step=False, on_epoch=True, reduce_fx="sum")
-            self.log(f"{log}_loss{number}", mine, on_step=False, on_epoch=True, batch_size=len(ids))
-        self.log(f"{log}_metric", metric, on_step=False, on_epoch=True)
+            self.log(f"{log}_sum{name}", ids.sum(), on_step=False, on_epoch=True, reduce_fx="sum")
+            self.log(f"{log}_loss{name}", mine, on_step=False, on_epoch=True, batch_size=len(ids))
+        self.log(f"{log}_metric", mean, on_step=False, on_epoch=True)
         self.log(f"{log}_max", largest, on_step=False, on_epoch=True)
         return loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps_begun += 1
         loss = self.loss(batch, "train")
         if self.automatic_optimization:
             return loss
-        optimizer = self.optimizers()
+        optimizer: Any = self.optimizers()
         self.manual_backward(loss)
-        if (batch_idx + 1) % self.window == 0:
+        if (batch_idx + 1) % self.config["accumulate"] == 0:
             optimizer.step()
             optimizer.zero_grad()
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        n = sum(len(ids) for _, _, ids in self.parts(batch))
-        self.log("end", float(n), on_step=False, on_epoch=True, reduce_fx="sum")
+        count = sum(len(ids) for _, _, ids in parts(batch).values())
+        self.log("end", float(count), on_step=False, on_epoch=True, reduce_fx="sum")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.loss(batch, "val")
-        if self.communicates:
-            self.all_gather(batch[2] if not isinstance(batch, dict) else torch.ones(1))
+        if self.config["communicates"]:
+            self.all_gather(torch.ones(1) if isinstance(batch, dict) else batch[2])
             self.synced(torch.ones(1))
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -127,13 +192,19 @@ class Net(tw.Module):
         return self.net(batch[0])
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
-        if self.automatic_optimization:
-            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
-        return optimizer
+        made = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[self.config["optimizer"]]
+        # A sum in another order is amplified by a division by a root near zero.
+        more: dict[str, float] = {"eps": 1e-2} if self.config["optimizer"] == "adam" else {}
+        optimizer = made(self.parameters(), lr=0.05, **more)
+        if not self.config["scheduler"]:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": self.config["scheduler"]}]
 
 
 class PullingNet(Net):
+    """The same, which takes its batches from an iterator itself."""
+
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         batch, index, _ = next(dataloader_iter)
         return super().training_step(batch, index)
@@ -145,196 +216,73 @@ class PullingNet(Net):
         return super().predict_step(next(dataloader_iter)[0], 0)
 
 
+def parts(batch: Any) -> dict[str, Any]:
+    """Return a batch's parts that are there by the names of their loaders, "" for a single one."""
+    return {key: each for key, each in batch.items() if each is not None} if isinstance(batch, dict) else {"": batch}
+
+
 class Samples(tw.Callback):
+    """Keeps the numbers of the samples of all training batches."""
+
     def __init__(self) -> None:
         self.ids: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for _, _, ids in module.parts(batch):
+        for _, _, ids in parts(batch).values():
             self.ids += ids.tolist()
 
 
-def gathered(values: list[float]) -> list[float]:
-    if world() == 1:
-        return sorted(values)
-    from trainwright.distributed.collectives import gather_object
-
-    return sorted(each for part in gather_object(values) for each in part)
+def everywhere(values: list[float]) -> list[float]:
+    """Return the values of all ranks, sorted. Collective: call on every rank."""
+    return sorted(each for rank in gather_object(values) for each in rank)
 
 
-def run(seed: int, strategy: str) -> dict[str, Any]:
-    draw = random.Random(seed)
-    size = draw.choice([2, 4, 4, 8])
-    kinds = ["plain", "shuffle", "weighted", "stream"]
-    count = draw.randint(2, 26)
-    kind = draw.choice([*kinds, "min_size", "max_size", "max_size_cycle", "sequential"])
-    manual, pulls = draw.random() < 0.4, draw.random() < 0.3
-    accumulate = draw.choice([1, 1, 2, 3])
-    limit_train = draw.choice([None, None, None, 2, 0.6])
-    limit_val = draw.choice([None, 0.5, 0.3, 2])
-    communicates, epochs = draw.random() < 0.5, draw.choice([1, 2])
-    val_count, pred_count = draw.randint(1, 17), draw.randint(1, 17)
-    val_kind = draw.choice(["plain", "shuffle", "stream", "dict", "max_size", "max_size"])  # min_size ends by batches
-    second = draw.randint(2, 26)
-    if kind == "stream" and isinstance(limit_train, float):
-        limit_train = 2
-    if val_kind == "stream" and isinstance(limit_val, float):
-        limit_val = 2
-    config = {
-        "size": size,
-        "count": count,
-        "kind": kind,
-        "manual": manual,
-        "pulls": pulls,
-        "accumulate": accumulate,
-        "limit_train": limit_train,
-        "limit_val": limit_val,
-        "communicates": communicates,
-        "epochs": epochs,
-        "val_count": val_count,
-        "val_kind": val_kind,
-        "second": second,
-    }
-    if kind in kinds:
-        train: Any = loader(draw, kind, count, size, 1)
-    else:
-        pair = draw.choice(kinds), draw.choice(kinds)
-        if "stream" in pair and isinstance(limit_train, float):
-            limit_train = 2
-        config["pair"] = pair
-        train = tw.CombinedLoader(
-            {"a": loader(draw, pair[0], count, size, 1), "b": loader(draw, pair[1], second, size, 2)}, kind
-        )
-    val: Any
-    if val_kind in ("max_size", "min_size"):
-        val = tw.CombinedLoader(
-            {"a": loader(draw, "plain", val_count, size, 3), "b": loader(draw, "plain", second, size, 4)}, val_kind
-        )
-    elif val_kind == "dict":
-        val = {"a": loader(draw, "plain", val_count, size, 3), "b": loader(draw, "plain", second, size, 4)}
-    else:
-        val = loader(draw, val_kind, val_count, size, 3)
-    module = (PullingNet if pulls and kind != "sequential" else Net)(manual, pulls, communicates)
-    module.window = accumulate
-    samples = Samples()
-    trainer = tw.Trainer(
-        accelerator="cpu",
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        logger=False,
-        max_epochs=epochs,
-        strategy=strategy if world() > 1 else "auto",
-        accumulate_grad_batches=1 if manual else accumulate,
-        num_sanity_val_steps=0,
-        callbacks=[samples],
-        limit_train_batches=limit_train,
-        limit_val_batches=limit_val,
-        use_distributed_sampler=True,
-    )
-    said: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
+def run(config: Config, folder: Path) -> dict[str, Any]:
+    """Fit, test and predict, and return what came of it."""
+    is_pulling = config["pulls"] and config["kind"] != "sequential"
+    module, samples = (PullingNet if is_pulling else Net)(config), Samples()
+    torch.manual_seed(0)
+    tw.seed_everything(config["count"])
+    with warnings.catch_warnings(record=True) as caught, refusals(module):
         warnings.simplefilter("always")
-        trainer.fit(module, train, val)
-        seen, ids = gathered(module.seen), gathered(samples.ids)
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        state = {}
-        for name, value in module.state_dict().items():
-            if name.startswith("net"):
-                state[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).flatten().tolist()
-        tests = trainer.test(module, loader(draw, "plain", val_count, size, 6), verbose=False)
-        predictions = trainer.predict(module, loader(draw, "plain", pred_count, size, 7))
-        said = [str(each.message) for each in caught]
-    inexact = any("cannot share a round of the combined" in each for each in said)
-    return {
-        "config": config,
-        "inexact": inexact,
+        trainer = bare_trainer(
+            max_epochs=config["epochs"],
+            strategy=config["strategy"] if processes() > 1 else "auto",
+            accumulate_grad_batches=1 if config["manual"] else config["accumulate"],
+            gradient_clip_val=config["clip"],
+            num_sanity_val_steps=0,
+            callbacks=[samples],
+            limit_train_batches=config["limit_train"],
+            limit_val_batches=config["limit_val"],
+            check_val_every_n_epoch=config["check_val_every_n_epoch"],
+        )
+        trainer.fit(module, training_loader(config), validation_loader(config))
+    found: dict[str, Any] = {
         "step": trainer.global_step,
-        "seen": seen,
-        "ids": ids,
-        "metrics": metrics,
-        "weights": state,
-        "tests": tests,
-        "predictions": torch.cat(predictions).flatten().tolist() if predictions else [],
+        "seen": everywhere(module.seen),
+        "samples": everywhere(samples.ids),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "rates": [group["lr"] for group in trainer.optimizers[0].param_groups],
+        "is_inexact": any(gather_object(any(INEXACT in str(each.message) for each in caught))),
     }
-
-
-def differs(one: Any, other: Any, tolerance: float = 2e-6) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        return not (one == other or one != one != other != other or abs(one - other) <= tolerance * max(1.0, abs(one)))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() != other.keys() or any(differs(one[key], other[key], tolerance) for key in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) != len(other) or any(differs(a, b, tolerance) for a, b in zip(one, other, strict=True))
-    return bool(one != other)
-
-
-def results(strategy: str, seeds: range) -> dict[int, Any]:
-    found: dict[int, Any] = {}
-    tw.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)  # joins the job
-    for seed in seeds:
-        tw.seed_everything(
-            seed, verbose=False
-        ) if "verbose" in tw.seed_everything.__code__.co_varnames else torch.manual_seed(seed)
-        try:
-            found[seed] = run(seed, strategy)
-        except (ValueError, TypeError, RuntimeError) as error:
-            found[seed] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-            if world() > 1 and not isinstance(error, (ValueError, TypeError)):
-                print(seed, found[seed]["trace"], flush=True)
-                break
+    path = str(folder / f"weights-{processes()}.ckpt")
+    trainer.save_checkpoint(path)
+    state = read_weights(path).state_dict
+    found["weights"] = {name: value.flatten().tolist() for name, value in state.items() if name.startswith("net")}
+    found["test"] = trainer.test(module, loader(config, "plain", config["val_count"], 6), verbose=False)
+    predictions = trainer.predict(module, loader(config, "plain", config["pred_count"], 7))
+    found["predictions"] = torch.cat(predictions).flatten().tolist() if predictions else []
     return found
 
 
-def main() -> None:
-    strategy, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    seeds = range(first, first + count)
-    path = f"{tempfile.gettempdir()}/fuzz-ranks-{os.getpid()}.json"
-    if len(sys.argv) > 4:
-        got = results(strategy, seeds)
-        if os.environ.get("RANK") == "0":
-            Path(sys.argv[4]).write_text(json.dumps(got))
-        return
-    command = [sys.executable, __file__, strategy, str(first), str(count), path]
-    launcher = [sys.executable, "-m", "trainwright.launch.processes", "--num-processes", str(RANKS), "--", *command]
-    job = subprocess.Popen(
-        launcher,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    alone = results(strategy, seeds)
-    text, _ = job.communicate()
-    if not os.path.exists(path):
-        sys.exit(text[-6000:])
-    several = {int(key): value for key, value in json.loads(Path(path).read_text()).items()}
-    os.unlink(path)
-    bad = inexact = 0
-    for seed in seeds:
-        one, other = alone.get(seed), several.get(seed)
-        if one is None or other is None:
-            print(seed, "missing", one is None, other is None, text[-3000:])
-            bad += 1
-            continue
-        if "error" in one or "error" in other:
-            if one.get("error") != other.get("error"):
-                print(seed, "ERROR", one.get("error"), "|", other.get("error"), one.get("config"))
-                bad += 1
-            continue
-        names = ["step", "seen", "ids", "metrics", "weights", "tests", "predictions"]
-        if other["inexact"]:
-            inexact += 1
-            names = ["step"]
-        wrong = [name for name in names if differs(one[name], other[name])]
-        if wrong:
-            bad += 1
-            print(seed, "DIFFERS", wrong, one["config"])
-            for name in wrong[:3]:
-                print("   ", name, str(one[name])[:300], "|", str(other[name])[:300])
-    print(f"{count} seeds, {bad} differ, {inexact} combined without one proportion")
-    sys.exit(bool(bad))
-
-
-if __name__ == "__main__":
-    main()
+def differences(config: Config, folder: Path) -> list[str]:
+    found, path = run(config, folder), folder / "one.json"
+    if processes() == 1:
+        path.write_text(json.dumps(found))
+        return []
+    one = json.loads(path.read_text())
+    names = ["step", "seen", "samples", "metrics", "rates", "weights", "test", "predictions"]
+    if found["is_inexact"]:
+        names = ["step"]
+    tried = ((name, first_difference(one[name], found[name], TOLERANCE)) for name in names)
+    return [f"{name}: {text}" for name, text in tried if text]

@@ -204,6 +204,20 @@ class Unstorable(Kept):
             optimizer.state[parameter]["odd"] = object()
 
 
+class RowNorms(tw.Module):
+    """Has a layer whose forward scales the rows that it looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, WIDTH, max_norm=1.0)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.words((batch[0].abs() * 3).long().clamp(max=8)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def told(work: Any) -> str:
     """What the work is refused with."""
     try:
@@ -380,6 +394,10 @@ def alike(folder: Path) -> dict[str, Any]:
     for strategy in ("ddp_sharded", "fsdp"):
         refused[f"apart {strategy}"] = told(
             lambda strategy=strategy: tw.Trainer(strategy=strategy, max_epochs=1, **QUIET).fit(Apart(), data())
+        )
+    for strategy in (*STRATEGIES, *ZERO):
+        refused[f"row norms {strategy}"] = told(
+            lambda strategy=strategy: tw.Trainer(strategy=strategy, max_epochs=1, **QUIET).fit(RowNorms(), data())
         )
     module = Other(torch.optim.SGD)
     tw.Trainer(strategy="fsdp", precision="bf16-mixed", max_epochs=1, **QUIET).fit(module, data())

@@ -101,6 +101,10 @@ REFUSED = {
     "Adafactor": "ValueError: Adafactor does not compute on the sharded parameters (DTensors) that strategy='fsdp' gives it.",
     "Rprop": "ValueError: Rprop does not compute on the sharded parameters",
     "Whole": "RuntimeError: Whole does not compute on the sharded parameters",
+    **dict.fromkeys(
+        (f"row norms {strategy}" for strategy in (*STRATEGIES, *ZERO)),
+        "ValueError: 'words' of RowNorms is an Embedding with max_norm=1.0, which scales the rows that a batch looks up; under",
+    ),
 }
 
 

@@ -156,9 +156,8 @@ def test_weights_alone_and_several_callbacks(tmp_path: Path) -> None:
     assert resumed.resume_source == f"{tmp_path}/a/step=6.ckpt"
     tested = tw.Trainer(callbacks=both(), **{**QUIET, "enable_checkpointing": True})
     tested.test(Classifier(), make_loader(), ckpt_path="last", verbose=False)
-    assert (
-        tested.ckpt_path == f"{tmp_path}/a/w-step=9-v1.ckpt"
-    )  # the resumed run's, of as many saves as the other one's
+    # Both runs' are there; that of the resumed run is the newer one.
+    assert tested.ckpt_path == f"{tmp_path}/a/w-step=9-v1.ckpt"
     shutil.rmtree(tmp_path / "a" / "step=6.ckpt")
     assert fit(tmp_path, 1, "auto", callbacks=both()).resume_source is None
     # Of one step: what holds all, though the weights alone were saved after it.

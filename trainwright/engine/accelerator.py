@@ -89,6 +89,7 @@ class Accelerator:
         self.step_count = 0
         """Optimizer steps made, those of every optimizer, the skipped ones among them."""
         self._has_told = False
+        self._weighs_rounds = self.engine.world_size > 1
         self._preparations = Preparations()
         self._iterations = Iterations()
         self._windows = AccumulationWindows(
@@ -190,12 +191,11 @@ class Accelerator:
         """
         if not isinstance(loss, Tensor):
             raise TypeError(f"backward was given a {type(loss).__name__}; accepted is a loss tensor.")
-        loss = self._windows.at_hand.divide(loss)
-        if self.num_processes > 1:
+        loss = self._windows.divide(loss)
+        if self._weighs_rounds:
             iteration, _ = self._iterations.at_hand()
             if iteration is not None and (weight := iteration.loader.weight) != 1.0:
                 loss = in_float32(loss) * weight
-        self._windows.note_backward()
         self.engine.backward(loss, **options)
 
     def step(

@@ -35,6 +35,7 @@ from trainwright.engine.command_line import fill_open
 from trainwright.engine.devices import check_nodes, device_index, resolve_device_type, resolve_num_processes
 from trainwright.engine.finiteness import Finiteness
 from trainwright.engine.handover import start_job
+from trainwright.engine.joined_state import describe_optimizers
 from trainwright.engine.lazy_tensors import (
     LazyTensor,
     check_lazy_shapes,
@@ -336,15 +337,13 @@ class Engine:
         extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
         contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **state}
         if not weights_only:
-            sections["optimizer"] = optimizer_pieces(self.strategy, named_optimizers(self.modules, self.optimizers))
+            named = named_optimizers(self.modules, self.optimizers)
+            sections["optimizer"] = optimizer_pieces(self.strategy, named)
             if strays := stray_pieces(self.strategy, self.modules, self.optimizers):
                 sections["parameters"] = strays
             contents["precision"] = self.precision.state_dict()
             contents["strategy"] = self.strategy.state
-            contents["optimizers"] = [
-                self.strategy.describe_optimizer(optimizer, names)
-                for optimizer, names in named_optimizers(self.modules, self.optimizers)
-            ]
+            contents["optimizers"] = describe_optimizers(self.strategy, named, self.agreement, self.timeout_seconds)
         self.writer.save(
             path,
             sections=sections,

@@ -181,7 +181,7 @@ class PreparedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, but those of an accumulation window that has not ended yet."""
         windows = self._windows
-        is_plain = windows is None or (windows.usual_length == 1 and not windows.at_hand.is_open)
+        is_plain = windows is None or (windows.usual_length == 1 and windows.at_hand.is_at_end)
         if windows is None or is_plain or self._is_done or windows.backwards == self._began:
             self.drop_gradients(set_to_none)
 

@@ -85,8 +85,6 @@ class AccumulationWindow(AbstractContextManager[None]):
 
     def divide(self, loss: Tensor) -> Tensor:
         """Return a loss as it goes backward in this window."""
-        if self.length == 1:
-            return loss
         if self._divisor is None:
             self._divisor = divisor_of(self.length, loss.dtype)
         return in_float32(loss) / self._divisor
@@ -141,7 +139,8 @@ class AccumulationWindows:
         if length == 1 and not any(each.is_open for each in self._windows.values()):
             self.engine.sync_gradients(True)
 
-    def note_backward(self) -> None:
-        """Note that a loss is sent backward."""
+    def divide(self, loss: Tensor) -> Tensor:
+        """Return a loss as it goes backward now, in the window at hand."""
         self.backwards += 1
         self.has_gradients = True
+        return loss if self.at_hand.length == 1 else self.at_hand.divide(loss)

@@ -83,6 +83,8 @@ class Strategy:
     """True where the module's own tensors are what is trained, whole on each rank."""
     keeps_optimizers = True
     """True where optimizers still have their state once the strategy was closed; else an evaluation leaves it open."""
+    divides_optimizers = False
+    """True where a rank has the state of those parameters alone whose part it steps."""
     gradients_are_parameters = True
     """True where each rank's gradients are its parameters' `.grad`, from which a checkpoint can take them."""
     needs_group = False
@@ -272,7 +274,7 @@ class Strategy:
         return Piece(name, tuple(value.shape), 0, value.detach(), writer)
 
     def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-        """Return the optimizer's groups and what in its state is no tensor, alike on every rank. Collective."""
+        """Return the optimizer's groups and what in its state is no tensor, as far as this rank knows it."""
         return describe_optimizer(optimizer, names, STORED_NEVER)
 
     @property
@@ -334,14 +336,28 @@ def refuse_lazy(module: nn.Module, name: str) -> None:
             )
 
 
+def refuse_row_norms(module: nn.Module, name: str) -> None:
+    """Refuse to train embeddings whose forward writes the rows that it looks up: each rank writes its own (ValueError)."""
+    for layer_name, layer in module.named_modules():
+        is_written = isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None
+        if is_written and layer.weight.requires_grad:
+            raise ValueError(
+                f"{layer_name!r} of {type(module).__name__} is an {type(layer).__name__} with max_norm={layer.max_norm}, which "
+                f"scales the rows that a batch looks up; under strategy={name!r} each rank would scale others. Leave max_norm "
+                "out and bound the rows after each step (torch.renorm under no_grad), or train on one process."
+            )
+
+
 def own_to_each_rank(module: nn.Module) -> frozenset[str]:
     """Return the parameters and buffers of which torch's DDP is told, on the module, to leave each rank its own."""
     return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def check_alike(module: nn.Module, name: str) -> None:
-    """Refuse what cannot be shared out: lazy parameters, and what torch's DDP alone can leave to each rank (ValueError)."""
+def check_alike(module: nn.Module, name: str, optimization: Optimization | None) -> None:
+    """Refuse what cannot be shared out, to be trained or at all (ValueError)."""
     refuse_lazy(module, name)
+    if optimization is not None:
+        refuse_row_norms(module, name)
     if names := sorted(own_to_each_rank(module)):
         raise ValueError(
             f"{type(module).__name__}._ddp_params_and_buffers_to_ignore leaves {names[0]!r} to each rank, but "

@@ -25,6 +25,7 @@ from trainwright.strategies.base import (
     broadcast_tensors,
     own_to_each_rank,
     refuse_lazy,
+    refuse_row_norms,
 )
 
 UNUSED = (
@@ -104,6 +105,7 @@ class DDPStrategy(Strategy):
             broadcast_tensors(_common(module, module.named_parameters()))
             broadcast_tensors(_common(module, module.named_buffers()))
             return
+        refuse_row_norms(module, self.name)
         self._automatic = optimization.automatic
         if self.static_graph and not self._automatic:
             raise ValueError(

@@ -24,7 +24,6 @@ from trainwright.precision.base import Clipper, Closure, Precision, Sender, Step
 from trainwright.rank_zero import rank_zero_info
 from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, check_alike
 from trainwright.strategies.group_view import GroupView
-from trainwright.strategies.joined_state import join_plain
 from trainwright.strategies.late_reduction import LateReduction
 from trainwright.strategies.reached_parameters import ReachedParameters
 from trainwright.strategies.step_probe import refuse_uneven_steps
@@ -197,6 +196,7 @@ class ShardedDDPStrategy(Strategy):
     name = "ddp_sharded"
     is_parallel = True
     takes_closure = False
+    divides_optimizers = True
 
     def __init__(self, *, reduce_buffer_size: int = 2**23, reduce_fp16: bool = False) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class ShardedDDPStrategy(Strategy):
         self.place(module)
         if self.world_size == 1:
             return
-        check_alike(module, self.name)
+        check_alike(module, self.name, optimization)
         broadcast_tensors((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic
         self.wrapped[module] = None  # until its optimizers are there
@@ -363,8 +363,7 @@ class ShardedDDPStrategy(Strategy):
         if isinstance(optimizer, ShardedOptimizer):
             mine = {names[p] for group in optimizer.own.param_groups for p in group["params"]}
             # A load has given this rank the others' too, as they were then.
-            own = {name: state for name, state in described["plain"].items() if name in mine}
-            described["plain"] = join_plain(own, f"the state of {type(optimizer).__name__}", self.rank, self.device)
+            described["plain"] = {name: state for name, state in described["plain"].items() if name in mine}
         return described
 
     def close(self) -> None:

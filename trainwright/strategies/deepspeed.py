@@ -32,7 +32,6 @@ from trainwright.strategies.deepspeed_config import (
     settle,
 )
 from trainwright.strategies.deepspeed_engine import make_engine, refuse_other_dtype, scale_losses
-from trainwright.strategies.joined_state import join_plain
 from trainwright.strategies.master_optimizer import MasterOptimizer, Share
 from trainwright.strategies.state_entries import state_tensors
 from trainwright.strategies.step_probe import refuse_uneven_steps
@@ -68,6 +67,7 @@ class DeepSpeedStrategy(Strategy):
     is_parallel = True
     holds_modules = False
     takes_closure = False
+    divides_optimizers = True
     needs_group = True
     keeps_optimizers = False
     gradients_are_parameters = False
@@ -164,7 +164,7 @@ class DeepSpeedStrategy(Strategy):
         return (self.offload_optimizer and self.device.type != "cpu") or asked
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        check_alike(module, self.name)
+        check_alike(module, self.name, optimization)
         sharded = {name: p for name, p in module.named_parameters() if hasattr(p, "ds_id")}
         if self.stage < 3 or not sharded:
             self.place(module)
@@ -374,8 +374,7 @@ class DeepSpeedStrategy(Strategy):
         described = super().describe_optimizer(optimizer, names)
         facade = self._taken(optimizer)
         mine = {names[parameter] for parameter in facade.master.views}
-        own = {name: state for name, state in described["plain"].items() if name in mine}
-        described["plain"] = join_plain(own, f"the state of {type(optimizer).__name__}", self.rank, self.device)
+        described["plain"] = {name: state for name, state in described["plain"].items() if name in mine}
         return described
 
     def after_load(

@@ -108,6 +108,7 @@ class FSDPStrategy(Strategy):
     # -- before a run ------------------------------------------------------------------------------------------------
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        check_alike(module, self.name, optimization)
         self._automatic = optimization is None or optimization.automatic
         if ROOT in module.__dict__:
             self._refuse_other_precision(module)
@@ -118,7 +119,6 @@ class FSDPStrategy(Strategy):
         self.buffers.follow(module)
 
     def _shard(self, module: nn.Module) -> None:
-        check_alike(module, self.name)
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise ValueError(
                 f"{type(module).__name__} holds sharded parameters already, of torch's fully_shard; leave the sharding to the "

@@ -1,0 +1,181 @@
+"""What a run leaves, recorded to be compared bit for bit: its end, its events, and the rows it logged."""
+
+from __future__ import annotations
+
+import csv
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+import trainwright as tw
+
+Record = dict[str, Any]
+ASPECTS = (
+    "weights", "optimizers", "rates", "counters", "metrics", "random", "stopping", "schedulers", "kept", "events", "rows",
+)  # fmt: skip
+AGAIN = ("epoch start", "validation start")
+"""Events whose hooks a resumed run calls again where the saved run had called them already."""
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    """Return the tensors of a batch."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    return [leaf for each in tree for leaf in leaves(each)] if isinstance(tree, (list, tuple)) else []
+
+
+class Recorder(tw.Callback):
+    """Notes each batch, validation and epoch of a run, in order; a checkpoint holds how many were noted before it.
+
+    Args:
+        validations: whether those are noted. By time they come at other moments in a resumed run.
+    """
+
+    def __init__(self, validations: bool = True) -> None:
+        self.events: list[list[Any]] = []
+        self.before = 0
+        self.validations = validations
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"events": self.before + len(self.events)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.before = int(state["events"])
+
+    def _note(self, trainer: Any, what: str, *values: Any) -> None:
+        if not trainer.sanity_checking and (self.validations or not what.startswith("validation")):
+            self.events.append([what, trainer.current_epoch, trainer.global_step, *values])
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self._note(trainer, "epoch start")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        seen = [float(each.double().sum()) for each in leaves(batch)]
+        self._note(trainer, "batch", batch_idx, seen, [float(each) for each in leaves(outputs)])
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self._note(trainer, "validation start")
+
+    def on_validation_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._note(trainer, "validation batch", batch_idx, [float(each.double().sum()) for each in leaves(batch)])
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self._note(trainer, "validation end", self._metrics(trainer))
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self._note(trainer, "epoch end", self._metrics(trainer))
+
+    def _metrics(self, trainer: Any) -> dict[str, float]:
+        found = {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}
+        return found if self.validations else {name: value for name, value in found.items() if "val" not in name}
+
+
+def record(trainer: Any, module: Any, recorder: Recorder, folder: Path) -> Record:
+    """Return what a run has left."""
+    states = [each.state_dict() for each in trainer.optimizers]
+    counters = trainer.state.state_dict()
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    if not recorder.validations:
+        counters = {
+            name: value for name, value in counters.items() if "valid" not in name and name != "unchecked_batches"
+        }
+        metrics = {name: value for name, value in metrics.items() if "val" not in name}
+    path = folder / "logs" / "version_0" / "metrics.csv"
+    best = folder / "best"
+    return {
+        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "optimizers": [{**each, "param_groups": len(each["param_groups"])} for each in states],
+        "rates": [group["lr"] for each in trainer.optimizers for group in each.param_groups],
+        "counters": {name: value for name, value in counters.items() if name != "saves"},
+        "metrics": metrics,
+        "random": [torch.rand(3).tolist(), random.random(), float(numpy.random.rand())],
+        "stopping": [each.state_dict() for each in trainer.callbacks if isinstance(each, tw.EarlyStopping)],
+        "schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
+        "kept": sorted(each.name for each in best.iterdir()) if best.exists() else [],
+        "scores": [
+            {Path(path).name: float(score) for path, score in each.best_k_models.items()}
+            for each in trainer.callbacks
+            if isinstance(each, tw.ModelCheckpoint) and each.monitor
+        ],
+        "events": recorder.events,
+        "before": recorder.before,
+        "rows": path.read_text() if path.exists() else "",
+        "path": folder,
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two trees are equal bit for bit, NaN to NaN."""
+    if isinstance(one, Tensor):
+        return (
+            isinstance(other, Tensor) and one.dtype == other.dtype and one.shape == other.shape and _equal(one, other)
+        )
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other) or (one != one and other != other)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | (one.isnan() & other.isnan())).all()) if one.is_floating_point() else one.equal(other)
+
+
+def compare(whole: Record, part: Record, *, goes_on: bool) -> list[str]:
+    """Return what differs in a resumed run beside the uninterrupted one, as "<aspect>: <how>".
+
+    `goes_on`: it went on in the folder of the run that was cut, so that its rows and kept checkpoints are the whole ones.
+    """
+    found = []
+    for aspect in ASPECTS[:-3]:
+        if not same(whole[aspect], part[aspect]):
+            found.append(f"{aspect}: {_shown(whole[aspect], part[aspect])}")
+    events = part["events"]
+    expected = whole["events"][part["before"] :]
+    called = whole["events"][: part["before"]]
+    for again in AGAIN:
+        latest = next((each for each in reversed(called) if each[0] == again), None)
+        if events and latest and latest[:2] == events[0][:2] and not same(expected[:1], events[:1]):
+            events = events[1:]
+    if not same(expected, events):
+        at = next((n for n, (a, b) in enumerate(zip(expected, events, strict=False)) if not same(a, b)), None)
+        at = min(len(expected), len(events)) if at is None else at
+        found.append(
+            f"events: {len(expected)}, not {len(events)}; at {at} {expected[at : at + 2]}, not {events[at : at + 2]}"
+        )
+    if goes_on:
+        if whole["kept"] != part["kept"]:
+            found.append(f"kept: {whole['kept']}, not {part['kept']}")
+        if whole["rows"] != part["rows"]:
+            found.append(f"rows: {whole['rows']!r}, not {part['rows']!r}")
+    elif not _rows_follow(whole["rows"], part["rows"]):
+        found.append(f"rows: {whole['rows']!r} do not end with {part['rows']!r}")
+    return found
+
+
+def _shown(one: Any, other: Any) -> str:
+    if isinstance(one, dict) and isinstance(other, dict):
+        names = [name for name in {**one, **other} if not same(one.get(name), other.get(name))]
+        return ", ".join(f"{name} {one.get(name)}, not {other.get(name)}" for name in names[:2])
+    return f"{str(one)[:300]}, not {str(other)[:300]}"
+
+
+def _rows_follow(whole: str, part: str) -> bool:
+    """Return whether the rows of a resumed run are the last ones of the whole; of the first of them it may have a part."""
+    filled = [
+        [{name: value for name, value in row.items() if value} for row in csv.DictReader(io.StringIO(text))]
+        for text in (whole, part)
+    ]
+    if not filled[1]:
+        return True
+    last = filled[0][-len(filled[1]) :]
+    return last[1:] == filled[1][1:] and filled[1][0].items() <= last[0].items()

@@ -1,0 +1,18 @@
+"""An iterable data set of a map-style one's samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+
+class SampleStream(IterableDataset[Any]):
+    """The samples of a data set, one after the other."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.data[index] for index in range(len(self.data))])
