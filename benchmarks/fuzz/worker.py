@@ -27,6 +27,9 @@ from fuzz.kind import Config, Kind, Refused
 Answer = dict[str, Any]
 """`differences`; `refused`, a text or None; `spent`, whether the process cannot be trusted with another case."""
 
+LATE = ("torch._dynamo", "trainwright.trainer.trainer", "trainwright.engine.accelerator", "trainwright.loggers.csv")
+"""What a run imports where it first needs it: most of a small run's time, if each fork did."""
+
 
 def ask(kind: Kind, config: Config, folder: Path) -> Answer:
     """Run a case here and return what came of it."""
@@ -77,6 +80,8 @@ def ask_fork(kind: Kind, config: Config, folder: Path, limit: float) -> Answer:
 def main() -> None:
     kind: Any = importlib.import_module(f"fuzz.{sys.argv[1]}" if "." not in sys.argv[1] else sys.argv[1])
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    for name in LATE if "trainwright" in sys.modules else ():
+        importlib.import_module(name)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(sys.argv[2])
     lines = connection.makefile("rw")

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 from small import QUIET, Classifier
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    StackDataset,
+    Subset,
+    random_split,
+)
 
 import trainwright as tw
 from trainwright.data.loaders import ShardedLoader
@@ -70,6 +81,26 @@ def test_the_dataset_that_is_read_knows_the_epoch(kind: Any, batch_size: Any, op
         assert {each[1] for batch in read for each in batch} == {epoch}
         assert {each[0] for batch in read for each in batch} == set(range(8 if kind is Items else 4))
     share.close()
+
+
+@pytest.mark.parametrize("options", WORKERS, ids=str)
+def test_datasets_within_those_of_torch_know_the_epoch(options: dict[str, Any]) -> None:
+    parts = random_split(Items(), [4, 4])
+    made: list[Any] = [
+        Subset(Subset(Items(), range(6)), range(4)),
+        ConcatDataset([Items(), parts[0]]),
+        StackDataset(Items(), parts_of_eight := ConcatDataset(parts)),
+        StackDataset(first=Items(), second=parts_of_eight),
+        ChainDataset([Stream(), Stream()]),
+    ]
+    for dataset in made:
+        share = ShardedLoader(DataLoader(dataset, batch_size=2, **options), rank=0, world_size=1, mode="train")
+        for epoch in (3, 4):
+            share.set_epoch(1, epoch)
+            read = [each for batch in share for each in (batch.values() if isinstance(batch, dict) else [batch])]
+            flat = [each for found in read for each in (found if isinstance(found, list) else [found])]
+            assert {told for found in flat for _, told in found.tolist()} == {epoch}, type(dataset).__name__
+        share.close()
 
 
 def test_loader_sampler_and_batch_sampler_are_told_once_each() -> None:

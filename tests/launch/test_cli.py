@@ -176,6 +176,13 @@ def test_a_wrong_use_is_refused_at_once(
     assert said.endswith("See `trainwright launch --help`.\n")
 
 
+def test_logs_are_not_written_through_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rank1.log").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SystemExit):
+        main(["launch", "--logs", str(tmp_path), __file__], check_names)
+    assert "rank1.log is a symbolic link, and nothing is written through one" in capsys.readouterr().err
+
+
 def test_devices_that_are_not_there_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

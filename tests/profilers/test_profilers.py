@@ -109,6 +109,19 @@ def test_a_file_is_written_where_oneis_asked_for(tmp_path: Path, capsys: pytest.
         SimpleProfiler(filename="a/b")
 
 
+def test_a_file_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "fit-times-0.txt").symlink_to(tmp_path / "precious")
+    profiler = SimpleProfiler(dirpath=tmp_path, filename="times")
+    profiler.setup("fit", 0, None)
+    with profiler.profile("something"):
+        pass
+    profiler.describe()
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert "something" in (tmp_path / "fit-times-0.txt").read_text()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["fit-times-0.txt", "precious"]
+
+
 def test_other_ranks_say_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))

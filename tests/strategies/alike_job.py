@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -404,6 +405,10 @@ def alike(folder: Path) -> dict[str, Any]:
         for precision in ("32-true", "16-mixed"):
             trainer = tw.Trainer(strategy="fsdp", precision=precision, max_epochs=1, **QUIET)
             refused[f"{call} {precision}"] = told(lambda t=trainer, call=call: getattr(t, call)(module, data()))
+    refused["copy"] = told(lambda: copy.deepcopy(module))
+    parted = Other(torch.optim.SGD)
+    tw.Trainer(strategy="deepspeed_stage_3", max_epochs=1, **QUIET).fit(parted, data())
+    refused["copy of stage 3"] = told(lambda: copy.deepcopy(parted))
     for kind in (torch.optim.Adafactor, torch.optim.Rprop, Whole):
         refused[kind.__name__] = told(
             lambda kind=kind: tw.Trainer(strategy="fsdp", max_epochs=1, **QUIET).fit(Other(kind), data())

@@ -192,6 +192,30 @@ def evaluated(loader: Any, **options: Any) -> Any:
     return {name: round(value, 4) for name, value in metrics.items()}, samples
 
 
+def own_of_each(kind: str, **options: Any) -> Any:
+    """Evaluate 1 to 8, of which the first rank has five in a loader of its own, and the second three in another."""
+    share = torch.arange(1.0, 6.0) if torch.distributed.get_rank() == 0 else torch.arange(6.0, 9.0)
+    loader: Any = DataLoader(TensorDataset(share), batch_size=2)
+    if kind == "unknown":
+        loader = DataLoader(Numbers(share.tolist()), batch_size=2)
+    module = Evaluated(**options)
+    run = trainer(use_distributed_sampler=False, strategy="fsdp" if kind == "fsdp" else "ddp")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="all_gather: in a last round")
+        (metrics,) = run.validate(module, loader, verbose=False)
+    pulled = run.test(PullingHook(), loader, verbose=False)[0]
+    samples = sorted(chain.from_iterable(collectives.gather_object(module.samples)))
+    return {name: round(value, 4) for name, value in (metrics | pulled).items()}, samples
+
+
+class Numbers(IterableDataset[Any]):
+    def __init__(self, values: list[float]) -> None:
+        self.values = values
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.tensor(each),) for each in self.values])
+
+
 class SecondGathers(tw.Module):
     """Communicates in its steps with the second loader alone."""
 
@@ -256,9 +280,16 @@ class PullingEvaluation(tw.Module):
         return self.step(dataloader_iter)
 
 
+class PullingHook(PullingEvaluation):
+    """Communicates in the hook after each step."""
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.all_gather(torch.ones(()))
+
+
 def pulled(strategy: str, loader: Callable[[], Any]) -> Any:
     run = trainer(strategy=strategy if world() > 1 else "auto")
-    (metrics,) = run.test(PullingEvaluation(), loader(), verbose=False)
+    (metrics,) = run.test(PullingHook(), loader(), verbose=False)
     predictions = run.predict(PullingEvaluation(), loader())
     return metrics["n"], round(metrics["mean"], 4), torch.cat(predictions).tolist()
 
@@ -353,6 +384,7 @@ def compared() -> dict[str, Any]:
         results[f"evaluated {count}"] = evaluated(numbers(count, 4))
         results[f"evaluated in a hook {count}"] = evaluated(numbers(count, 4), in_hook=True)
         results[f"accelerated {count}"] = accelerated(count)
+    results["evaluated in a hook of one batch"] = evaluated(numbers(1, 2), in_hook=True)
     for mode in ("min_size", "max_size", "max_size_cycle"):
         results[f"combined {mode}"] = combined(mode, 5, 7), combined(mode, 7, 5)
     results["written"] = written(gathers=False)
@@ -381,6 +413,12 @@ def ranks_job(folder: Path) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         results["iterable"] = evaluated(DataLoader(Counting(), batch_size=2))
+        for kind in ("known", "unknown", "fsdp"):
+            results[f"own, {kind}"] = [own_of_each(kind, in_hook=in_hook) for in_hook in (False, True)]
+        run = trainer(use_distributed_sampler=False, strategy="fsdp")
+        batches = [torch.ones(2)] * (torch.distributed.get_rank() == 0)
+        with pytest.raises(ValueError, match="rank 1 has no batch of its own to evaluate"):
+            run.validate(Evaluated(), batches, verbose=False)
         results["iterables"] = pulled("fsdp", lambda: DataLoader(Counting(), batch_size=2))
     return {
         **results,
@@ -409,6 +447,9 @@ def test_several_ranks_are_one_process(tmp_path: Path) -> None:
     assert left["single"] == [8.5, [[0.0, 1.0], [6.0, 7.0, 8.0]]], "the mean of 0 to 3, then that of 6 to 8"
     assert right["single"] == [8.5, [[2.0, 3.0]]], "a batch that is not its own leaves nothing"
     assert left["iterable"] == right["iterable"] == ({"n": 5.0, "mean": 3.0, "metric": 3.0}, [1.0, 2.0, 3.0, 4.0, 5.0])
+    for kind in ("known", "unknown", "fsdp"):
+        for got in (*left[f"own, {kind}"], *right[f"own, {kind}"]):
+            assert got == ({"n": 8.0, "mean": 4.5, "metric": 4.5}, [float(each) for each in range(1, 9)]), kind
     assert left["iterables"] == right["iterables"] == (5.0, 3.0, [1.0, 2.0, 3.0, 4.0, 5.0])
 
 
@@ -492,4 +533,4 @@ def test_a_count_of_collectives_that_nobody_tells() -> None:
     assert (told.in_step, told.in_hooks) == (True, True)
     unknown = Communication()
     unknown.learn([None, None, None, None], always=False)
-    assert (unknown.in_step, unknown.in_hooks) == (True, False)
+    assert (unknown.in_step, unknown.in_hooks) == (True, True)

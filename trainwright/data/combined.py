@@ -334,6 +334,11 @@ class ShardedCombination:
         return all(part.may_read_ahead for part in self.parts)
 
     @property
+    def is_shared(self) -> bool:
+        """Return whether the ranks share all loaders; False on one process, and where the user has given each rank its own."""
+        return all(part.is_shared for part in self.parts)
+
+    @property
     def ends_alike(self) -> bool:
         """Return whether every rank sees the end at the same batch, or can know it beforehand from the lengths."""
         return self.exact_length is not None or all(part.ends_alike for part in self.parts)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from torch.utils.data import ChainDataset, ConcatDataset, StackDataset, Subset
 
 
 def tell_epoch(loader: Any, epoch: int) -> None:
@@ -19,9 +21,21 @@ def tell_epoch(loader: Any, epoch: int) -> None:
 
 
 def tell(listener: Any, epoch: int) -> None:
-    """Call `set_epoch` of one object, if it has it."""
+    """Call `set_epoch` of one object, if it has it, and of the datasets that one of torch's own is made of."""
     if callable(set_epoch := getattr(listener, "set_epoch", None)):
         set_epoch(epoch)
+    for each in _within(listener):
+        tell(each, epoch)
+
+
+def _within(dataset: Any) -> Iterable[Any]:
+    if isinstance(dataset, Subset):  # random_split's, too
+        return (dataset.dataset,)
+    if isinstance(dataset, (ConcatDataset, ChainDataset, StackDataset)):
+        held: Any = dataset.datasets
+        # A generator of datasets, which a ChainDataset may hold, is the reading's.
+        return held.values() if isinstance(held, Mapping) else held if isinstance(held, (list, tuple)) else ()
+    return ()
 
 
 def _parts(loader: Any) -> Iterator[Any]:

@@ -17,6 +17,7 @@ from trainwright.distributed.clusters import main_port, read_number
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.launch.nodes import Nodes
+from trainwright.launch.output import refuse_links
 from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE, grace_seconds, num_cores, supervise
 
 NameCheck = Callable[[str | None, str | None, int, str], None]
@@ -74,6 +75,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         nodes = _nodes(settings)
         if options.logs is not None:
             os.makedirs(options.logs, exist_ok=True)
+            refuse_links(options.logs)
     except (ValueError, TypeError, ImportError, OSError) as error:
         parser.error(str(error))
     sys.stderr.write(_describe(command, settings))

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import threading
 import time
 from dataclasses import dataclass
 from typing import TextIO
 
+LOG_NAME = re.compile(r"rank\d+\.log")
+"""What a rank's file is called."""
 MAX_LINE_BYTES = 1 << 20  # a longer line is cut, or a rank that prints no newline would fill the memory
 
 
@@ -22,6 +25,16 @@ class _Source:
     target: TextIO
     log: str | None = None
     pending: bytes = b""
+
+
+def refuse_links(folder: str) -> None:
+    """Refuse a folder in which the file of what a rank prints is a symbolic link (OSError): nothing is written through one."""
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
+        if LOG_NAME.fullmatch(name) and os.path.islink(path):
+            raise OSError(
+                f"{path} is a symbolic link, and nothing is written through one; remove it, or give another folder."
+            )
 
 
 class PrefixedOutput:

@@ -105,12 +105,14 @@ class Profiler:
         filesystem, folder = fsspec.core.url_to_fs(self.dirpath or self.log_dir or os.getcwd())
         filesystem.makedirs(folder, exist_ok=True)
         place = posixpath.join(folder, name)
-        if "file" in filesystem.protocol:
-            save(place)
-        else:
-            with tempfile.TemporaryDirectory() as temporary:
-                save(os.path.join(temporary, name))
-                filesystem.put_file(os.path.join(temporary, name), place)
+        is_local = "file" in filesystem.protocol
+        with tempfile.TemporaryDirectory(dir=folder if is_local else None, prefix=".") as temporary:
+            written = os.path.join(temporary, name)
+            save(written)
+            if is_local:
+                os.replace(written, place)  # not through a symbolic link that stands there
+            else:
+                filesystem.put_file(written, place)
         return place
 
     @contextmanager

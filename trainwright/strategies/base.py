@@ -154,8 +154,7 @@ class Strategy:
     ) -> list[Optimizer]:
         """Return the optimizers to step, one for each given; called with the optimizers of all modules.
 
-        Called again, those that it returned come first. The given ones may hold parameters as they were before
-        `setup_module`, in a loop of one's own.
+        Called again, those that it returned come first. The given ones hold the modules' parameters as they are by now.
 
         Schedulers are bound to the optimizers that were given: what they set in a group has to reach the step. In the groups
         of those returned stand the module's own parameters, in the same order, whatever an engine steps in their stead

@@ -37,6 +37,7 @@ from trainwright.strategies.state_entries import state_tensors
 from trainwright.strategies.step_probe import refuse_uneven_steps
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, part_of
 from trainwright.strategies.zero_traces import ZeroTraces
+from trainwright.strategies.zero_writes import ZeroWrites, paused, settle_shares
 
 STAGES = (1, 2, 3)
 
@@ -113,6 +114,7 @@ class DeepSpeedStrategy(Strategy):
         self._parts: dict[nn.Module, list[Any]] = {}
         self._trained: dict[nn.Module, list[str]] = {}
         self._traces: list[ZeroTraces] = []
+        self._writes = ZeroWrites()
         self._left: dict[Any, list[Share]] = {}
         """The shares of engines whose module is the user's own again; what they hold can still be saved."""
         self._finished: set[ZeroOptimizer] = set()
@@ -231,7 +233,8 @@ class DeepSpeedStrategy(Strategy):
         if strays:
             strays[0].all_gather(strays)  # small ones stay gathered from their first use on, which no hook would see
         master.take(zero_state.shares_of(zero, self.stage, self.rank))
-        facade = ZeroOptimizer(master, engine, partial(zero_state.refresh_from_masters, zero, self.stage))
+        refresh = partial(zero_state.refresh_from_masters, zero, self.stage)
+        facade = ZeroOptimizer(master, engine, self._writes.settle, refresh)
         self._engines[facade] = engine
         for module in owners:
             self._parts.setdefault(module, []).append(engine)
@@ -252,6 +255,7 @@ class DeepSpeedStrategy(Strategy):
         self._traces.append(ZeroTraces(list(part.members)))
         with self._traces[-1]:
             engine = make_engine(part, optimizer, trained, self._config(), self.device.type, self._refuse_optimizer)
+        self._writes.follow(engine.optimizer, self.stage, self.rank, part, self.wrapped)
         if self.precision.name == "16-mixed" and (optimizer is not None or trained is not None):
             scale_losses(engine)
         return engine
@@ -276,6 +280,7 @@ class DeepSpeedStrategy(Strategy):
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step: Callable[[], Any] = partial(call_step, module, name, args, kwargs)
         self.buffers.begin_step(module)
+        self._writes.check()
         for engine in self._parts.get(module, []):
             # Not engine(...): it would hang its own prologue on what the step returns, and a manual backward runs before.
             step = partial(engine.module, step)
@@ -300,6 +305,7 @@ class DeepSpeedStrategy(Strategy):
         engine, master = facade.engine, facade.master
         zero, norm = engine.optimizer, None
         zero_gradients.fill_missing_gradients(zero, self.stage)
+        self._writes.settle()
         zero.clip_grad = 0.0
         if isinstance(clip, partial) and clip.func == self.clip_gradients:
             asked = clip.keywords
@@ -340,6 +346,8 @@ class DeepSpeedStrategy(Strategy):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
+        self._writes.settle()
+        settle_shares(share for shares in self._left.values() for share in shares)
         shares = {share.parameter: share for engine in self._engines.values() for share in self._shares(engine)}
         pieces = []
         for name, value in state_tensors(module):
@@ -373,9 +381,10 @@ class DeepSpeedStrategy(Strategy):
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
     ) -> None:
         trained = {share.parameter for engine in self._engines.values() for share in self._shares(engine)}
-        zero_state.refresh([p for module in modules for p in module.parameters() if p not in trained])
-        for engine in self._engines.values():
-            zero_state.refresh_from_masters(engine.optimizer, self.stage)
+        with paused():
+            zero_state.refresh([p for module in modules for p in module.parameters() if p not in trained])
+            for engine in self._engines.values():
+                zero_state.refresh_from_masters(engine.optimizer, self.stage)
         for engine, saved in zip(self._engines.values(), state.get("lr_schedulers", []), strict=False):
             if engine.lr_scheduler is not None and saved is not None:
                 engine.lr_scheduler.load_state_dict(saved)
@@ -404,6 +413,7 @@ class DeepSpeedStrategy(Strategy):
             traces.remove()
         self._parts.clear()
         self._traces.clear()
+        self._writes.clear()
 
     def close(self) -> None:
         """Give the engines back; what stage 3 has sharded stays so."""

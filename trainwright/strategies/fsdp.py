@@ -22,41 +22,28 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
-from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.checkpoint.tensors import Piece
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, check_alike
+from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, check_alike
 from trainwright.strategies.late_reduction import LateReduction
 from trainwright.strategies.low_layers import Float32, allow_float32, find_float32
 from trainwright.strategies.materialize import innermost_first, materialize
 from trainwright.strategies.row_probe import refuse_sharded_steps
 from trainwright.strategies.sharded_access import explain, open_methods, refuse_sharded_loss
+from trainwright.strategies.sharded_root import ROOT, Root, gather_for_call, let_go_after_call, refuse_copy
 from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, choose_groups
+from trainwright.strategies.written_shards import (
+    follow_shards,
+    keep_writes,
+    keep_writes_after,
+    note_gathered,
+    note_gathered_before,
+)
 
-ROOT = "_fsdp_root"
-"""Where a sharded module keeps the wrapper that is FSDP's root, for the next run with it."""
 UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
 """The optimizers of torch that compute on no DTensors; of others the first step tells."""
-
-
-class Root(StepForward):
-    """FSDP's root: its forward is a step of the module, whose own class and attributes so stay as they are."""
-
-    dtype: torch.dtype | None = None
-    """What parameters are gathered in; None for their own."""
-    depth = 0
-    """Greater than 0 while a step runs."""
-    is_called_alone = False
-    """Whether the module is being called outside of a step."""
-
-    def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        self.depth += 1
-        try:
-            return super().forward(name, *args, **kwargs)
-        finally:
-            self.depth -= 1
 
 
 class FSDPStrategy(Strategy):
@@ -113,7 +100,6 @@ class FSDPStrategy(Strategy):
         self.mixed_precision = mixed_precision
         self.sync_every_batch = sync_every_batch
         self.wrapped: dict[nn.Module, Root] = {}
-        self._sharded = WeakIdKeyDictionary()  # a parameter as it was -> as it is sharded
         self._float32 = Float32()
         self._late = LateReduction()
         self._automatic = True
@@ -151,7 +137,6 @@ class FSDPStrategy(Strategy):
         elif low.param_dtype is not None:
             self._float32.groups.update(each for each in module.modules() if isinstance(each, _BatchNorm))
         constructed: list[nn.Module] = []
-        unmade = {name: each for name, each in module.named_parameters() if each.is_meta}
         # Innermost first, so that meta modules draw their values in the order of their constructors.
         for each in innermost_first(module):
             constructed.append(each)
@@ -172,12 +157,10 @@ class FSDPStrategy(Strategy):
             each.forward = partial(checkpoint, each.forward, use_reentrant=False)
         is_float32 = module in self._float32.groups  # a layer by itself
         self._shard_group(root, mesh, MixedPrecisionPolicy() if is_float32 else low, is_root=True)
+        follow_shards(module)
         module.__dict__[ROOT] = root  # not as a submodule
-        module.register_forward_pre_hook(_gather_for_call)
-        module.register_forward_hook(_let_go_after_call, always_call=True)
-        after = dict(module.named_parameters())
-        for name, parameter in unmade.items():
-            self._sharded[parameter] = after[name]
+        module.register_forward_pre_hook(gather_for_call)
+        module.register_forward_hook(let_go_after_call, always_call=True)
 
     def _refuse_other_precision(self, module: nn.Module) -> None:
         """Refuse what an earlier run has sharded to be gathered in another low precision (ValueError)."""
@@ -185,8 +168,8 @@ class FSDPStrategy(Strategy):
         if gathered not in (None, asked):
             raise ValueError(
                 f"fsdp gathers the weights of {type(module).__name__} in {str(gathered).removeprefix('torch.')}, as an earlier "
-                f"run has sharded it, and this one is in {self.precision.name}; go on in that run's precision, or make the "
-                "module anew and load a checkpoint."
+                f"run has sharded it, and this one is in {self.precision.name}; go on in that run's precision, take the whole "
+                "copy that tw.gather_module(module, all_ranks=True) gives, or make the module anew and load a checkpoint."
             )
 
     def _to_checkpoint(self, module: nn.Module, groups: list[nn.Module]) -> list[nn.Module]:
@@ -208,8 +191,6 @@ class FSDPStrategy(Strategy):
         self, group: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, is_root: bool = False
     ) -> None:
         """Give one group's parameters rank 0's values, and keep this rank's shard of them. Collective."""
-        # A group at a time, since whoever holds these keeps their memory.
-        before = {name: each for name, each in group.named_parameters() if not isinstance(each, DTensor)}
         group.to(self.device)
         whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
         broadcast_tensors((*whole, *(group.buffers() if is_root else ())))
@@ -219,6 +200,8 @@ class FSDPStrategy(Strategy):
         for parameter in whole:
             parameter.data = parameter.data.contiguous()
         offload = self.cpu_offload and self.device.type != "cpu"
+        if not is_root:  # whose forward does it
+            group.register_forward_hook(keep_writes_after)
         fully_shard(
             group,
             mesh=mesh,
@@ -227,9 +210,9 @@ class FSDPStrategy(Strategy):
             offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
             ignored_params=kept,
         )
-        after = dict(group.named_parameters())
-        for name, parameter in before.items():
-            self._sharded[parameter] = after[name]
+        type(group).__deepcopy__ = refuse_copy  # type: ignore[attr-defined]
+        if not is_root:
+            group.register_forward_pre_hook(note_gathered_before)
 
     def _refuse_mixed(self, group: nn.Module, whole: list[nn.Parameter]) -> None:
         dtypes = {parameter.dtype for parameter in whole if parameter.requires_grad}
@@ -258,9 +241,6 @@ class FSDPStrategy(Strategy):
         for optimizer in (each for each in optimizers if each not in self._tried):
             refuse_sharded_steps(optimizer, init_device_mesh(self.device.type, (self.world_size,)), self.name)
             self._tried.append(optimizer)
-        # In a loop of one's own the optimizers were made before their modules were sharded.
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["params"] = [self._sharded.get(each, each) for each in group["params"]]  # type: ignore[no-untyped-call]
         self.follow_parameters(modules)  # configure_optimizers may have made some
         return list(optimizers)
 
@@ -296,6 +276,7 @@ class FSDPStrategy(Strategy):
             return
         # The root's hooks sit on what its step returns, and this backward runs inside of the step: without these the
         # root's group is never reduced.
+        self._keep_writes()
         for root in self._roots():
             root._get_fsdp_state()._register_pre_backward_hook(loss)
         super().backward(loss, send, **options)
@@ -314,6 +295,7 @@ class FSDPStrategy(Strategy):
 
     def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
         self.unscale(optimizer)
+        self._keep_writes()
         try:
             result = self.precision.step(optimizer, clip, closure)
         except (RuntimeError, NotImplementedError) as error:
@@ -332,6 +314,7 @@ class FSDPStrategy(Strategy):
     def follow_toggle(self) -> None:
         # The optimizers hold the shards, and a step uses what was gathered of them.
         if any(root.depth > 0 for root in self.wrapped.values()):
+            self._keep_writes()
             self._gather_roots()
 
     def clip_gradients(
@@ -391,6 +374,11 @@ class FSDPStrategy(Strategy):
         for root in self._roots():
             root.reshard()
             root.unshard()
+            note_gathered(root)
+
+    def _keep_writes(self) -> None:
+        for root in self._roots():
+            keep_writes(root)
 
 
 def _no_shards(optimizer: Optimizer) -> str:
@@ -398,28 +386,6 @@ def _no_shards(optimizer: Optimizer) -> str:
         f"{type(optimizer).__name__} does not compute on the sharded parameters (DTensors) that strategy='fsdp' gives it. Use "
         "another optimizer, such as AdamW, or strategy='ddp' or 'ddp_sharded', where a parameter is stepped whole."
     )
-
-
-def _gather_for_call(module: nn.Module, args: Any) -> None:
-    """Gather the root's own parameters for a call of the module outside of a step, as after a fit. Collective."""
-    root = module.__dict__.get(ROOT)
-    if root is None or root.depth > 0:
-        return
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{type(module).__name__} is sharded by fsdp, and was called outside of a step with gradients, which nobody would "
-            "reduce; call it under torch.no_grad(), on every rank, train it by a Trainer or an Accelerator, or take the whole "
-            "copy that tw.gather_module(module) gives."
-        )
-    root.depth, root.is_called_alone = 1, True
-    root.unshard()
-
-
-def _let_go_after_call(module: nn.Module, args: Any, output: Any) -> None:
-    root = module.__dict__.get(ROOT)
-    if root is not None and root.is_called_alone:
-        root.depth, root.is_called_alone = 0, False
-        root.reshard()
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:

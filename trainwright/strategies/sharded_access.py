@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from types import TracebackType
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+
+from trainwright.strategies.written_shards import keep_writes, note_gathered
 
 CHAIN = re.compile(r"\b([A-Za-z_]\w*)((?:\.\w+|\[\d+\])+)")
 PART = re.compile(r"\.(\w+)|\[(\d+)\]")
@@ -45,9 +47,21 @@ def open_methods(module: nn.Module, kind: type[nn.Module], is_within_step: Calla
     names = list(public_methods(kind))
     for name in names:
         plain = getattr(module, name)
+        setattr(module, name, _keeping(module, plain))
         register_fsdp_forward_method(module, name)
         setattr(module, name, _opening(module, plain, getattr(module, name), is_within_step))
     return names
+
+
+def _keeping(module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        note_gathered(module)
+        output = plain(*args, **kwargs)
+        keep_writes(module)
+        return output
+
+    return call
 
 
 def _opening(
@@ -117,10 +131,16 @@ def _touched(traceback: TracebackType | None, names: dict[int, str]) -> Iterator
         frame = traceback.tb_frame
         line = linecache.getline(frame.f_code.co_filename, traceback.tb_lineno)
         values = [_resolve(frame.f_locals.get(root), chain) for root, chain in CHAIN.findall(line)]
-        for value in (*values, *frame.f_locals.values()):
+        for value in (*values, *_flat(frame.f_locals.values())):
             if isinstance(value, DTensor) and id(value) in names:
                 yield names[id(value)]
         traceback = traceback.tb_next
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield values, and those in lists of them, as `torch._foreach_*` takes."""
+    for value in values:
+        yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _resolve(value: Any, chain: str) -> Any:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from trainwright.precision.base import Precision, Sender
 from trainwright.strategies.group_view import GroupView
 from trainwright.strategies.master_optimizer import MasterOptimizer, StateByParameter
+from trainwright.strategies.zero_writes import paused
 
 
 class Part(nn.Module):
@@ -37,10 +38,13 @@ class ZeroOptimizer(Optimizer):
     Args:
         master: what the engine steps.
         engine: DeepSpeed's engine.
+        settle: lets the masters be what the weights show.
         refresh: lets the weights follow their masters. Collective.
     """
 
-    def __init__(self, master: MasterOptimizer, engine: Any, refresh: Callable[[], None]) -> None:
+    def __init__(
+        self, master: MasterOptimizer, engine: Any, settle: Callable[[], None], refresh: Callable[[], None]
+    ) -> None:
         own = master.own
         views: list[Any] = [
             GroupView(group, given) for group, given in zip(own.param_groups, master.given, strict=True)
@@ -48,7 +52,7 @@ class ZeroOptimizer(Optimizer):
         self.param_groups = views
         self.defaults = own.defaults
         self.master, self.engine = master, engine
-        self._refresh = refresh
+        self._settle, self._refresh = settle, refresh
         self.__class__ = type(type(own).__name__, (ZeroOptimizer,), {})  # a checkpoint names the optimizer's class
 
     @property
@@ -64,8 +68,10 @@ class ZeroOptimizer(Optimizer):
 
     def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the user's optimizer; it may change the masters. Collective."""
+        self._settle()
         result = method(*args, **kwargs)
-        self._refresh()
+        with paused():
+            self._refresh()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

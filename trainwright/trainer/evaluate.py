@@ -18,6 +18,7 @@ from trainwright.distributed.appointments import Appointment
 from trainwright.module import Module, is_overridden
 from trainwright.profilers.instrumentation import is_measuring
 from trainwright.trainer.metrics import MetricCollector
+from trainwright.trainer.own_rounds import OwnRounds
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
 from trainwright.trainer.steps import StepArguments, read_step
 from trainwright.trainer.stop import EvaluationAbandoned
@@ -182,28 +183,31 @@ def run_loader(
     is_limited = most is not None or getattr(evaluation.trainer.settings, LIMITS[stage]) is not None
     count = evaluation.limit_of(loader, most) if is_limited else None  # else to its end, whatever it says of its length
     evaluation.trainer.batch_indices = None
-    evaluation.communication.in_step = True  # what the step does with the loader before says nothing of this one
+    # What the step does with the loader before says nothing of this one.
+    told = evaluation.communication = Communication(in_hooks=stage != "predict")
+    is_own = engine.world_size > 1 and not loader.is_shared
+    source = OwnRounds(loader, count, told, engine.strategy.forward_is_collective) if is_own else loader
     if evaluation.arguments.pulls:
-        run_pulled(evaluation, collector, place, loader, count, keep, asked)
+        run_pulled(evaluation, collector, place, source, count, keep, asked)
         return
     noted = loader.note_indices() if stage == "predict" and isinstance(loader, ShardedLoader) else None
-    batches: Iterator[Any] = islice(loader, count)
+    batches: Iterator[Any] = islice(source, None if is_own else count)
     if is_measuring(evaluation.trainer.profiler):
         batches = evaluation.trainer.profiler.timed_iterator(batches, f"{stage}_dataloader_next")
     for index, batch in enumerate(batches):
-        if length is not None and index >= length:
+        is_ghost = source.real_length is not None and index >= source.real_length
+        if length is not None and index >= length and not is_own:
             refuse_length(length)
         if asked is not None and asked.is_asked and evaluation.trainer.signal_stop.is_left(place, index):
             break
-        if noted is not None:
+        if noted:
             evaluation.trainer.batch_indices = noted.popleft()
         if transfer is not None:
             batch = transfer(batch, place)
         collector.batch = batch
-        collector.is_uneven = length is None or index == length - 1
+        collector.is_uneven = is_own or length is None or index == length - 1
         arguments = evaluation.arguments.of(batch, index, place)
-        real = loader.real_length
-        if real is not None and index >= real:
+        if is_ghost:
             run_ghost(evaluation, collector, batch, arguments, (index, *several))
             continue
         counts = [collectives.count_issued()] if index == 0 else []
@@ -228,8 +232,12 @@ def run_ghost(
     batch: Any,
     arguments: tuple[Any, ...],
     indices: tuple[int, ...] = (),
+    pulled: tuple[PulledBatches, tuple[int, ...]] | None = None,
 ) -> None:
-    """Run what communicates of a batch that is no longer this rank's: other ranks wait for it. Nothing of it counts."""
+    """Run what communicates of a batch that is no longer this rank's: other ranks wait for it. Nothing of it counts.
+
+    Of a step that takes batches itself `pulled` says from where, and the loader's place for its hook.
+    """
     engine, hooks, stage = evaluation.trainer.engine, evaluation.trainer.hooks, evaluation.stage
     told = evaluation.communication
     uneven = UnevenRound(collector, evaluation.module, evaluation.trainer.callbacks, is_ghost=True)
@@ -237,7 +245,9 @@ def run_ghost(
         hooks.call(f"on_{stage}_batch_start", batch, *indices)
     collector.hook = f"{stage}_step"
     outputs = engine.run(evaluation.module, f"{stage}_step", *arguments) if told.in_step or told.in_hooks else None
-    if told.in_hooks:
+    if told.in_hooks and pulled is not None and pulled[0].count:
+        batch, indices = pulled[0].latest, (pulled[0].count - 1, *pulled[1])
+    if told.in_hooks and indices:
         hooks.call(f"on_{stage}_batch_end", outputs, batch, *indices)
     uneven.end()
 
@@ -246,7 +256,7 @@ def run_pulled(
     evaluation: Evaluation,
     collector: MetricCollector,
     place: int,
-    loader: Share,
+    loader: Share | OwnRounds,
     count: int | None,
     keep: Callable[[int, int, Any], None] | None,
     asked: Appointment | None,
@@ -256,7 +266,8 @@ def run_pulled(
     step = f"{stage}_step"
     several = (place,) if len(evaluation.loaders) > 1 else ()
     engine, length = evaluation.trainer.engine, loader.exact_length
-    pairs = with_last(loader, 0, length if count is None else count)
+    is_own = isinstance(loader, OwnRounds)
+    pairs = with_last(loader, 0, None if is_own else length if count is None else count)
 
     def is_ghost(number: int) -> bool:
         return loader.real_length is not None and number >= loader.real_length
@@ -269,19 +280,21 @@ def run_pulled(
         collector.is_uneven = length is None or taken >= length - 1
         collector.hook = step
         if is_ghost(taken):
-            if evaluation.communication.in_step:
-                run_ghost(evaluation, collector, batches, (batches,))
-            break
+            run_ghost(evaluation, collector, batches, (batches,), pulled=(batches, several))
+            if batches.count == taken:
+                break
+            continue
         before = collectives.count_issued()
         outputs = engine.run(evaluation.module, step, batches)
-        if taken == 0:
-            counts = [before, before, after := collectives.count_issued(), after]
-            evaluation.communication.learn(counts, engine.strategy.forward_is_collective)
+        after = collectives.count_issued()
         if batches.count == taken:
             raise RuntimeError(f"{step} took no batch from its dataloader_iter; call next(dataloader_iter) in it.")
         if keep is not None:
             keep(place, batches.count - 1, outputs)
         evaluation.trainer.hooks.call(f"on_{stage}_batch_end", outputs, batches.latest, batches.count - 1, *several)
+        if taken == 0:
+            counts = [before, before, after, collectives.count_issued()]
+            evaluation.communication.learn(counts, engine.strategy.forward_is_collective)
         evaluation.trainer.logbook.log_evaluation_step(batches.count - 1)
 
 

@@ -92,11 +92,12 @@ class UnevenRound:
 class Communication:
     """What of an evaluation's batch communicates, as this rank's first one has shown: other ranks may wait for it in the last.
 
-    A rank that has had none of a loader runs the step to be sure.
+    A rank that has had none of a loader runs the step to be sure, and the hooks but for those of a prediction, which are there
+    to write what they are given.
     """
 
     in_step: bool = True
-    in_hooks: bool = False
+    in_hooks: bool = True
 
     def learn(self, counts: list[int | None], always: bool) -> None:
         """Take the numbers of collectives before the first hooks, before the step, after it, and after the last hooks."""

@@ -1,0 +1,117 @@
+"""Written shards: what a user's code writes into parameters while fsdp has gathered them, kept in the shards.
+
+FSDP2 lets go of what it has gathered without a look at it, so that the update of a momentum encoder in a step, or a clip of
+weights, would be lost. Where a forward ends each rank copies its own rows back: a small part of what was gathered, and
+nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+_SHARDS = WeakIdKeyDictionary()
+"""The parameters that fsdp has sharded, for which `.data = ...` writes the shard."""
+_PLAIN_DATA: Any = Tensor.data
+
+
+def follow_shards(module: nn.Module) -> None:
+    """Let `parameter.data = tensor` write this module's shards, of which a DTensor by itself takes no notice."""
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            _SHARDS[parameter] = None
+    if "data" not in vars(DTensor):
+        DTensor.data = property(lambda shard: _PLAIN_DATA.__get__(shard), _set_data)  # type: ignore[assignment]
+
+
+def _set_data(shard: DTensor, value: Tensor) -> None:
+    if shard not in _SHARDS or not isinstance(value, DTensor) or value.shape != shard.shape:
+        _PLAIN_DATA.__set__(shard, value)
+        return
+    with torch.no_grad():
+        shard.copy_(value)
+
+
+def note_gathered(group: Any) -> None:
+    """Take note of a group's own parameters as they have just been gathered."""
+    for part in _gathered(group):
+        part.shard_version = part._sharded_param_data._version
+        part.whole_version = _version(part._unsharded_param)
+
+
+def keep_writes(group: Any) -> None:
+    """Copy what was written into a group's own gathered parameters into this rank's shards.
+
+    Raises:
+        RuntimeError: one that was gathered in a low precision was written.
+    """
+    shards: list[Tensor] = []
+    rows: list[Tensor] = []
+    for part in _gathered(group):
+        whole, shard = part._unsharded_param, part._sharded_param_data
+        if shard._version != part.shard_version:
+            continue  # the optimizer has stepped it since
+        # Rows beyond the last are padding, on the last ranks.
+        rank, numel = part.mesh_info.shard_mesh_rank, part.sharded_param._local_tensor.numel()
+        mine = whole.detach().reshape(-1).narrow(0, shard.numel() * rank if numel else 0, numel)
+        shard = shard.narrow(0, 0, numel)
+        gathered = part.all_gather_outputs[0]
+        is_elsewhere = whole.data_ptr() != gathered.data_ptr()
+        if whole.dtype != shard.dtype:
+            _refuse_low(part, is_elsewhere, mine, shard)
+            continue
+        shards.append(shard)
+        rows.append(mine)
+        if is_elsewhere:  # .data = ... has given it memory of its own, which the next gathering would not reach
+            whole.data = torch.as_strided(gathered, part._orig_size, part._contiguous_orig_stride)
+    if shards:
+        with torch.no_grad():
+            torch._foreach_copy_(shards, rows)
+        note_gathered(group)
+
+
+def keep_writes_after(group: nn.Module, args: Any, output: Any) -> None:
+    """Keep writes, as a hook of a group's forward that comes before FSDP's own."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.disable(keep_writes)(group)  # type: ignore[no-untyped-call]
+    else:
+        keep_writes(group)
+
+
+def note_gathered_before(group: nn.Module, args: Any) -> None:
+    """Take note of what was gathered, as a hook of a group's forward that comes after FSDP's own."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.disable(note_gathered)(group)  # type: ignore[no-untyped-call]
+    else:
+        note_gathered(group)
+
+
+def _refuse_low(part: Any, is_elsewhere: bool, mine: Tensor, shard: Tensor) -> None:
+    is_written = is_elsewhere or _version(part._unsharded_param) != part.whole_version
+    if not is_written and not getattr(part, "is_looked_at", False):
+        part.is_looked_at = True  # once: a write to its .data shows nowhere else
+        is_written = not torch.equal(mine, shard.to(mine.dtype))
+    if is_written:
+        name = part._param_fqn or part._module_info.param_name
+        low = str(mine.dtype).removeprefix("torch.")
+        raise RuntimeError(
+            f"the step wrote the parameter {name!r} while fsdp had gathered it in {low}, to which the write was rounded. Write "
+            "it in a hook such as on_train_batch_end, where it is float32, make it a buffer, or keep it float32 with "
+            "FSDPStrategy(mixed_precision=torch.distributed.fsdp.MixedPrecisionPolicy())."
+        )
+
+
+def _gathered(group: Any) -> Iterator[Any]:
+    """Yield what FSDP keeps of each parameter of a group's own that is gathered."""
+    for parts in group._get_fsdp_state()._fsdp_param_groups:
+        if parts.is_unsharded:
+            yield from parts.fsdp_params
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
