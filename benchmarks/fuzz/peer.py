@@ -98,6 +98,16 @@ MEANT: list[tuple[str, Callable[[Config], bool], Config]] = [
         {"mode": None},
     ),
     (
+        "early stopping by an epoch's loss sees that of the epoch after its last validation; there that of the one before",
+        lambda c: c["stop"] == "loss_epoch" and within_epochs(c),
+        {"stop": "val_loss", "every_epochs": 1, "across": False},
+    ),
+    (
+        "an epoch in which manual optimization has not stepped is saved; there it is not",
+        lambda c: c["manual"],
+        {"window": 1},
+    ),
+    (
         "a checkpoint by steps counts among the best once its own weights are scored; there by the score of earlier weights",
         lambda c: c["best"] == "steps",
         {"best": "epochs"},

@@ -21,37 +21,31 @@ EVENTS = """\
 events = []
 class Events(tw.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        events.append((trainer.current_epoch, trainer.global_step, "batch", batch_idx, str(batch)))
+        events.append((trainer.current_epoch, trainer.global_step, "batch", str(batch)))
     def on_validation_end(self, trainer, module):
         events.append((trainer.current_epoch, trainer.global_step, "validated", str(trainer.callback_metrics)))
     def on_train_epoch_end(self, trainer, module):
-        events.append((trainer.current_epoch, trainer.global_step, "epoch ended", str(trainer.callback_metrics)))"""
+        events.append((trainer.current_epoch, trainer.global_step, "ended", str(trainer.callback_metrics)))"""
 
 
 def compared(found: list[str], path: str | None, cut: list[str] | None = None) -> str:
-    """Return the main part: the whole run, the resumed one, and what is left of each of what differed.
+    """Return the main part: the whole run, the resumed one, and the first thing in which they differ.
 
     Args:
         found: what differed, "<aspect>: ..." each.
-        path: the checkpoint to resume from, within the folder; None where it is the first run that differs.
+        path: the checkpoint to resume from, within the folder; None where there is none.
         cut: lines that make the cut run in `f"{folder}/part"`, which "auto" goes on with; None for a run of its own.
     """
     aspects = [each.split(":")[0] for each in found]
-    aspects = [name for name in dict.fromkeys(aspects) if name in (*VIEWS, "events")] or ["weights"]
-    events = "events" in aspects
-    # Of a run that goes on in a folder of its own the rows, as the events, are the last of the whole.
-    ends = [name for name in aspects if name == "events" or (name == "rows" and cut is None)]
-    lines = [EVENTS] if events else []
-    lines += ["def left(folder, ckpt_path=None, callbacks=()):"]
-    lines += ["    events.clear()"] if events else []
-    lines += [f"    trainer, module = run(folder, ckpt_path, {'[Events(), *callbacks]' if events else 'callbacks'})"]
-    lines += ["    return {", *[f'        "{name}": {VIEWS.get(name, "list(events)")},' for name in aspects], "    }"]
-    lines += ["with tempfile.TemporaryDirectory() as folder:", '    whole = left(f"{folder}/whole")']
-    lines += cut or []
+    aspect = next((name for name in aspects if name in (*VIEWS, "events")), "weights")
+    lines = [EVENTS] if aspect == "events" else []
+    lines += ["def left(folder, ckpt_path=None):"]
+    lines += ["    events.clear()"] if aspect == "events" else []
+    lines += [f"    trainer, module = run(folder, ckpt_path{', [Events()]' if aspect == 'events' else ''})"]
+    lines += [f"    return {VIEWS.get(aspect, '[*events]')}"]
+    lines += ["with tempfile.TemporaryDirectory() as folder:", '    whole = left(f"{folder}/whole")', *(cut or [])]
     ckpt_path = '"auto"' if cut is not None else f'f"{{folder}}/{path}"'
     lines += [f'    part = left(f"{{folder}}/part", {ckpt_path})'] if path or cut is not None else ["    part = whole"]
-    if ends:
-        lines += [f"for name in {ends}:", "    whole[name] = whole[name][len(whole[name]) - len(part[name]) :]"]
-    lines += ["for name in whole:", "    if whole[name] != part[name]:"]
-    lines += ["        print(name, whole[name], part[name], sep='\\n')", "sys.exit(whole != part)"]
-    return "\n".join(lines)
+    if aspect == "events" or (aspect == "rows" and cut is None):
+        lines += ["whole = whole[len(whole) - len(part) :]  # a run of its own has the last ones"]
+    return "\n".join([*lines, f"print({aspect!r}, whole, part, sep='\\n')", "sys.exit(whole != part)"])
