@@ -183,7 +183,7 @@ def train(options: argparse.Namespace) -> None:
     place = str(folder / "checkpoints")
     callbacks = [
         Events(Telling(options.events)),
-        tw.EarlyStopping("val_loss", min_delta=0.2, patience=1000),
+        tw.EarlyStopping("val_loss", min_delta=0.1, patience=1000),
         tw.ModelCheckpoint(place, every_n_train_steps=SAVE_EVERY),
         tw.ModelCheckpoint(place, "best-{epoch}-{step}-{val_loss:.4f}", monitor="val_loss", save_top_k=2),
     ]
