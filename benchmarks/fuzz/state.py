@@ -45,21 +45,22 @@ SIMPLEST = {
 
 
 def cells() -> list[Config]:
-    """Return each optimizer, and each scheduler on one or two of them, under each precision and strategy."""
+    """Return each optimizer, and each scheduler on one or two of them, under each precision and strategy.
+
+    An optimizer's state goes on to all other strategies in 32 bits; in the other precisions, and that of schedulers, which no
+    strategy holds, to the next one.
+    """
     pairs: list[tuple[str, str | None]] = [(name, None) for name in OPTIMIZERS]
     pairs += [("AdamW", name) for name in SCHEDULERS] + [("SGD momentum", name) for name in WITH_MOMENTUM]
-    return [
-        {
-            "optimizer": optimizer,
-            "scheduler": scheduler,
-            "precision": precision,
-            "strategy": strategy,
-            "others": [other for other in STRATEGIES if other != strategy],
-        }
-        for precision in CLOSE
-        for optimizer, scheduler in pairs
-        for strategy in STRATEGIES
-    ]
+    found = []
+    for precision in CLOSE:
+        for optimizer, scheduler in pairs:
+            for number, strategy in enumerate(STRATEGIES):
+                others = STRATEGIES[number + 1 :] + STRATEGIES[:number]
+                cell = {"optimizer": optimizer, "scheduler": scheduler, "precision": precision, "strategy": strategy}
+                is_all = scheduler is None and precision == "32-true"
+                found.append({**cell, "others": others if is_all else others[:1]})
+    return found
 
 
 class Net(tw.Module):

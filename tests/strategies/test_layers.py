@@ -10,7 +10,7 @@ from jobs import run_job
 from layers_job import NETS, PRECISIONS, STRATEGIES, alone, layers
 from torch import nn
 
-from trainwright.strategies.low_layers import SMALL, find_float32, is_low
+from trainwright.strategies.low_layers import SMALL, allow_float32, find_float32, is_low
 
 TOLERANCE = {"bf16-mixed": 0.1, "16-mixed": 0.03}
 """Of what the weights have moved by."""
@@ -68,6 +68,18 @@ def test_digits_in_each_mixed_precision(job: Any) -> None:
     for rank in job:
         assert rank["digits"].keys() == {(strategy, precision) for strategy in STRATEGIES for precision in PRECISIONS}
         assert rank["digits"] == job[0]["digits"]
+
+
+def test_low_weights_compute_in_float32_where_autocast_is_off() -> None:
+    layer = nn.Linear(3, 2).bfloat16()  # as fsdp has gathered it
+    allow_float32(layer)
+    x = torch.randn(4, 3).bfloat16()
+    wanted = nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float())
+    assert torch.equal(layer(x.float()), wanted)
+    assert torch.equal(layer(x.to(layer.weight.dtype)), wanted), "an input in the weight's dtype"
+    assert layer.weight.dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
 
 
 def test_layers_that_autocast_computes_in_the_low_dtype() -> None:

@@ -111,14 +111,17 @@ def allow_float32(module: nn.Module) -> None:
             each.register_forward_hook(_as_it_was, always_call=True)
 
 
-def _as_float32(module: nn.Module, args: Any) -> None:
+def _as_float32(module: nn.Module, args: Any) -> Any:
     gathered = module._parameters
     if torch.compiler.is_compiling() or not any(_is_half(each) for each in gathered.values()):
-        return
+        return None
     device = next(each.device.type for each in gathered.values() if each is not None)
     if not torch.is_autocast_enabled(device):
         module.__dict__["_gathered"] = dict(gathered)
         gathered.update({name: each.float() for name, each in gathered.items() if _is_half(each)})  # type: ignore[union-attr, misc]
+        # Inputs that were made in the dtype of `layer.weight` are float32 on one process.
+        return tuple(each.float() if isinstance(each, Tensor) and _is_half(each) else each for each in args)
+    return None
 
 
 def _as_it_was(module: nn.Module, args: Any, output: Any) -> None:
