@@ -294,6 +294,21 @@ def pulled(strategy: str, loader: Callable[[], Any]) -> Any:
     return metrics["n"], round(metrics["mean"], 4), torch.cat(predictions).tolist()
 
 
+class Branches(tw.Module):
+    """A branch of the model for each loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        for name in ("a", "b"):
+            if batch[name] is not None:
+                getattr(self, name)(batch[name][0][:, None])
+        count = sum(len(each[0]) for each in batch.values() if each is not None)
+        self.log("n", float(count), reduce_fx="sum", batch_size=count)
+
+
 class Part(tw.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -415,6 +430,14 @@ def ranks_job(folder: Path) -> dict[str, Any]:
         results["iterable"] = evaluated(DataLoader(Counting(), batch_size=2))
         for kind in ("known", "unknown", "fsdp"):
             results[f"own, {kind}"] = [own_of_each(kind, in_hook=in_hook) for in_hook in (False, True)]
+        for first, second in ((5, 8), (6, 5)):
+            both = tw.CombinedLoader({"a": numbers(first, 2), "b": numbers(second, 2)}, "max_size")
+            with pytest.raises(
+                ValueError, match=r"loader '[ab]' of a CombinedLoader\('max_size'\) has 5 batches, of which the 2"
+            ):
+                trainer(strategy="fsdp").validate(Branches(), both, verbose=False)
+        both = tw.CombinedLoader({"a": numbers(4, 2), "b": numbers(8, 2)}, "max_size")
+        results["branches"] = trainer(strategy="fsdp").validate(Branches(), both, verbose=False)[0]["n"]
         run = trainer(use_distributed_sampler=False, strategy="fsdp")
         batches = [torch.ones(2)] * (torch.distributed.get_rank() == 0)
         with pytest.raises(ValueError, match="rank 1 has no batch of its own to evaluate"):
@@ -450,6 +473,7 @@ def test_several_ranks_are_one_process(tmp_path: Path) -> None:
     for kind in ("known", "unknown", "fsdp"):
         for got in (*left[f"own, {kind}"], *right[f"own, {kind}"]):
             assert got == ({"n": 8.0, "mean": 4.5, "metric": 4.5}, [float(each) for each in range(1, 9)]), kind
+    assert left["branches"] == 12.0
     assert left["iterables"] == right["iterables"] == (5.0, 3.0, [1.0, 2.0, 3.0, 4.0, 5.0])
 
 

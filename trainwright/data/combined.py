@@ -333,6 +333,23 @@ class ShardedCombination:
         """Return whether a batch may be read before the one before it is done, with the same numbers drawn in both."""
         return all(part.may_read_ahead for part in self.parts)
 
+    def refuse_parted_rounds(self) -> None:
+        """Refuse an evaluation with a round in which some ranks alone have a batch of a loader (ValueError).
+
+        To be called where a forward needs every rank. A step has one result for all loaders, of which no part can be dropped.
+        """
+        if not self._has_ghosts or self.combination != "max_size":
+            return
+        lengths = [part.share.exact_source_length for part in self.parts]
+        for number, (name, length) in enumerate(zip(self.loader.names, lengths, strict=True)):
+            if length is None or (length % self.world_size and len(set(lengths)) > 1):
+                told = "a number of batches that is not known" if length is None else f"{length} batches"
+                raise ValueError(
+                    f"loader {name or number!r} of a CombinedLoader('max_size') has {told}, of which the {self.world_size} "
+                    "ranks cannot each have as many, but under this strategy a forward needs every rank. Give it a number of "
+                    "batches that the ranks share evenly, choose 'min_size' or 'sequential', or strategy='ddp'."
+                )
+
     @property
     def is_shared(self) -> bool:
         """Return whether the ranks share all loaders; False on one process, and where the user has given each rank its own."""
