@@ -112,6 +112,11 @@ MEANT: list[tuple[str, Callable[[Config], bool], Config]] = [
         lambda c: c["best"] == "steps",
         {"best": "epochs"},
     ),
+    (
+        "save_last keeps the newest under its own name; there as last.ckpt",
+        lambda c: c["best"] == "last",
+        {"best": "epochs"},
+    ),
     ("the time at which something is due is that of two machines", lambda c: c["save"] == "time", {"save": "steps"}),
     (
         "the same of validations by time",
