@@ -111,8 +111,7 @@ def record(trainer: Any, module: Any, recorder: Recorder, folder: Path) -> Recor
         "random": [torch.rand(3).tolist(), random.random(), float(numpy.random.rand())],
         "stopping": [each.state_dict() for each in trainer.callbacks if isinstance(each, tw.EarlyStopping)],
         "schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
-        # A checkpoint that a run went on from keeps its place, so the one that takes its name may end as a version of it.
-        "kept": sorted(re.sub(r"-v\d+", "", each.name) for each in best.iterdir()) if best.exists() else [],
+        "kept": kept(trainer, best),
         "scores": [
             {Path(path).name: float(score) for path, score in each.best_k_models.items()}
             for each in trainer.callbacks
@@ -123,6 +122,18 @@ def record(trainer: Any, module: Any, recorder: Recorder, folder: Path) -> Recor
         "rows": path.read_text() if path.exists() else "",
         "path": folder,
     }
+
+
+def kept(trainer: Any, folder: Path) -> list[str]:
+    """Return the names of the kept checkpoints.
+
+    The one that the run went on from stays until a later run has gone on, and keeps its name: what takes its place is a
+    version of it.
+    """
+    names = {each.name for each in folder.iterdir()} if folder.exists() else set()
+    best = {Path(path).name for each in trainer.checkpoint_callbacks for path in each.best_k_models}
+    source = Path(str(trainer.resume_source or "")).name
+    return sorted(re.sub(r"-v\d+", "", name) for name in names if name in best or name != source)
 
 
 def same(one: Any, other: Any) -> bool:
