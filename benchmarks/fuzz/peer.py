@@ -134,9 +134,12 @@ def draw(random: random.Random) -> Config:
 def simplified(config: Config) -> Config:
     """Return the configuration without what is meant to be different."""
     config = run_config.settled(config)
-    for _reason, holds, instead in MEANT:
-        if holds(config):
-            config = run_config.settled({**config, **instead})
+    before: Config = {}
+    while before != config:  # what one row gives may fall under another
+        before = config
+        for _reason, holds, instead in MEANT:
+            if holds(config):
+                config = run_config.settled({**config, **instead})
     return config
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,8 @@ def record(trainer: Any, module: Any, recorder: Recorder, folder: Path) -> Recor
         "random": [torch.rand(3).tolist(), random.random(), float(numpy.random.rand())],
         "stopping": [each.state_dict() for each in trainer.callbacks if isinstance(each, tw.EarlyStopping)],
         "schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
-        "kept": sorted(each.name for each in best.iterdir()) if best.exists() else [],
+        # A checkpoint that a run went on from keeps its place, so the one that takes its name may end as a version of it.
+        "kept": sorted(re.sub(r"-v\d+", "", each.name) for each in best.iterdir()) if best.exists() else [],
         "scores": [
             {Path(path).name: float(score) for path, score in each.best_k_models.items()}
             for each in trainer.callbacks
