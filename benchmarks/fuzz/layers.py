@@ -32,7 +32,7 @@ NAME = "layers"
 PROCESSES = (1, 2)
 LIMIT = 60.0
 STRATEGIES = ["ddp", "ddp_sharded", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
-CLOSE = {"32-true": 1e-3, "bf16-mixed": 0.12, "16-mixed": 0.05, "64-true": 1e-5, "bf16-true": 0.5, "16-true": 0.12}
+CLOSE = {"32-true": 1e-3, "bf16-mixed": 0.12, "16-mixed": 0.05}
 """How far weights may be from one process's, as a share of how far they moved."""
 SIMPLEST = {"net": ["linear"], "loss": ["ce"], "strategy": STRATEGIES, "precision": ["32-true", "bf16-mixed"]}
 NEVER_COPIED = ("param_", "old_spectral", "old_weight")
@@ -110,7 +110,7 @@ class Cell:
         self.said.append(what)
 
     def net(self) -> Net:
-        is_scaled = self.precision in ("16-mixed", "16-true")
+        is_scaled = self.precision == "16-mixed"
         return Net(self.config["net"], self.config["loss"], 2.0**-8 if is_scaled else 1.0)
 
     def loader(self) -> DataLoader[Any]:
@@ -131,8 +131,8 @@ class Cell:
         )
         module = self.net()
         start = floating(module)
-        trainer = self.trainer()
         with refusals(module):
+            trainer = self.trainer()
             trainer.fit(module, self.loader(), self.loader())
         state = {name: value.clone() for name, value in module.state_dict().items()}
         val_loss = trainer.callback_metrics["val_loss"].double()
@@ -144,8 +144,8 @@ class Cell:
         self.start, self.wanted, self.val_loss, self.outputs = torch.load(self.folder / "alone.pt")
         module = self.net()
         before = LeftModule(module, is_copied=not self.config["net"].startswith(NEVER_COPIED))
-        trainer = self.trainer(callbacks=[SaveHalf(self.folder / "half.ckpt")])
         with refusals(module):
+            trainer = self.trainer(callbacks=[SaveHalf(self.folder / "half.ckpt")])
             trainer.fit(module, self.loader(), self.loader())
         self.got = float(trainer.callback_metrics["val_loss"])
         path = str(self.folder / "whole.ckpt")

@@ -112,6 +112,11 @@ MEANT: list[tuple[str, Callable[[Config], bool], Config]] = [
         lambda c: c["best"] == "steps",
         {"best": "epochs"},
     ),
+    (
+        "save_last keeps the newest under its own name; there as last.ckpt",
+        lambda c: c["best"] == "last",
+        {"best": "epochs"},
+    ),
     ("the time at which something is due is that of two machines", lambda c: c["save"] == "time", {"save": "steps"}),
     (
         "the same of validations by time",
@@ -129,9 +134,12 @@ def draw(random: random.Random) -> Config:
 def simplified(config: Config) -> Config:
     """Return the configuration without what is meant to be different."""
     config = run_config.settled(config)
-    for _reason, holds, instead in MEANT:
-        if holds(config):
-            config = run_config.settled({**config, **instead})
+    before: Config = {}
+    while before != config:  # what one row gives may fall under another
+        before = config
+        for _reason, holds, instead in MEANT:
+            if holds(config):
+                config = run_config.settled({**config, **instead})
     return config
 
 

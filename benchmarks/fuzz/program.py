@@ -68,11 +68,13 @@ def _plain(source: str, shuffles: bool) -> str:
 
 
 def _loader(c: Config, name: str, count: int) -> str:
-    tail = f", batch_size={c['batch']}" + (f", num_workers={c['workers']}" if c["workers"] else "")
+    workers = f", num_workers={c['workers']}" if c["workers"] else ""
+    workers += ", persistent_workers=True" if c["workers"] and "persistent" in c["features"] else ""
+    tail = f", batch_size={c['batch']}{workers}"
     samples = f"Samples({count}, {c['augment']})" if c["augment"] else f"Samples({count})"
     if name == "batches":
         batches = f"BatchSampler(RandomSampler(range({count})), {c['batch']}, False)"
-        return f"DataLoader({samples}, batch_sampler={batches}{tail[tail.index('=') + 2 :]})"
+        return f"DataLoader({samples}, batch_sampler={batches}{workers})"
     weights = f"WeightedRandomSampler([1.0 + i % 3 for i in range({count})], {count})"
     return {
         "map": f"DataLoader({samples}{tail})",
@@ -245,6 +247,8 @@ def _run(c: Config) -> list[str]:
     if c["stop"]:
         at = ", check_on_train_epoch_end=False" if c["stop"].endswith("validations") else ""
         made.append(f'tw.EarlyStopping("{c["stop"].split()[0]}", patience={c["patience"]}, strict=False{at})')
+    schedule = f"tw.GradientAccumulationScheduler({{0: {c['window']}, 1: 2}})"
+    made += [schedule] * ("schedule" in c["features"])
     made += ["tw.LearningRateMonitor()"] * ("rates" in c["features"] and c["scheduler"] is not None)
     made += ["Norm()"] * ("log in a callback" in c["features"])
     made += ["Save()"] * bool(c["own_save"])
@@ -291,13 +295,14 @@ def _saver(c: Config) -> list[str]:
 
 
 def _limits(c: Config) -> dict[str, str]:
+    is_plain = not c["manual"] and "schedule" not in c["features"]
     given: dict[str, Any] = {
         "max_epochs": c["epochs"],
         "max_steps": c["max_steps"],
         "min_steps": c["min_steps"],
         "min_epochs": c["min_epochs"],
         "limit_train_batches": c["limit_train"],
-        "accumulate_grad_batches": c["window"] if c["window"] > 1 and not c["manual"] else None,
+        "accumulate_grad_batches": c["window"] if c["window"] > 1 and is_plain else None,
         "gradient_clip_val": 0.1 if c["clip"] and not c["manual"] else None,
         "gradient_clip_algorithm": c["clip"] if c["clip"] == "value" and not c["manual"] else None,
         "precision": c["precision"],

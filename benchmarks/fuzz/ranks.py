@@ -67,7 +67,7 @@ def draw(random: random.Random) -> Config:
     val_kind = random.choice(["plain", "shuffle", "stream", "dict", "max_size", "max_size"])  # min_size ends by batches
     has_stream = kind == "stream" or (kind in COMBINED and "stream" in pair)
     limits, manual = [None, None, None, 2] + ([] if has_stream else [0.6]), random.random() < 0.4
-    return {
+    config = {
         "strategy": random.choice(STRATEGIES),
         "processes": random.choice([2, 2, 3]),
         "batch": random.choice([1, 2, 2, 4]),
@@ -91,6 +91,9 @@ def draw(random: random.Random) -> Config:
         "val_kind": val_kind,
         "pred_count": random.randint(1, 17),
     }
+    if config["pulls"] and not manual:
+        config["accumulate"] = 1  # refused: such a step takes several batches itself
+    return config
 
 
 def data(count: int, seed: int) -> TensorDataset:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,6 @@ Record = dict[str, Any]
 ASPECTS = (
     "weights", "optimizers", "rates", "counters", "metrics", "random", "stopping", "schedulers", "kept", "events", "rows",
 )  # fmt: skip
-AGAIN = ("epoch start", "validation start")
-"""Events whose hooks a resumed run calls again where the saved run had called them already."""
 
 
 def leaves(tree: Any) -> list[Tensor]:
@@ -42,16 +41,28 @@ class Recorder(tw.Callback):
         self.events: list[list[Any]] = []
         self.before = 0
         self.validations = validations
+        self._begun: list[Any] = []
+        """The latest start of an epoch, and the latest event: where it is a start, a resumed run calls its hooks again."""
+        self._latest: list[Any] = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"events": self.before + len(self.events)}
+        return {"events": self.before + len(self.events), "begun": self._begun, "latest": self._latest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.before = int(state["events"])
+        self.before, self._begun, self._latest = int(state["events"]), state["begun"], state["latest"]
 
     def _note(self, trainer: Any, what: str, *values: Any) -> None:
-        if not trainer.sanity_checking and (self.validations or not what.startswith("validation")):
-            self.events.append([what, trainer.current_epoch, trainer.global_step, *values])
+        if trainer.sanity_checking or (not self.validations and what.startswith("validation")):
+            return
+        event = [what, trainer.current_epoch, trainer.global_step, *values]
+        if not self.events and (
+            (what == "epoch start" and event[:2] == self._begun[:2])
+            or (what == "validation start" and event == self._latest)
+        ):
+            return
+        self.events.append(event)
+        self._latest = event if what == "validation start" else []
+        self._begun = event if what == "epoch start" else self._begun
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         self._note(trainer, "epoch start")
@@ -100,7 +111,7 @@ def record(trainer: Any, module: Any, recorder: Recorder, folder: Path) -> Recor
         "random": [torch.rand(3).tolist(), random.random(), float(numpy.random.rand())],
         "stopping": [each.state_dict() for each in trainer.callbacks if isinstance(each, tw.EarlyStopping)],
         "schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
-        "kept": sorted(each.name for each in best.iterdir()) if best.exists() else [],
+        "kept": kept(trainer, best),
         "scores": [
             {Path(path).name: float(score) for path, score in each.best_k_models.items()}
             for each in trainer.callbacks
@@ -111,6 +122,18 @@ def record(trainer: Any, module: Any, recorder: Recorder, folder: Path) -> Recor
         "rows": path.read_text() if path.exists() else "",
         "path": folder,
     }
+
+
+def kept(trainer: Any, folder: Path) -> list[str]:
+    """Return the names of the kept checkpoints.
+
+    The one that the run went on from stays until a later run has gone on, and keeps its name: what takes its place is a
+    version of it.
+    """
+    names = {each.name for each in folder.iterdir()} if folder.exists() else set()
+    best = {Path(path).name for each in trainer.checkpoint_callbacks for path in each.best_k_models}
+    source = Path(str(trainer.resume_source or "")).name
+    return sorted(re.sub(r"-v\d+", "", name) for name in names if name in best or name != source)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -141,11 +164,6 @@ def compare(whole: Record, part: Record, *, goes_on: bool) -> list[str]:
             found.append(f"{aspect}: {_shown(whole[aspect], part[aspect])}")
     events = part["events"]
     expected = whole["events"][part["before"] :]
-    called = whole["events"][: part["before"]]
-    for again in AGAIN:
-        latest = next((each for each in reversed(called) if each[0] == again), None)
-        if events and latest and latest[:2] == events[0][:2] and not same(expected[:1], events[:1]):
-            events = events[1:]
     if not same(expected, events):
         at = next((n for n, (a, b) in enumerate(zip(expected, events, strict=False)) if not same(a, b)), None)
         at = min(len(expected), len(events)) if at is None else at

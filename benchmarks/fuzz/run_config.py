@@ -16,7 +16,7 @@ SCHEDULERS = ("epoch", "step", "validation", "cycle", "plateau", "plateau on los
 SAVES = ("steps", "epochs", "epoch ends", "time")
 FEATURES = (
     "draw at start", "draw at epochs", "draw at validations", "draw in validations", "draw at ends", "log at ends",
-    "log in a callback", "average", "metric", "rates", "dropout", "none",
+    "log in a callback", "average", "metric", "rates", "dropout", "none", "schedule", "persistent",
 )  # fmt: skip
 SAVING_HOOKS = (
     "on_train_batch_end", "on_validation_start", "on_validation_end", "on_train_epoch_start", "on_train_epoch_end",
@@ -143,13 +143,13 @@ def settled(config: Config) -> Config:
         c["validate"] = 2
     if c["manual"]:
         c["clip"] = c["clip"] if not c["two"] else None
-        c["features"] = [each for each in c["features"] if each != "none"]
+        c["features"] = [each for each in c["features"] if each not in ("none", "schedule")]
         if c["scheduler"] not in (None, "step", "epoch"):
             c["scheduler"] = "step"
     else:
         c["two"] = False
     if c["pulls"]:
-        c["features"] = [each for each in c["features"] if each != "none"]
+        c["features"] = [each for each in c["features"] if each not in ("none", "schedule")]
         c["window"] = c["window"] if c["manual"] else 1
     if c["min_steps"] is not None and c["max_steps"] is not None:
         c["min_steps"] = min(c["min_steps"], c["max_steps"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 VIEWS = {
     "weights": "{name: value.tolist() for name, value in module.state_dict().items()}",
     "optimizers": (
-        "[value.tolist() for each in trainer.optimizers for state in each.state_dict()['state'].values()"
-        " for value in state.values() if value is not None]"
+        "[{name: {key: torch.as_tensor(value).tolist() for key, value in state.items() if value is not None}"
+        " for name, state in each.state_dict()['state'].items()} for each in trainer.optimizers]"
     ),
     "rates": "[group['lr'] for each in trainer.optimizers for group in each.param_groups]",
     "counters": "{**trainer.state.state_dict(), 'saves': 0}",

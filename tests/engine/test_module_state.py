@@ -220,20 +220,47 @@ class Packing(Tensor):
 
 
 class Low(torch.optim.SGD):
+    """Keeps state in a way of its own, from its first step on or a later one."""
+
+    def __init__(self, *args: Any, late: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.late = late
+
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
-            self.state[parameter].setdefault("exp_avg", Packing(torch.zeros(3)))
+            if not self.late or parameter.abs().sum() > 0:  # a try steps zeros
+                self.state[parameter].setdefault("exp_avg", Packing(torch.zeros(3)))
         return super().step(closure)
 
 
-def test_an_optimizers_state_that_is_no_plain_tensor_is_refused_at_its_first_step(tmp_path: Path) -> None:
-    class Lowly(Classifier):
-        def configure_optimizers(self) -> Any:
-            return Low(self.parameters(), lr=0.1)
+class Lowly(Classifier):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def configure_optimizers(self) -> Any:
+        return Low(self.parameters(), lr=0.1, late=bool(self.options.get("late")))
+
+
+def test_an_optimizers_state_that_is_no_plain_tensor_is_refused(tmp_path: Path) -> None:
 
     settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 1}
-    trainer = tw.Trainer(**settings)
-    with pytest.raises(tw.CheckpointError, match=r"tensor 'exp_avg of Low' is a .*Packing.*stores plain tensors"):
-        trainer.fit(Lowly(), make_loader(16))
-    assert trainer.global_step <= 1
+    for late in (False, True):
+        trainer = tw.Trainer(**settings)
+        with pytest.raises(tw.CheckpointError, match=r"tensor 'exp_avg of Low' is a .*Packing.*stores plain tensors"):
+            trainer.fit(Lowly(late=late), make_loader(16))
+        assert trainer.global_step <= late, "before training, or where that cannot be known at the first step"
     tw.Trainer(**QUIET, max_epochs=1).fit(Lowly(), make_loader(8))
+
+
+def test_a_parameter_group_that_no_checkpoint_can_hold_is_refused_before_training(tmp_path: Path) -> None:
+    class Grouped(Classifier):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([{"params": self.parameters(), "owner": object()}], lr=0.1)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            raise AssertionError("it trains")
+
+    settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 1}
+    with pytest.raises(tw.CheckpointError, match=r"a parameter group of SGD.owner is a builtins.object"):
+        tw.Trainer(**settings).fit(Grouped(), make_loader(8))

@@ -68,6 +68,46 @@ def test_resume_is_exact_for_every_kind_of_optimizer(tmp_path: Path, kind: str) 
     assert is_fused == was_fused
 
 
+class Counting(torch.optim.Optimizer):
+    """Makes a parameter's state where it has none, as `in` tells it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    if parameter not in self.state:
+                        self.state[parameter] = {"count": torch.zeros(())}
+                    self.state[parameter]["count"] += 1
+                    parameter.sub_(0.1 / self.state[parameter]["count"] * parameter.grad)
+        return loss
+
+
+def test_a_parameter_without_optimizer_state_has_none_in_a_resumed_run(tmp_path: Path) -> None:
+    class Thawed(Classifier):
+        def on_train_epoch_start(self) -> None:
+            self.net[-1].requires_grad_(self.trainer.current_epoch > 0)
+
+        def configure_optimizers(self) -> Any:
+            return Counting(self.parameters())
+
+    def train(folder: str, epochs: int, ckpt_path: str | None = None) -> dict[str, Tensor]:
+        module = Thawed()
+        saver = tw.ModelCheckpoint(str(tmp_path / folder))
+        trainer = tw.Trainer(max_epochs=epochs, callbacks=saver, **{**QUIET, "enable_checkpointing": True})
+        trainer.fit(module, make_loader(12, 4), ckpt_path=ckpt_path)
+        return {**weights(module), **optimizer_state(trainer)}
+
+    torch.manual_seed(2)
+    whole = train("whole", 2)
+    torch.manual_seed(2)
+    train("part", 1)
+    assert_equal(train("part", 2, "last"), whole)
+
+
 @pytest.mark.parametrize(
     "settings", [{"precision": "16-mixed"}, {"accumulate_grad_batches": 5}], ids=["16-mixed", "windows"]
 )

@@ -153,7 +153,8 @@ def restore_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], describ
             if key != "params":
                 group[key] = value
         for parameter in group["params"]:
-            optimizer.state[parameter].update(described["plain"].get(names[parameter], {}))
+            if plain := described["plain"].get(names[parameter]):
+                optimizer.state[parameter].update(plain)
     optimizer.state.update(described.get("shared", {}))
 
 

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,6 +44,10 @@ class SingleDtypePrecision(Precision):
         own_way = "recurse" not in inspect.signature(module._apply).parameters  # it converts its children by itself
         for child in () if own_way else module.children():
             self.convert_module(child)
+        own = chain(module._parameters.values(), module._buffers.values())
+        is_done = all(each is None or each.dtype == self.dtype or not each.dtype.is_floating_point for each in own)
+        if is_done and (type(module)._apply is nn.Module._apply or isinstance(module, nn.RNNBase)):
+            return  # torch cannot swap the parameters that fsdp has sharded, for equal ones either
         module._apply(self._converted, **({} if own_way else {"recurse": False}))  # type: ignore[no-untyped-call]
 
     def convert_batch(self, batch: Any) -> Any:

@@ -263,9 +263,13 @@ class Strategy:
             by_parameter.setdefault(parameter_name, {})[key] = entry
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                stored = by_parameter.get(names[parameter])
+                if not stored:
+                    optimizer.state.pop(parameter, None)  # not an empty one, which some optimizers take for their own
+                    continue
                 state = optimizer.state[parameter]
                 state.clear()
-                for key, entry in by_parameter.get(names[parameter], {}).items():
+                for key, entry in stored.items():
                     is_part = tuple(parameter.shape) == tuple(entry.shape) and key != "step"
                     state[key] = made_state(parameter, key, entry, group, is_part)
 

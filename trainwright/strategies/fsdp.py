@@ -159,6 +159,7 @@ class FSDPStrategy(Strategy):
         self._shard_group(root, mesh, MixedPrecisionPolicy() if is_float32 else low, is_root=True)
         follow_shards(module)
         module.__dict__[ROOT] = root  # not as a submodule
+        module.__dict__["__deepcopy__"] = partial(refuse_copy, module)
         module.register_forward_pre_hook(gather_for_call)
         module.register_forward_hook(let_go_after_call, always_call=True)
 

@@ -184,7 +184,7 @@ def stepped(
 ) -> list[list[Tensor]]:
     """Return the tensors of each group as a copy of the optimizer leaves them; `one_by_one` steps a group at a time."""
     tensors = [[nn.Parameter(each.clone()) for each in group] for group in starts]
-    twin = _twin(optimizer, tensors)
+    twin = twin_of(optimizer, tensors)
     groups = twin.param_groups
     every = list(groups)
     for step in gradients:
@@ -198,7 +198,7 @@ def stepped(
     return [[tensor.detach() for tensor in group] for group in tensors]
 
 
-def _twin(optimizer: Optimizer, tensors: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
+def twin_of(optimizer: Optimizer, tensors: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
     """Return a copy of an optimizer over other tensors; nothing that is large is copied, and nothing of the parameters kept."""
     memo: dict[int, Any] = {}
     for group, own in zip(optimizer.param_groups, tensors, strict=True):

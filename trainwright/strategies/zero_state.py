@@ -63,8 +63,8 @@ def allocate(master: MasterOptimizer, names: Mapping[Tensor, str], entries: Mapp
     master.own.state.clear()
     for group, given in zip(master.own.param_groups, master.given, strict=True):
         for view in (master.views[p] for p in given if p in master.views):
-            state = master.own.state[view.tensor]
             for key, entry in by_name.get(names[view.share.parameter], {}).items():
+                state = master.own.state[view.tensor]
                 is_part = tuple(entry.shape) == view.share.shape and key != "step"
                 if is_part and entry.dtype == view.share.parameter.dtype:
                     entry = replace(entry, dtype=view.tensor.dtype)  # what is like its parameter is like its master

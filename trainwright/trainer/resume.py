@@ -27,7 +27,9 @@ from trainwright.hyperparameters import HyperParameters, stored_hyper_parameters
 from trainwright.module import Module, is_overridden
 from trainwright.plain_forms import LEFT_OUT
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.base import STORED_NEVER
 from trainwright.strategies.state_entries import computed_entries
+from trainwright.strategies.state_probe import state_of_a_step
 from trainwright.trainer.metric_merging import merged
 from trainwright.trainer.training_data import place_in_data
 
@@ -89,7 +91,16 @@ def check_state(trainer: Trainer) -> None:
     if trainer.fast_dev_run or not any(each.keeps_any for each in trainer.checkpoint_callbacks):
         return
 
+    others = [each for each in engine.optimizers if _makes_own_state(each)]
+
     def look() -> None:
+        for optimizer in engine.optimizers:
+            for group in optimizer.param_groups:
+                stored = {key: value for key, value in group.items() if key not in STORED_NEVER}
+                encode_state(stored, f"a parameter group of {type(optimizer).__name__}")
+        for optimizer in others:
+            for key, tensor in state_of_a_step(optimizer):
+                check_storable(f"{key} of {type(optimizer).__name__}", tensor)
         try:
             state = {**run_state(trainer), "extra": [extra_states(module) for module in engine.modules]}
         except Exception:  # what tells it may not be ready before the first batch; the save says what is wrong
@@ -103,13 +114,16 @@ def check_state(trainer: Trainer) -> None:
         ):
             check_storable(piece.name, piece.tensor)
 
-    for optimizer in engine.optimizers:
-        if not type(optimizer).__module__.startswith("torch.optim") and hasattr(
-            optimizer, "_optimizer_step_post_hooks"
-        ):
-            _check_first_step(optimizer)
+    for optimizer in others:
+        _check_first_step(optimizer)
     subject = "checkpoints of this run could not be written"
     Outcomes(engine.agreement, "the start of fit", subject, "", engine.timeout_seconds).settle(look)
+
+
+def _makes_own_state(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is none of torch's own, whose state is plain tensors, and steps by itself."""
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")
+    return not is_torchs and hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
 def _check_first_step(optimizer: Optimizer) -> None:
