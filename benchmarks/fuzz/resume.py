@@ -27,7 +27,7 @@ SIMPLEST: dict[str, list[Any]] = {**run_config.SIMPLEST, "at": [[0.0], [0.5], [0
 
 def draw(random: random.Random) -> Config:
     """Draw a run, and where among its checkpoints it is resumed, from 0 to 1."""
-    return {**run_config.draw(random), "at": sorted(round(random.random(), 3) for _ in range(5))}
+    return {**run_config.draw(random), "at": sorted(random.randrange(1000) / 1000 for _ in range(5))}
 
 
 def loaded(config: Config) -> dict[str, Any]:
