@@ -16,7 +16,7 @@ import pytest
 import torch
 from small import QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import trainwright as tw
 
@@ -660,3 +660,32 @@ def test_a_run_that_is_resumed_within_an_epoch_goes_on_as_it_would_have(tmp_path
         assert resumed.trained == whole.trained[trained:]
         assert resumed.validations == [each for each in whole.validations if each[1] >= trained]
         assert_equal(weights(resumed), weights(whole))
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
+def test_a_batch_that_a_step_takes_is_read_as_one_before_it(precision: str) -> None:
+    """A dataset that computes with torch gives the same numbers, wherever its batch is read."""
+    read: list[tuple[torch.dtype, torch.dtype]] = []
+
+    class Computes(Dataset[Tensor]):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> Tensor:
+            plain = torch.tensor([1.0, 2.0])
+            read.append((plain.dtype, (torch.eye(2) @ plain).dtype))
+            return plain
+
+    class Pulls(Classifier):
+        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+            x, _, _ = next(dataloader_iter)
+            return self.net(x).sum()
+
+        def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+            next(dataloader_iter)
+
+    module = Pulls()
+    module.net = torch.nn.Linear(2, 1)
+    trainer = tw.Trainer(**QUIET, max_epochs=1, precision=precision, num_sanity_val_steps=0)
+    trainer.fit(module, DataLoader(Computes(), 1), DataLoader(Computes(), 2))
+    assert read == [(torch.float32, torch.float32)] * 12

@@ -275,7 +275,9 @@ def run_pulled(
     def is_ghost(number: int) -> bool:
         return loader.real_length is not None and number >= loader.real_length
 
-    batches = PulledBatches(pairs, evaluation.transfer, 0, evaluation.trainer.logbook, is_ghost)
+    batches = PulledBatches(
+        pairs, evaluation.transfer, 0, evaluation.trainer.logbook, engine.precision.step_context, is_ghost
+    )
     while not batches.is_at_end:
         taken = batches.begin_step()
         if asked is not None and asked.is_asked and evaluation.trainer.signal_stop.is_left(place, taken):

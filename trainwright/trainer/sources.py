@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +154,7 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         transfer: brings a batch to the device; None where nothing is to be done.
         start: the number of the first batch.
         logbook: its collector is told which batch is worked on.
+        outside: a context in which nothing of a step's precision holds: a loader computes as it does before a step.
         is_ghost: whether a batch, by its number, is not this rank's own; a step that has begun with one of its own is not
             given such a one.
     """
@@ -163,8 +165,10 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         transfer: BatchTransfer | None,
         start: int,
         logbook: Logbook,
+        outside: Callable[[], AbstractContextManager[Any]],
         is_ghost: Callable[[int], bool] | None = None,
     ) -> None:
+        self._outside = outside
         self._batches, self._transfer, self._logbook, self._is_ghost = batches, transfer, logbook, is_ghost
         self._begun = start
         self.count = start
@@ -192,9 +196,10 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         if self.count > self._begun and self._is_ghost is not None and self._is_ghost(self.count):
             raise StopIteration
         batch, is_last = self._held
-        self._held = None if is_last else next(self._batches, None)
+        with self._outside():
+            self._held = None if is_last else next(self._batches, None)
+            self.latest = batch if self._transfer is None else self._transfer(batch)
         self.is_at_end = self._held is None
-        self.latest = batch if self._transfer is None else self._transfer(batch)
         self.count += 1
         if self._logbook.collector is not None:
             self._logbook.collector.batch = self.latest

@@ -166,7 +166,9 @@ class TrainingRun:
         return bool(self.engine.reduce(torch.tensor([int(has_batch)]), "min").item())
 
     def _pulled(self, pairs: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
-        self.pulled = batches = PulledBatches(pairs, self.transfer, self.state.batch, self.trainer.logbook)
+        self.pulled = batches = PulledBatches(
+            pairs, self.transfer, self.state.batch, self.trainer.logbook, self.engine.precision.step_context
+        )
         while not batches.is_at_end:
             taken = batches.count
             yield batches, batches.holds_last
