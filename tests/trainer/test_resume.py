@@ -357,17 +357,27 @@ def test_resume_is_exact_with_augmentation_in_persistent_workers(tmp_path: Path)
     ("first", "then"), [("bf16-true", "32-true"), ("32-true", "64-true"), ("64-true", "bf16-mixed")]
 )
 def test_a_run_goes_on_in_another_precision(tmp_path: Path, first: str, then: str) -> None:
-    """The state of the optimizer follows the dtype of its parameters."""
+    """The state of the optimizer follows the dtype of its parameters, one without dimensions among them."""
+
+    class Scaled(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * self.scale
+
     path = str(tmp_path / "run.ckpt")
     trainer = tw.Trainer(max_epochs=1, precision=first, **QUIET)
-    trainer.fit(Classifier(), make_loader())
+    trainer.fit(Scaled(), make_loader())
     trainer.save_checkpoint(path)
     resumed = tw.Trainer(max_epochs=2, precision=then, **QUIET)
-    module = Classifier()
+    module = Scaled()
     resumed.fit(module, make_loader(), ckpt_path=path)
     assert resumed.global_step == 22
     for parameter, state in resumed.optimizers[0].state.items():
         assert state["exp_avg"].dtype == parameter.dtype
+        assert state["step"].dtype == torch.float32
 
 
 def test_a_tensor_of_one_element_may_have_any_stride(tmp_path: Path) -> None:

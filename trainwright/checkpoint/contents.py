@@ -168,10 +168,12 @@ def with_dtypes_of(
     present = {name: parameter.dtype for parameter, name in names.items()}
 
     def converted(name: str, entry: TensorEntry) -> TensorEntry:
-        parameter = name.rsplit("/", 1)[0]
+        parameter, key = name.rsplit("/", 1)
         was, dtype = model.get(parameter), present.get(parameter)
-        if was is None or dtype is None or was.dtype == dtype or entry.dtype != was.dtype or not entry.shape:
+        if was is None or dtype is None or was.dtype == dtype or entry.dtype != was.dtype:
             return entry
+        if not entry.shape and (was.shape or key == "step"):
+            return entry  # a count, and no part of the parameter's state
         return replace(entry, dtype=dtype)
 
     return {name: converted(name, entry) for name, entry in entries.items()}
