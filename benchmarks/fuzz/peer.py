@@ -93,6 +93,16 @@ MEANT: list[tuple[str, Callable[[Config], bool], Config]] = [
         {"loader": "map", "second": "map"},
     ),
     (
+        "an epoch over a min_size combination with a stream is validated at its end; there nobody sees that it ends",
+        lambda c: c["mode"] == "min_size" and "stream" in c["loader"] + str(c["second"]),
+        {"loader": "map", "second": "map"},
+    ),
+    (
+        "a stop within an epoch ends the run there once min_steps are made; there, with min_steps, at the epoch's end",
+        lambda c: c["min_steps"] is not None and within_epochs(c) and bool(c["stop"] or c["user_stop"]),
+        {"min_steps": None},
+    ),
+    (
         "loaders are trained on one after the other; there they are refused",
         lambda c: c["mode"] == "sequential",
         {"mode": None},
