@@ -56,16 +56,13 @@ def keep_writes(group: Any) -> None:
         whole, shard = part._unsharded_param, part._sharded_param_data
         if shard._version != part.shard_version:
             continue  # the optimizer has stepped it since
-        # Rows beyond the last are padding, on the last ranks.
-        rank, numel = part.mesh_info.shard_mesh_rank, part.sharded_param._local_tensor.numel()
-        mine = whole.detach().reshape(-1).narrow(0, shard.numel() * rank if numel else 0, numel)
-        shard = shard.narrow(0, 0, numel)
         gathered = part.all_gather_outputs[0]
         is_elsewhere = whole.data_ptr() != gathered.data_ptr()
+        kept, mine = _own_rows(part, whole, shard) if is_elsewhere else _same_own_rows(part, whole, shard, gathered)
         if whole.dtype != shard.dtype:
-            _refuse_low(part, is_elsewhere, mine, shard)
+            _refuse_low(part, is_elsewhere, mine, kept)
             continue
-        shards.append(shard)
+        shards.append(kept)
         rows.append(mine)
         if is_elsewhere:  # .data = ... has given it memory of its own, which the next gathering would not reach
             whole.data = torch.as_strided(gathered, part._orig_size, part._contiguous_orig_stride)
@@ -73,6 +70,23 @@ def keep_writes(group: Any) -> None:
         with torch.no_grad():
             torch._foreach_copy_(shards, rows)
         note_gathered(group)
+
+
+def _own_rows(part: Any, whole: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
+    """Return this rank's rows of a parameter: in its shard, and in the gathered whole."""
+    # Rows beyond the last are padding, on the last ranks.
+    rank, numel = part.mesh_info.shard_mesh_rank, part.sharded_param._local_tensor.numel()
+    mine = whole.detach().reshape(-1).narrow(0, shard.numel() * rank if numel else 0, numel)
+    return shard.narrow(0, 0, numel), mine
+
+
+def _same_own_rows(part: Any, whole: Tensor, shard: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `_own_rows` does, made once: FSDP gives and takes the memory below these tensors, which stay the same."""
+    made_of = getattr(part, "own_rows_of", (None, None, None))
+    if made_of[0] is not whole or made_of[1] is not shard or made_of[2] is not gathered:
+        part.own_rows_of, part.own_rows = (whole, shard, gathered), _own_rows(part, whole, shard)
+    rows: tuple[Tensor, Tensor] = part.own_rows
+    return rows
 
 
 def keep_writes_after(group: nn.Module, args: Any, output: Any) -> None:

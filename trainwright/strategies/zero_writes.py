@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from trainwright.strategies.master_optimizer import Share
 
-PACKAGES = ("deepspeed", "torch", "trainwright")
+ENGINES = ("deepspeed", "trainwright")
+"""Whose code writes a parameter's `.data` for the engine, and not for a user."""
+PACKAGES = (*ENGINES, "torch")
 """Whose code may see that a parameter is not gathered."""
 TELLS = ("__get__", "dim", "numel", "size", "stride", "is_floating_point", "__repr__")
 """What of a parameter that is not gathered can be asked."""
@@ -41,7 +43,7 @@ class ZeroWrites:
 
     def __init__(self) -> None:
         self._kept: list[KeptShard] = []
-        self._views: list[tuple[nn.Parameter, Tensor]] = []
+        self._views: list[WholeView] = []
         self._flats: list[tuple[Any, Any]] = []
 
     def follow(self, zero: Any, stage: int, rank: int, part: nn.Module, modules: Iterable[nn.Module]) -> None:
@@ -55,7 +57,7 @@ class ZeroWrites:
             modules: the user's, which have the names.
         """
         if stage < 3:
-            self._views += [(each, each.data) for group in zero.bit16_groups for each in group]
+            self._views += [WholeView(each) for group in zero.bit16_groups for each in group]
             parts = [each[rank] for each in zero.parallel_partitioned_bit16_groups]
             self._flats += zip(parts, zero.single_partition_of_fp32_groups, strict=True)
             return
@@ -77,10 +79,8 @@ class ZeroWrites:
         for each in self._kept:
             each.keep()
             is_written |= each.take_note()
-        for parameter, view in self._views:
-            if parameter.data_ptr() != view.data_ptr():  # .data = ... has given it memory of its own
-                view.copy_(parameter.detach())
-                parameter.data = view
+        for view in self._views:
+            is_written |= view.settle()
         for low, master in self._flats:
             # Where the masters are in host memory the whole copy would cost as much as their step.
             if low is not None and low.numel() == master.numel() and (low.device == master.device or is_written):
@@ -113,13 +113,33 @@ def settle_shares(shares: Iterable[Share]) -> None:
         )
 
 
+class WholeView:
+    """A parameter of stage 1 or 2, whose memory is a part of its engine's flat weights."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter, self._data, self._version = parameter, parameter.data, parameter._version
+
+    def settle(self) -> bool:
+        """Return whether the parameter was seen to be written since the last time; it has the engine's memory then."""
+        parameter = self._parameter
+        is_elsewhere = parameter.data_ptr() != self._data.data_ptr()
+        if is_elsewhere:  # .data = ... has given it memory of its own
+            self._data.copy_(parameter.detach())
+            parameter.data = self._data
+        is_written, self._version = parameter._version != self._version, parameter._version
+        return is_elsewhere or is_written
+
+
 class PartedParameter(nn.Parameter):
     """A parameter of stage 3, with whose data nothing can be computed while it is not gathered."""
 
     @property
     def data(self: Any) -> Tensor:
         found: Tensor = PLAIN_DATA.__get__(self)
-        if found.numel() or not self.ds_numel or _is_engines_call():
+        home = _calling_package()
+        if home not in ENGINES:
+            self.partition.is_handed_out = True
+        if found.numel() or not self.ds_numel or home in PACKAGES:
             return found
         away = found.as_subclass(Away)
         away.refusal = self.partition.refusal
@@ -127,8 +147,11 @@ class PartedParameter(nn.Parameter):
 
     @data.setter
     def data(self: Any, value: Tensor) -> None:
-        if self.ds_status.name == "NOT_AVAILABLE" and not _is_engines_call():
+        home = _calling_package()
+        if self.ds_status.name == "NOT_AVAILABLE" and home not in PACKAGES:
             raise self.partition.refusal()
+        if home not in ENGINES:
+            self.partition.is_handed_out = True
         PLAIN_DATA.__set__(self, value)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -160,6 +183,8 @@ class KeptShard:
         self._partition: Callable[..., None] = parameter.partition
         self._version = parameter._version
         self._is_written = False
+        self.is_handed_out = False
+        """Whether a user's code has had its `.data`, through which a write shows nowhere else."""
 
     def __call__(
         self, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
@@ -173,12 +198,12 @@ class KeptShard:
         parameter = self._parameter
         if parameter.ds_status.name != "AVAILABLE" or _paused:
             return
-        is_written, self._version = parameter._version != self._version, parameter._version
+        is_written, self._version = self.is_handed_out or parameter._version != self._version, parameter._version
         self._is_written |= is_written
         shard = parameter.ds_tensor
         if shard.dtype != parameter.dtype or shard.status.name != "AVAILABLE" or not parameter.numel():
             return  # a quantized one, or one on a disk
-        if shard.device == parameter.device or is_written:  # each forward would send it to the host
+        if is_written:
             start = min(shard.numel() * self._rank, parameter.ds_numel)
             numel = min(shard.numel(), parameter.ds_numel - start)
             with torch.no_grad():
@@ -227,9 +252,10 @@ def _checked(parameter: Any, gather: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _is_engines_call() -> bool:
+def _calling_package() -> str:
+    """Return the package whose code uses the property that asks."""
     home: str = sys._getframe(2).f_globals.get("__name__", "")
-    return home.partition(".")[0] in PACKAGES
+    return home.partition(".")[0]
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
