@@ -101,6 +101,13 @@ class Teaches(tw.Module):
         out = self.online(x)
         return (out - batch[0].sin()).square().mean() + (out - self.target(x)).square().mean() + 0 * self.alone.sum()
 
+    def on_before_backward(self, loss: Tensor) -> None:
+        if self.place == "loss":
+            self.follow()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.online(self.target(batch[0]))
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.place == "hook":
             self.follow()
@@ -144,6 +151,7 @@ STRATEGIES: dict[str, Any] = {
     "ddp_sharded": "ddp_sharded",
     "fsdp": partial(FSDPStrategy, auto_wrap_policy=[Block, Counted]),
     "fsdp, one group": "fsdp",
+    "fsdp, gathered once": partial(FSDPStrategy, auto_wrap_policy=[Block, Counted], reshard_after_forward=False),
     "deepspeed_stage_1": "deepspeed_stage_1",
     "deepspeed_stage_2": "deepspeed_stage_2",
     "deepspeed_stage_3": "deepspeed_stage_3",
@@ -156,11 +164,13 @@ def data(ranks: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randn(SAMPLES, WIDTH)), batch_size=RANK_BATCH * ranks)
 
 
-def trained(strategy: Any, module: tw.Module, ranks: int, path: Path, **settings: Any) -> dict[str, Tensor]:
+def trained(
+    strategy: Any, module: tw.Module, ranks: int, path: Path, val: Any = None, **settings: Any
+) -> dict[str, Tensor]:
     """Return the weights in the checkpoint that a run ends with."""
     made = strategy() if callable(strategy) else strategy
     trainer = tw.Trainer(strategy=made, max_epochs=1, **QUIET, **settings)
-    trainer.fit(module, data(ranks))
+    trainer.fit(module, data(ranks), val)
     trainer.save_checkpoint(path)
     return read_weights(path).state_dict
 
@@ -176,7 +186,9 @@ CASES: dict[str, list[tuple[type[Any], str, str]]] = {
     "fsdp, one group": [
         *[(Teaches, "step", form) for form in ("foreach", "data in place", "data")],
         (Clips, "step", "in place"),
+        (Teaches, "loss", "in place"),
     ],
+    "fsdp, gathered once": [(Teaches, "step", "data in place"), (Teaches, "loss", "in place")],
     "deepspeed_stage_1": [(Clips, "step", "data in place"), (Clips, "hook", "in place")],
     "deepspeed_stage_2": [(Teaches, "step", "data"), (Clips, "hook", "data in place")],
     "deepspeed_stage_3": [
@@ -208,6 +220,23 @@ def alone(folder: Path) -> dict[Any, dict[str, Tensor]]:
     }
 
 
+def left_by_runs() -> dict[str, Any]:
+    """Return what modules are after a run whose last hook has written, with nothing saved."""
+    found: dict[str, Any] = {}
+    for name in ("fsdp", "deepspeed_stage_3"):
+        module = Teaches("hook", "in place")
+        with torch.no_grad():
+            module.counted.calls.fill_(float("nan"))  # which nobody writes
+        module.counted.forward = lambda x: x  # type: ignore[method-assign]
+        precision: Any = "bf16-mixed" if name == "fsdp" else "32-true"
+        tw.Trainer(strategy=name, max_epochs=1, precision=precision, **QUIET).fit(module, data(1))
+        whole = tw.gather_module(module, all_ranks=True)
+        found[name] = (whole.alone.detach().clone(), str(module.alone.data.dtype), module.alone.data.is_contiguous())
+        if name == "fsdp":
+            found["moved"] = [str(next(move().parameters()).dtype) for move in (module.cpu, module.double)]
+    return found
+
+
 def written_everywhere(folder: Path) -> dict[str, Any]:
     quiet()
     found: dict[str, Any] = {"kept": {}, "refused": {}, "low": {}}
@@ -223,9 +252,10 @@ def written_everywhere(folder: Path) -> dict[str, Any]:
                 found["refused"][name, kind.__name__, place, form] = str(error)
     for form in ("in place", "data in place", "data"):
         try:
-            trained("fsdp", Teaches("step", form), 1, folder / "low.ckpt", precision="bf16-mixed")
+            trained("fsdp", Teaches("step", form), 1, folder / "low.ckpt", precision="bf16-mixed", val=data(1))
         except RuntimeError as error:
             found["low"][form] = str(error)
+    found["left"] = left_by_runs()
     path = folder / "exact.ckpt"
     found["exact"] = trained(STRATEGIES["fsdp"], Teaches("hook", "in place"), 1, path, precision="bf16-mixed")
     return found

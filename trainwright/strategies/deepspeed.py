@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -164,7 +165,7 @@ class DeepSpeedStrategy(Strategy):
         return (self.offload_optimizer and self.device.type != "cpu") or asked
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        check_alike(module, self.name, optimization)
+        check_alike(module, self.name, optimization if self.world_size > 1 else None)
         sharded = {name: p for name, p in module.named_parameters() if hasattr(p, "ds_id")}
         if self.stage < 3 or not sharded:
             self.place(module)
@@ -399,6 +400,7 @@ class DeepSpeedStrategy(Strategy):
         return zero_state.shares_of(engine.optimizer, self.stage, self.rank) if left is None else left
 
     def after_run(self) -> None:
+        self._writes.settle(refuses=sys.exc_info()[0] is None)
         if self.stage < 3:  # a sharded module can still be called, for which the engine gathers it
             self._left = {engine: list(self._shares(engine)) for engine in self._engines.values()}
             self._let_go()

@@ -108,7 +108,7 @@ class FSDPStrategy(Strategy):
     # -- before a run ------------------------------------------------------------------------------------------------
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        check_alike(module, self.name, optimization)
+        check_alike(module, self.name, optimization if self.world_size > 1 else None)
         self._automatic = optimization is None or optimization.automatic
         if ROOT in module.__dict__:
             self._refuse_other_precision(module)
@@ -157,7 +157,7 @@ class FSDPStrategy(Strategy):
             each.forward = partial(checkpoint, each.forward, use_reentrant=False)
         is_float32 = module in self._float32.groups  # a layer by itself
         self._shard_group(root, mesh, MixedPrecisionPolicy() if is_float32 else low, is_root=True)
-        follow_shards(module)
+        follow_shards()
         module.__dict__[ROOT] = root  # not as a submodule
         module.__dict__["__deepcopy__"] = partial(refuse_copy, module)
         module.register_forward_pre_hook(gather_for_call)
@@ -271,13 +271,13 @@ class FSDPStrategy(Strategy):
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         refuse_sharded_loss(loss, next(iter(self.wrapped), None))
         self._late.begin_backward()
+        self._keep_writes()
         if self._automatic:
             super().backward(loss, send, **options)
             self.buffers.end_backward()
             return
         # The root's hooks sit on what its step returns, and this backward runs inside of the step: without these the
         # root's group is never reduced.
-        self._keep_writes()
         for root in self._roots():
             root._get_fsdp_state()._register_pre_backward_hook(loss)
         super().backward(loss, send, **options)
@@ -337,6 +337,7 @@ class FSDPStrategy(Strategy):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
+        self._keep_writes()
         self._reshard_roots()
         return super().model_pieces(module)
 
@@ -356,6 +357,7 @@ class FSDPStrategy(Strategy):
 
     def close(self) -> None:
         """Give back what is held; the modules stay sharded."""
+        self._keep_writes()
         self._reshard_roots()
         self.wrapped.clear()
         self._late.clear()
@@ -379,7 +381,10 @@ class FSDPStrategy(Strategy):
 
     def _keep_writes(self) -> None:
         for root in self._roots():
-            keep_writes(root)
+            stays = root.modules() if not self.reshard_after_forward else (root,)  # type: ignore[attr-defined]
+            for group in stays:
+                if isinstance(group, FSDPModule):
+                    keep_writes(group)
 
 
 def _no_shards(optimizer: Optimizer) -> str:

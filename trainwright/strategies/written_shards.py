@@ -13,28 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-_SHARDS = WeakIdKeyDictionary()
-"""The parameters that fsdp has sharded, for which `.data = ...` writes the shard."""
 _PLAIN_DATA: Any = Tensor.data
 
 
-def follow_shards(module: nn.Module) -> None:
-    """Let `parameter.data = tensor` write this module's shards, of which a DTensor by itself takes no notice."""
-    for parameter in module.parameters():
-        if isinstance(parameter, DTensor):
-            _SHARDS[parameter] = None
+def follow_shards() -> None:
+    """Let `parameter.data = tensor` write the shard of a parameter, of which a DTensor by itself takes no notice."""
     if "data" not in vars(DTensor):
         DTensor.data = property(lambda shard: _PLAIN_DATA.__get__(shard), _set_data)  # type: ignore[assignment]
 
 
 def _set_data(shard: DTensor, value: Tensor) -> None:
-    if shard not in _SHARDS or not isinstance(value, DTensor) or value.shape != shard.shape:
+    # By what it is: torch's module.to() gives a parameter other attributes, and fails where there is a weak reference to it.
+    if not (isinstance(shard, nn.Parameter) and isinstance(value, DTensor) and _layout(value) == _layout(shard)):
         _PLAIN_DATA.__set__(shard, value)
         return
     with torch.no_grad():
         shard.copy_(value)
+
+
+def _layout(sharded: DTensor) -> tuple[Any, ...]:
+    return sharded.shape, sharded.dtype, sharded.placements
 
 
 def note_gathered(group: Any) -> None:
@@ -64,12 +63,22 @@ def keep_writes(group: Any) -> None:
             continue
         shards.append(kept)
         rows.append(mine)
-        if is_elsewhere:  # .data = ... has given it memory of its own, which the next gathering would not reach
-            whole.data = torch.as_strided(gathered, part._orig_size, part._contiguous_orig_stride)
+        if is_elsewhere:
+            _take_up(part, whole, gathered)
     if shards:
         with torch.no_grad():
             torch._foreach_copy_(shards, rows)
         note_gathered(group)
+
+
+def _take_up(part: Any, whole: Tensor, gathered: Tensor) -> None:
+    """Let FSDP gather into the memory that `.data = ...` has given a parameter from now on; backward may need the old one."""
+    with torch.inference_mode(False), torch.no_grad():
+        memory = torch.empty_like(gathered)  # with the padding
+        there = torch.as_strided(memory, part._orig_size, part._contiguous_orig_stride)
+        there.copy_(whole.detach())
+        gathered.data, whole.data = memory, there
+    part.own_rows_of = (None, None, None)
 
 
 def _own_rows(part: Any, whole: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,10 +117,12 @@ def note_gathered_before(group: nn.Module, args: Any) -> None:
 def _refuse_low(part: Any, is_elsewhere: bool, mine: Tensor, shard: Tensor) -> None:
     is_written = is_elsewhere or _version(part._unsharded_param) != part.whole_version
     if not is_written and not getattr(part, "is_looked_at", False):
-        part.is_looked_at = True  # once: a write to its .data shows nowhere else
-        is_written = not torch.equal(mine, shard.to(mine.dtype))
+        # Once, in training: a write to its .data shows nowhere else, and each look waits for the device.
+        part.is_looked_at = torch.is_grad_enabled()
+        own = shard.to(mine.device, mine.dtype)
+        is_written = not bool(((own == mine) | (own.isnan() & mine.isnan())).all())
     if is_written:
-        name = part._param_fqn or part._module_info.param_name
+        name = str(part._param_fqn or part._module_info.param_name).removeprefix("module.")
         low = str(mine.dtype).removeprefix("torch.")
         raise RuntimeError(
             f"the step wrote the parameter {name!r} while fsdp had gathered it in {low}, to which the write was rounded. Write "

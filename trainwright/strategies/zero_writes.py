@@ -22,7 +22,11 @@ ENGINES = ("deepspeed", "trainwright")
 """Whose code writes a parameter's `.data` for the engine, and not for a user."""
 PACKAGES = (*ENGINES, "torch")
 """Whose code may see that a parameter is not gathered."""
-TELLS = ("__get__", "dim", "numel", "size", "stride", "is_floating_point", "__repr__")
+TELLS = (
+    *("__get__", "dim", "ndimension", "numel", "nelement", "element_size", "size", "stride", "__len__", "__repr__"),
+    *("is_floating_point", "is_complex", "is_contiguous", "type", "get_device", "data_ptr", "__format__"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "untyped_storage"),
+)
 """What of a parameter that is not gathered can be asked."""
 PLAIN_DATA: Any = Tensor.data
 _paused: list[None] = []
@@ -72,9 +76,10 @@ class ZeroWrites:
         for each in self._kept:
             each.check()
 
-    def settle(self) -> None:
-        """Let shards and masters be what the parameters show."""
-        self.check()
+    def settle(self, refuses: bool = True) -> None:
+        """Let shards and masters be what the parameters show; see `check` for what it refuses."""
+        if refuses:
+            self.check()
         is_written = False
         for each in self._kept:
             each.keep()
