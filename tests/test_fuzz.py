@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,10 +73,89 @@ def test_a_kind_whose_package_is_not_there_says_so(tmp_path: Path) -> None:
     assert "peer: passed over, lightning is not installed (pip install lightning)" in done.stdout
 
 
-def test_an_unknown_kind_is_refused() -> None:
-    done = fuzz("resumes")
-    assert done.returncode == 2
-    assert "unknown kind 'resumes'; choose from resume, cuts, ranks, raw, state, layers, peer" in done.stderr
+@pytest.fixture
+def hunting(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The program in this process."""
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    return importlib.import_module("fuzz.__main__")
+
+
+KINDS = "choose from resume, cuts, ranks, raw, state, layers, peer"
+KEYS = "toy has no key 'pots'; its keys are apples, pears, plums, colour"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("resumes", f"unknown kind 'resumes'; {KINDS}"),
+        ("foo.bar", f"unknown kind 'foo.bar'; {KINDS}"),
+        ("fuzzed.fruit", f"unknown kind 'fuzzed.fruit'; {KINDS}"),
+        ("fuzz.script", f"unknown kind 'fuzz.script'; {KINDS}"),
+        ("fuzzed.toy resumes --seeds 1", f"unknown kind 'resumes'; {KINDS}"),
+        ('fuzzed.toy --config {"apples":3,"pots":1}', KEYS),
+        ('--config {"apples":3}', "--config is of one kind, not of all: give one KIND (make: KINDS=resume)"),
+        ('resume cuts --config {"seed":3}', "not of 2: give one KIND"),
+        ("fuzzed.toy --config [3]", "'[3]' is no JSON object; give an object of the kind's keys, as '{\"seed\": 3}'"),
+        ("fuzzed.toy --config apples", "'apples' is not JSON (Expecting value"),
+        ("fuzzed.toy --seeds 0", "--seeds 0: give a whole number from 1 up"),
+        ("fuzzed.toy --seeds -2", "--seeds -2: give a whole number from 1 up"),
+        ("fuzzed.toy --jobs 0", "--jobs 0: give a whole number from 1 up"),
+        ("fuzzed.toy --failures 0", "--failures 0: give a whole number from 1 up"),
+        ("fuzzed.toy --every 0", "--every 0: give a whole number from 1 up"),
+        ("fuzzed.toy --start -1", "--start -1: give a whole number from 0 up"),
+        ("fuzzed.toy --minutes 0", "--minutes 0: give a number above 0"),
+        ("fuzzed.toy --minutes nan", "--minutes nan: give a number above 0"),
+        ("fuzzed.toy --shrink nan", "--shrink nan: give a number from 0 up"),
+    ],
+)
+def test_what_cannot_be_hunted_is_refused(
+    hunting: Any, arguments: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        hunting.main(arguments.split())
+    assert ended.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.startswith("usage: python -m fuzz ")
+    assert "python -m fuzz: error: " in said
+    assert says in said
+
+
+def test_a_start_beyond_the_cells_is_refused(
+    hunting: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy = importlib.import_module("fuzzed.toy")
+    monkeypatch.setattr(toy, "cells", lambda: [{"colour": "red"}] * 5, raising=False)
+    _, kinds = hunting.options_of(["fuzzed.toy", "--start", "4"])
+    assert kinds == [toy]
+    with pytest.raises(SystemExit) as ended:
+        hunting.main(["fuzzed.toy", "--start", "5"])
+    assert ended.value.code == 2
+    assert "python -m fuzz: error: --start 5: toy has the cells 0 to 4" in capsys.readouterr().err
+
+
+def test_a_size_that_a_kind_has_no_job_of_is_refused(
+    hunting: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy = importlib.import_module("fuzzed.toy")
+    monkeypatch.setitem(toy.SIMPLEST, "processes", [1])
+    with pytest.raises(SystemExit) as ended:
+        hunting.main(["fuzzed.toy", "--config", '{"processes": 5}'])
+    assert ended.value.code == 2
+    assert "--config: toy runs on [1] processes, not on 5" in capsys.readouterr().err
+
+
+def test_a_value_of_which_no_script_can_be_written_is_printed_and_the_hunt_ends_as_ever(
+    hunting: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def script(config: dict[str, Any], found: list[str]) -> str:
+        return {"red": ""}[config["colour"]]
+
+    monkeypatch.setattr(importlib.import_module("fuzzed.toy"), "script", script, raising=False)
+    assert hunting.main(["fuzzed.toy", "--config", '{"colour": "bad"}', "--shrink", "0"]) == 1
+    said = capsys.readouterr().out
+    assert "-- no script of it, KeyError: 'bad'; the configuration: {" in said
+    assert '"colour": "bad"' in said
+    assert "toy: 1 cases, 0 refused, 1 different" in said
 
 
 def test_a_few_seeds() -> None:

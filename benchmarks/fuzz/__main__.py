@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import random
 import sys
@@ -32,6 +33,7 @@ from fuzz.script import script_of, shows
 from fuzz.shrink import shrink
 
 KINDS = ("resume", "cuts", "ranks", "raw", "state", "layers", "peer")
+WANTED = """give an object of the kind's keys, as '{"seed": 3}'"""
 
 
 def configurations(kind: Any, start: int, seeds: int | None) -> Iterator[tuple[str, Config]]:
@@ -106,14 +108,21 @@ class Hunt:
             return True
 
         smallest, tried = shrink(config, self.kind.SIMPLEST, still, self.shrinking)
-        text = script_of(self.kind, smallest, latest.differences)
-        shown, said = shows(text, 3 * self.kind.LIMIT)
+        script = self._script(smallest, latest)
         with self._lock:
             print(f"== {self.kind.NAME} {name} differs; as drawn: {json.dumps(config)}")
             print(*[f"     {each[:1500]}" for each in outcome.differences[:3]], sep="\n")
             print(f"-- the smallest of {tried} configurations: {json.dumps(smallest)}")
             print(*[f"     {each[:1500]}" for each in latest.differences[:3]], sep="\n")
-            print(f"-- a script of it{'' if shown else ', which does not show it: ' + said}\n{text}", flush=True)
+            print(script, flush=True)
+
+    def _script(self, config: Config, outcome: Outcome) -> str:
+        try:
+            text = script_of(self.kind, config, outcome.differences)
+        except Exception as error:  # a value that the kind does not know; the hunt goes on
+            return f"-- no script of it, {type(error).__name__}: {error}; the configuration: {json.dumps(config)}"
+        shown, said = shows(text, 3 * self.kind.LIMIT)
+        return f"-- a script of it{'' if shown else ', which does not show it: ' + said}\n{text}"
 
     def summary(self) -> str:
         """Return the counts on a line."""
@@ -123,25 +132,89 @@ class Hunt:
         )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Hunt in each of the kinds asked for and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def kind_of(name: str) -> Any:
+    """Return the module of a kind, or None where there is none of the name. A name with a dot is that of a module elsewhere."""
+    path = name if "." in name else f"fuzz.{name}"
+    if "." not in name and name not in KINDS:
+        return None
+    try:
+        if importlib.util.find_spec(path) is None:
+            return None
+    except ImportError:  # what stands before the last dot is no package
+        return None
+    kind = importlib.import_module(path)
+    return kind if hasattr(kind, "NAME") and hasattr(kind, "SIMPLEST") else None
+
+
+def configuration(text: str) -> Config:
+    """Return the configuration that a text spells. Raises ArgumentTypeError where it is no JSON object."""
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error}); {WANTED}") from None
+    if not isinstance(config, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object; {WANTED}")
+    return config
+
+
+def options_of(arguments: list[str] | None) -> tuple[argparse.Namespace, list[Any]]:
+    """Return the options and the kinds' modules; what cannot be used ends the process with a message and exit code 2."""
+    parser = argparse.ArgumentParser(
+        "python -m fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kinds", nargs="*", metavar="KIND", help="resume, cuts, ...; all of them by default")
     parser.add_argument("--seeds", type=int, help="20 by default; of cells all")
     parser.add_argument("--start", type=int, default=0, help="the first seed or cell")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="the longest that a kind may take")
-    parser.add_argument("--config", type=json.loads, help="one configuration, as JSON")
+    parser.add_argument("--config", type=configuration, help="one configuration, as a JSON object; with one KIND")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds to shrink a case that differs")
     parser.add_argument("--failures", type=int, default=10, help="a kind ends with so many cases that differ")
     parser.add_argument("--every", type=int, default=50, help="cases between two lines of progress")
     options = parser.parse_args(arguments)
-    unknown = [name for name in options.kinds if "." not in name and name not in KINDS]
-    if unknown:
-        parser.error(f"unknown kind {unknown[0]!r}; choose from {', '.join(KINDS)}")
-    lines, failed = [], False
+    for name in ("seeds", "jobs", "failures", "every"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: give a whole number from 1 up")
+    if options.start < 0:
+        parser.error(f"--start {options.start}: give a whole number from 0 up")
+    if not options.minutes > 0:  # nan too
+        parser.error(f"--minutes {options.minutes:g}: give a number above 0")
+    if not options.shrink >= 0:
+        parser.error(f"--shrink {options.shrink:g}: give a number from 0 up")
+    if options.config is not None and len(options.kinds) != 1:
+        parser.error(
+            f"--config is of one kind, not of {len(options.kinds) or 'all'}: give one KIND (make: KINDS=resume)"
+        )
+    kinds = []
     for name in options.kinds or KINDS:
-        kind: Any = importlib.import_module(name if "." in name else f"fuzz.{name}")
+        kind = kind_of(name)
+        if kind is None:
+            parser.error(f"unknown kind {name!r}; choose from {', '.join(KINDS)}")
+        kinds.append(kind)
+    for kind in kinds:
+        if wrong := _unusable(kind, options):
+            parser.error(wrong)
+    return options, kinds
+
+
+def _unusable(kind: Any, options: argparse.Namespace) -> str:
+    if options.config is not None:
+        unknown = [key for key in options.config if key not in kind.SIMPLEST]
+        if unknown:
+            return f"--config: {kind.NAME} has no key {unknown[0]!r}; its keys are {', '.join(kind.SIMPLEST)}"
+        sizes = sorted({1, *kind.PROCESSES})
+        if options.config.get("processes", 1) not in sizes:
+            return f"--config: {kind.NAME} runs on {sizes} processes, not on {options.config['processes']!r}"
+    elif hasattr(kind, "cells") and options.start >= (cells := len(kind.cells())):
+        return f"--start {options.start}: {kind.NAME} has the cells 0 to {cells - 1}"
+    return ""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Hunt in each of the kinds asked for and return the exit code."""
+    options, kinds = options_of(arguments)
+    lines, failed = [], False
+    for kind in kinds:
         missing = kind.available() if hasattr(kind, "available") else ""
         if missing:
             lines.append(f"{kind.NAME}: passed over, {missing}")

@@ -225,6 +225,15 @@ def test_sequential_evaluation_is_loader_by_loader() -> None:
     assert read(together_loader)[3] == {"clean": [3], "noisy": None}
 
 
+def test_a_parted_round_is_refused_where_it_is_run() -> None:
+    share = combination({"a": numbers(0, 5), "b": numbers(0, 8)}, "max_size", world_size=2, kind="ghost")
+    for limit in (0, 1, 2):
+        share.refuse_parted_rounds(limit)  # the third round is the one of which a rank alone has a batch
+    for limit in (3, 4, None):
+        with pytest.raises(ValueError, match=r"loader 'a' of a CombinedLoader.'max_size'. has 5 batches"):
+            share.refuse_parted_rounds(limit)
+
+
 @pytest.mark.filterwarnings(NO_PROPORTION)
 @pytest.mark.parametrize("mode", MODES)
 def test_training_rounds_are_alike_and_lose_nothing(mode: Any) -> None:

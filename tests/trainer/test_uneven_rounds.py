@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import trainwright as tw
 from trainwright.distributed import collectives
 from trainwright.trainer.metrics import MetricCollector
+from trainwright.trainer.own_rounds import OwnRounds
 from trainwright.trainer.uneven_round import Communication, UnevenRound
 
 
@@ -475,6 +476,23 @@ def test_several_ranks_are_one_process(tmp_path: Path) -> None:
             assert got == ({"n": 8.0, "mean": 4.5, "metric": 4.5}, [float(each) for each in range(1, 9)]), kind
     assert left["branches"] == 12.0
     assert left["iterables"] == right["iterables"] == (5.0, 3.0, [1.0, 2.0, 3.0, 4.0, 5.0])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_batch_that_a_rank_goes_on_with_is_whole(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step takes an item out of its batch, as a rank does whose loader has two batches while another's has four."""
+
+    class Given(list[Any]):
+        exact_length = 2 if known else None
+
+    have = iter([[1, 1], [1, 1], [0, 1], [0, 1], [0, 0]])
+    monkeypatch.setattr(collectives, "gather_object", lambda value: [value, 4 if known else None])
+    monkeypatch.setattr(collectives, "all_gather", lambda value: torch.tensor(next(have)))
+    given: Any = Given({"x": torch.ones(1) * each, "more": [{"y": each}]} for each in range(2))
+    rounds = OwnRounds(given, None, Communication(in_step=True, in_hooks=False), is_collective=False)
+    seen = [(float(batch["x"]), batch.pop("more")[0].pop("y")) for batch in rounds]
+    assert seen == [(0.0, 0), (1.0, 1), (1.0, 1), (1.0, 1)]
+    assert rounds.real_length == 2
 
 
 class Traced(nn.Module):

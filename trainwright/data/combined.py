@@ -333,16 +333,18 @@ class ShardedCombination:
         """Return whether a batch may be read before the one before it is done, with the same numbers drawn in both."""
         return all(part.may_read_ahead for part in self.parts)
 
-    def refuse_parted_rounds(self) -> None:
-        """Refuse an evaluation with a round in which some ranks alone have a batch of a loader (ValueError).
+    def refuse_parted_rounds(self, limit: int | None = None) -> None:
+        """Refuse an evaluation of so many rounds in one of which some ranks alone have a batch of a loader (ValueError).
 
         To be called where a forward needs every rank. A step has one result for all loaders, of which no part can be dropped.
         """
-        if not self._has_ghosts or self.combination != "max_size":
+        if not self._has_ghosts or self.combination != "max_size" or limit == 0:
             return
         lengths = [part.share.exact_source_length for part in self.parts]
         for number, (name, length) in enumerate(zip(self.loader.names, lengths, strict=True)):
-            if length is None or (length % self.world_size and len(set(lengths)) > 1):
+            is_parted = length is None or (length % self.world_size and len(set(lengths)) > 1)
+            # The round in which it ends is the one that is parted.
+            if is_parted and (length is None or limit is None or length // self.world_size < limit):
                 told = "a number of batches that is not known" if length is None else f"{length} batches"
                 raise ValueError(
                     f"loader {name or number!r} of a CombinedLoader('max_size') has {told}, of which the {self.world_size} "

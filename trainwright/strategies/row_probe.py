@@ -17,6 +17,7 @@ from trainwright.strategies.step_probe import (
     STEPS,
     TOLERANCE,
     Untried,
+    set_apart,
     shapes_of,
     stepped,
     stepped_whole,
@@ -67,10 +68,7 @@ def _distance(optimizer: Optimizer, mesh: DeviceMesh) -> float:
     shapes = [[_even(shape, mesh.size()) for shape in shapes_of(group)] for group in optimizer.param_groups]
     starts = [[drawn(shape) for shape in group] for group in shapes]
     gradients = [[[drawn(shape) * 0.1 for shape in group] for group in shapes] for _ in range(STEPS)]
-    with (
-        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        torch.compiler.set_stance("force_eager"),
-    ):
+    with set_apart():
         whole = stepped_whole(optimizer, starts, gradients)
         parts = stepped(
             optimizer,

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.strategies.step_probe import twin_of
+from trainwright.strategies.step_probe import set_apart, twin_of
 
 LARGEST = 1 << 18
 """Elements of a parameter up to which one of its shape is tried: some optimizers keep large ones in another way."""
+MOST_HELD = 100_000
+"""Objects of an optimizer that are looked at before it is copied; one with more is not tried."""
+WHOLE = (
+    type,
+    FunctionType,
+    BuiltinFunctionType,
+    ModuleType,
+    weakref.ref,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type(...),
+)
+"""What no deep copy goes into."""
 
 
 def state_of_a_step(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that the optimizer's state has after a step, by their keys; none where it cannot be tried.
+
+    It is not tried where the copy would take along a module, or large tensors that are no parameters.
 
     Of each group the largest parameter that is trained, of those that are not too large to be tried, stands for all.
     """
@@ -24,9 +47,9 @@ def state_of_a_step(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         fitting = [each for each in group["params"] if each.requires_grad and 0 < each.numel() <= LARGEST]
         largest = max(fitting, key=lambda each: int(each.numel()), default=None)
         tensors.append([] if largest is None else [_like(largest)])
-    devices = [each.device for group in tensors for each in group if each.device.type == "cuda"]
     try:
-        with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
+        _refuse_costly(optimizer)
+        with set_apart():
             twin = twin_of(optimizer, tensors)
             type(twin).step(twin)
     except Exception:  # its own first step will tell
@@ -41,3 +64,67 @@ def _like(parameter: Tensor) -> nn.Parameter:
     made = nn.Parameter(torch.zeros(tuple(parameter.shape), dtype=parameter.dtype, device=parameter.device))
     made.grad = torch.zeros_like(made)
     return made
+
+
+class Costly(Exception):
+    """A copy of an optimizer would be a large one."""
+
+
+def _refuse_costly(optimizer: Optimizer) -> None:
+    """Refuse to copy an optimizer that holds a module, or more than a large tensor beside its parameters (Costly)."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    seen, size = {id(each) for each in parameters}, 0
+    left = [value for each in _nested(optimizer) for value in _attributes(each)]
+    for group in optimizer.param_groups:
+        made = next((each for each in group["params"] if optimizer.state.get(each)), None)
+        if made is not None:
+            state = optimizer.state[made].values()
+            left += [each for each in state if not (isinstance(each, Tensor) and each.shape == made.shape)]
+    kept = []  # so that no id is given again
+    while left:
+        value = left.pop()
+        if isinstance(value, WHOLE) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        kept.append(value)
+        size += getattr(value, "nbytes", 0)
+        if isinstance(value, nn.Module) or size > LARGEST * 4 or len(kept) > MOST_HELD:
+            raise Costly
+        left += [] if isinstance(value, Tensor) else _parts(value)
+
+
+def _nested(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizer and those that it is around."""
+    found = [optimizer]
+    for each in found:
+        found += [
+            value
+            for value in vars(each).values()
+            if isinstance(value, Optimizer) and not any(value is one for one in found)
+        ]
+    return found
+
+
+def _attributes(optimizer: Optimizer) -> list[Any]:
+    """Return the attributes that a copy has copies of."""
+    return [
+        value
+        for name, value in vars(optimizer).items()
+        if name not in ("step", "state")
+        and not isinstance(value, Optimizer)
+        and not (isinstance(value, OrderedDict) and name.endswith("_hooks"))
+    ]
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return what a deep copy of a value copies next."""
+    if type(value) is dict:
+        return [*value.keys(), *value.values()]
+    if type(value) in (list, tuple):
+        return list(value)
+    if isinstance(value, MethodType):
+        return [value.__self__]
+    reduced = value.__reduce_ex__(4)
+    if isinstance(reduced, str):
+        return []
+    return [*reduced[1:3], *(list(each) for each in reduced[3:5] if each is not None)]

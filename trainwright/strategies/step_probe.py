@@ -10,12 +10,16 @@ import copy
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from trainwright.data.seeding import isolate_rng
 
 KNOWN = (SGD, Adam, Adagrad, NAdam, RAdam, Adamax, ASGD, Rprop, RMSprop, Adadelta)  # AdamW is an Adam
 """torch's optimizers that step each element by itself."""
@@ -107,8 +111,7 @@ def _tried(optimizer: Optimizer, device: torch.device, flat: bool, dtype: torch.
 
     starts = [[drawn(shape) for shape in shapes_of(group)] for group in optimizer.param_groups]
     gradients = [[[drawn(each.shape) * 0.1 for each in group] for group in starts] for _ in range(STEPS)]
-    draws = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-    with draws, torch.compiler.set_stance("force_eager"):
+    with set_apart():
         whole = stepped_whole(optimizer, starts, gradients)
         shares = [
             stepped(
@@ -196,6 +199,22 @@ def stepped(
             type(twin).step(twin)
         groups[:] = every
     return [[tensor.detach() for tensor in group] for group in tensors]
+
+
+@contextmanager
+def set_apart() -> Iterator[None]:
+    """Let copies of optimizers step without a trace: all generators are put back, and torch's global step hooks not called."""
+    kept: list[tuple[Any, Any]] = [
+        (hooks, dict(hooks)) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    ]
+    with isolate_rng(), torch.compiler.set_stance("force_eager"):
+        try:
+            for hooks, _ in kept:
+                hooks.clear()
+            yield
+        finally:
+            for hooks, held in kept:
+                hooks.update(held)
 
 
 def twin_of(optimizer: Optimizer, tensors: Sequence[Sequence[nn.Parameter]]) -> Optimizer:

@@ -74,7 +74,7 @@ class Evaluation:
             self._refuse_empty()
         for _, loader in self.loaders:
             if engine.strategy.forward_is_collective and isinstance(loader, ShardedCombination):
-                loader.refuse_parted_rounds()
+                loader.refuse_parted_rounds(self.limit_of(loader))
         self.trainer.open_loaders += [loader for _, loader in self.loaders]
         self.is_loaded = True
         are_named = all(name is not None for name, _ in self.loaders)

@@ -7,12 +7,14 @@ another at each batch, as long as the step or its hooks communicate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, MutableMapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainwright.data.transfer import map_leaves
 from trainwright.distributed import collectives
 from trainwright.trainer.uneven_round import Communication
 
@@ -49,16 +51,19 @@ class OwnRounds:
             yield from self._asking()
             return
         self._refuse_none(lengths)
-        latest = None
-        for latest in islice(self._loader, self._count):
-            yield latest
+        further = max(lengths) - known if known and all(lengths) else 0
+        kept = None
+        for batch in islice(self._loader, self._count):
+            if further:  # it may be the last
+                kept = _built_anew(batch)
+            yield batch
         self.real_length = known
-        for _ in range(max(lengths) - known if known and all(lengths) else 0):
-            yield latest
+        for _ in range(further):
+            yield _built_anew(kept)
 
     def _asking(self) -> Iterator[Any]:
         batches = islice(self._loader, self._count)
-        latest, number, asks = END, 0, True
+        kept, number, asks = END, 0, True
         while True:
             batch = next(batches, END)
             if batch is END and self.real_length is None:
@@ -73,8 +78,11 @@ class OwnRounds:
                     return
             if batch is END and not asks:
                 return
-            latest = latest if batch is END else batch
-            yield latest
+            if batch is END:
+                batch = _built_anew(kept)
+            elif asks:  # it may be the last
+                kept = _built_anew(batch)
+            yield batch
             number += 1
 
     def _refuse_none(self, batches: list[int]) -> None:
@@ -83,3 +91,12 @@ class OwnRounds:
                 f"rank {batches.index(0)} has no batch of its own to evaluate, but under this strategy a forward needs every "
                 "rank; give each rank one, or let the loader be shared out (use_distributed_sampler=True)."
             )
+
+
+def _built_anew(batch: Any) -> Any:
+    """Return the batch's tensors in mappings, lists and tuples of its own: a step may take items out of those it is given."""
+
+    def leaf(value: Any) -> Any:
+        return copy.copy(value) if isinstance(value, MutableMapping) else value  # one that moves itself to a device
+
+    return map_leaves(leaf, batch)
