@@ -87,13 +87,14 @@ calls("bilinear", floats(W), lambda s, x: s.b(x[:, :4], x[:, 4:]), b=lambda: nn.
 calls("bilinear_behind", floats(W), lambda s, x: s.b(s.l(x), x), l=linear(W, 4), b=lambda: nn.Bilinear(4, W, 3))
 
 
-def add_spatial(d: int) -> None:
-    """Add the bodies of layers over d dimensions."""
+def spatial(d: int) -> Callable[[str], Any]:
+    """Return what gives the layer over d dimensions of a kind, such as "ConvNd"."""
+    return lambda kind: getattr(nn, kind.replace("Nd", f"{d}d"))
 
-    def of(kind: str) -> Any:
-        return getattr(nn, kind.replace("Nd", f"{d}d"))
 
-    shape, image = (2, *(4,) * d), floats(2, *(4,) * d)
+def add_convolutions(d: int) -> None:
+    """Add the nets of convolutions, norms and paddings over d dimensions."""
+    of, image = spatial(d), floats(2, *(4,) * d)
     whole, smaller = 2 * 4**d, 4 * 2**d
     pool, pads = of("AdaptiveAvgPoolNd")(1), ("Circular", "Constant", "Reflection", "Replication", "Zero")
     chain(f"conv{d}", image, lambda: [of("ConvNd")(2, 4, 3), nn.ReLU(), nn.Flatten(), L(smaller, 3)])
@@ -118,6 +119,12 @@ def add_spatial(d: int) -> None:
             L(3, 3),
         ],
     )
+
+
+def add_pools(d: int) -> None:
+    """Add the nets of poolings, dropouts and lazy layers over d dimensions."""
+    of, image, whole = spatial(d), floats(2, *(4,) * d), 2 * 4**d
+    pool = of("AdaptiveAvgPoolNd")(1)
     chain(
         f"pools{d}",
         image,
@@ -149,7 +156,7 @@ def add_spatial(d: int) -> None:
         fractional = of("FractionalMaxPoolNd")
         chain(
             f"fractional{d}",
-            floats(*shape),
+            image,
             lambda: [fractional(2, 2), of("ConvNd")(2, 3, 2), nn.Flatten(), L(3, 3)],
             False,
         )
@@ -169,7 +176,8 @@ def add_spatial(d: int) -> None:
 
 
 for dimensions in (1, 2, 3):
-    add_spatial(dimensions)
+    add_convolutions(dimensions)
+    add_pools(dimensions)
 
 chain("lazy_linear", floats(W), lambda: [nn.LazyLinear(6), nn.Tanh(), L(6, 3)])
 chain("bn_momentum_none", floats(W), lambda: [L(W, 6), nn.BatchNorm1d(6, momentum=None), L(6, 3)], False)
