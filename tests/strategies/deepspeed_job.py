@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -125,7 +126,7 @@ def told(make: Callable[[], Any], **settings: Any) -> list[str]:
 
 
 def disagreements(folder: Path) -> dict[str, list[str]]:
-    path = folder / "config.json"
+    path = folder / f"config-{os.environ['RANK']}.json"
     settings: Mapping[str, Any] = {
         "zero_optimization": {"stage": 1},
         "gradient_clipping": 0.5,
