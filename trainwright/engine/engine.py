@@ -326,7 +326,7 @@ class Engine:
         for module in self.modules:
             computed_entries(self.strategy, module)  # refuses what it cannot store
         pieces = model_pieces(self.strategy, self.modules)
-        self.finiteness.look(path, overwrite)
+        self.finiteness.look(path, overwrite, self.modules, pieces)
         if edit is not None:
             edited: list[Piece] = []
             state, left = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)

@@ -55,27 +55,29 @@ class Finiteness:
 
         The save that follows does not look again where all is finite.
         """
-        modules, pieces = self._read()
-        own = _found(_trained(modules) - self._passed_over, pieces)
-        told = self._agreement.exchange(json.dumps(own).encode(), call=SAVE, timeout_seconds=self._timeout_seconds)
-        names = list(dict.fromkeys(name for each in told for name in json.loads(each)))
-        self._is_known = not names
-        more = f" and {len(names) - 1} more" if names[1:] else ""
-        return f"the weights are not finite (NaN or infinity in {names[0]!r}{more})" if names else ""
+        return self._fault(*self._read())
 
-    def look(self, path: str, overwrite: bool) -> None:
+    def look(self, path: str, overwrite: bool, modules: Sequence[nn.Module], pieces: Sequence[Piece]) -> None:
         """Look at the weights of a save, unless that has just been done: say what is not finite. Collective.
 
         Raises:
             CheckpointError: they are not, and would take the place of another checkpoint.
         """
-        fault = "" if self._is_known else self.fault()
+        fault = "" if self._is_known else self._fault(modules, pieces)
         self._is_known = False
         if not fault:
             return
         if overwrite and self._is_taken(path):
             raise CheckpointError(f"checkpoint {path} was not written: {fault}, and the one that is there stays.")
         rank_zero_warn(f"{fault}; checkpoint {path} is written with them.", stacklevel=4)
+
+    def _fault(self, modules: Sequence[nn.Module], pieces: Sequence[Piece]) -> str:
+        own = _found(_trained(modules) - self._passed_over, pieces)
+        told = self._agreement.exchange(json.dumps(own).encode(), call=SAVE, timeout_seconds=self._timeout_seconds)
+        names = list(dict.fromkeys(name for each in told for name in json.loads(each)))
+        self._is_known = not names
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        return f"the weights are not finite (NaN or infinity in {names[0]!r}{more})" if names else ""
 
     def _is_taken(self, path: str) -> bool:
         """Return whether rank 0 sees a checkpoint there. Collective."""
