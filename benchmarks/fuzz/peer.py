@@ -133,6 +133,7 @@ MEANT: list[tuple[str, Callable[[Config], bool], Config]] = [
         lambda c: c["validate"] in ("always", "never"),
         {"validate": None, "across": False},
     ),
+    ("the same of max_time", lambda c: c["max_time"] == "moment", {"max_time": "day"}),
 ]
 
 
@@ -226,6 +227,7 @@ def peers() -> Any:
     return SimpleNamespace(
         __name__="lightning",
         Module=lightning.LightningModule,
+        DataModule=lightning.LightningDataModule,
         Callback=lightning.Callback,
         Trainer=lightning.Trainer,
         seed_everything=lightning.seed_everything,

@@ -37,7 +37,7 @@ def samples(count):
 def program(config: Config, main: str = "") -> str:
     """Return the program: classes, `run(folder, ckpt_path, callbacks) -> (trainer, module)`, and a main part."""
     c = settled(config)
-    body = "\n".join([*_module(c), *_callbacks(c), *_run(c)])
+    body = "\n".join([*_module(c), *_data(c), *_callbacks(c), *_run(c)])
     classes = []
     if not c["augment"] and "Samples(" in body:
         body = body.replace("Samples(", "samples(")
@@ -149,14 +149,19 @@ def _training_step(c: Config, on: set[str]) -> list[str]:
 def _hooks(c: Config, on: set[str]) -> list[str]:
     lines: list[str] = []
     if c["validate"] != "off":
-        lines += ["    def validation_step(self, batch, batch_idx):"]
+        index = ", dataloader_idx=0" if c["val_loaders"] > 1 else ""
+        lines += [f"    def validation_step(self, batch, batch_idx{index}):"]
         lines += ["        torch.rand(1), random.random()"] * ("draw in validations" in on)
         value = "nn.functional.mse_loss(self.net(batch[0]).squeeze(-1), batch[1])"
         if c["precision"] in ("64-true", "bf16-true"):
             kind = "double" if c["precision"] == "64-true" else "bfloat16"
             value = value.replace("batch[0]", f"batch[0].{kind}()").replace("batch[1]", f"batch[1].{kind}()")
         step = ", on_step=True, on_epoch=True" if c["val_on_step"] else ""
-        lines += [f'        self.log("val_loss", {value}{step})']
+        if index:
+            lines += ['        name = ["val_loss", "other_loss"][dataloader_idx]']
+            lines += [f"        self.log(name, {value}{step}, add_dataloader_idx=False)"]
+        else:
+            lines += [f'        self.log("val_loss", {value}{step})']
     hooks: dict[str, list[str]] = {}
     if "draw at start" in on:
         hooks.setdefault("on_train_start", []).append("self.noise = torch.rand(()).item()")
@@ -182,7 +187,11 @@ def _hooks(c: Config, on: set[str]) -> list[str]:
 
 
 def _optimizers(c: Config) -> list[str]:
-    make = {"sgd": "torch.optim.SGD({}, 0.05, momentum=0.9)", "adam": "torch.optim.AdamW({}, 0.02)"}[c["optimizer"]]
+    make = {
+        "sgd": "torch.optim.SGD({}, 0.05, momentum=0.9)",
+        "adam": "torch.optim.AdamW({}, 0.02)",
+        "lbfgs": "torch.optim.LBFGS({}, 0.1, max_iter=3, history_size=2)",
+    }[c["optimizer"]]
     if c["two"]:
         parts = "(self.net[0], self.net[-1])"
         lines = [f"        optimizers = [{make.format('each.parameters()')} for each in {parts}]"]
@@ -229,19 +238,34 @@ def _callbacks(c: Config) -> list[str]:
     return lines
 
 
-def _run(c: Config) -> list[str]:
-    lines = [
-        "def run(folder, ckpt_path=None, callbacks=()):",
-        f"    tw.seed_everything({c['seed']}, verbose=False)",
-        f"    train = {_loader(c, c['loader'], c['samples'])}",
-    ]
+def _data(c: Config) -> list[str]:
+    """Return the hooks for loaders: of the module, which comes before, or of a DataModule."""
+    if c["holder"] == "arguments":
+        return []
+    lines = ["class Data(tw.DataModule):"] if c["holder"] == "datamodule" else []
+    for name, made in _loaders(c).items():
+        lines += [f"    def {name}_dataloader(self):", *[f"        {each}" for each in made[:-1]]]
+        lines += [f"        return {made[-1].partition(' = ')[2]}"]
+    return lines
+
+
+def _loaders(c: Config) -> dict[str, list[str]]:
+    """Return the lines that assign `train` and `val`."""
+    lines = [f"train = {_loader(c, c['loader'], c['samples'])}"]
     if c["mode"]:
         second = _loader(c, c["second"] if c["second"] != "endless" else "map", c["samples"] + 5)
         both = f"[train, {second}]" if c["mode"] == "sequential" else f'{{"a": train, "b": {second}}}'
-        lines += [f'    train = tw.CombinedLoader({both}, "{c["mode"]}")']
-    validates = c["validate"] != "off"
-    validation = "Samples(5, False)" if c["augment"] else "Samples(5)"
-    lines += [f"    val = DataLoader({validation}, batch_size=2)"] * validates
+        lines += [f'train = tw.CombinedLoader({both}, "{c["mode"]}")']
+    if c["validate"] == "off":
+        return {"train": lines}
+    made = [f"DataLoader(Samples({n}{', False' if c['augment'] else ''}), batch_size=2)" for n in (5, 3)]
+    return {"train": lines, "val": [f"val = [{', '.join(made)}]" if c["val_loaders"] > 1 else f"val = {made[0]}"]}
+
+
+def _run(c: Config) -> list[str]:
+    lines = ["def run(folder, ckpt_path=None, callbacks=()):", f"    tw.seed_everything({c['seed']}, verbose=False)"]
+    if c["holder"] == "arguments":
+        lines += [f"    {each}" for made in _loaders(c).values() for each in made]
     lines += ["    callbacks = [*callbacks]"]
     made, saver = [], _saver(c)
     if c["stop"]:
@@ -263,6 +287,11 @@ def _run(c: Config) -> list[str]:
             text.append(line.rstrip())
             line = "        "
         line += f"{name}={value}, "
+    data = {
+        "arguments": f"train, {'None' if c['validate'] == 'off' else 'val'}, ",
+        "module": "",
+        "datamodule": "datamodule=Data(), ",
+    }[c["holder"]]
     return [
         *lines,
         "    trainer = tw.Trainer(",
@@ -271,7 +300,7 @@ def _run(c: Config) -> list[str]:
         '        callbacks=callbacks, logger=tw.CSVLogger(folder, name="logs", version=0),',
         "    )",
         "    module = Net()",
-        f"    trainer.fit(module, train, {'val' if validates else 'None'}, ckpt_path=ckpt_path)",
+        f"    trainer.fit(module, {data}ckpt_path=ckpt_path)",
         "    return trainer, module",
     ]
 
@@ -307,6 +336,7 @@ def _limits(c: Config) -> dict[str, str]:
         "gradient_clip_algorithm": c["clip"] if c["clip"] == "value" and not c["manual"] else None,
         "precision": c["precision"],
         "log_every_n_steps": c["log_every"],
+        "reload_dataloaders_every_n_epochs": c["reload"] or None,
     }
     if c["validate"] != "off":
         given |= {"limit_val_batches": c["limit_val"], "num_sanity_val_steps": c["sanity"]}
@@ -316,6 +346,8 @@ def _limits(c: Config) -> dict[str, str]:
     text = {name: json.dumps(value) for name, value in given.items() if value is not None}
     if c["validate"] in ("always", "never"):
         text["val_check_interval"] = "timedelta(microseconds=1)" if c["validate"] == "always" else "timedelta(days=1)"
+    if c["max_time"]:
+        text["max_time"] = "timedelta(days=1)" if c["max_time"] == "day" else "timedelta(microseconds=1)"
     if c["across"]:
         text["check_val_every_n_epoch"] = "None"
     return text

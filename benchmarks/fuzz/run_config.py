@@ -14,6 +14,8 @@ MODES = ("min_size", "max_size", "max_size_cycle", "sequential")
 UNSIZED = ("stream", "shuffled stream", "endless")
 SCHEDULERS = ("epoch", "step", "validation", "cycle", "plateau", "plateau on loss", "plateau at validations")
 SAVES = ("steps", "epochs", "epoch ends", "time")
+HOLDERS = ("arguments", "module", "datamodule")
+"""What the loaders come from."""
 FEATURES = (
     "draw at start", "draw at epochs", "draw at validations", "draw in validations", "draw at ends", "log at ends",
     "log in a callback", "average", "metric", "rates", "dropout", "none", "schedule", "persistent",
@@ -64,6 +66,10 @@ SIMPLEST: dict[str, list[Any]] = {
     "features": [[]],
     "log_every": [1],
     "val_on_step": [False],
+    "holder": ["arguments"],
+    "reload": [0],
+    "val_loaders": [1],
+    "max_time": [None],
 }
 """The simplest values of each key; `at` and `cuts` are of resume and cuts."""
 
@@ -118,7 +124,11 @@ def draw(random: Random) -> Config:
         "features": [each for each in FEATURES if random.random() < (0.08 if each == "none" else 0.25)],
         "log_every": random.randint(1, 3),
         "val_on_step": random.random() < 0.4,
-    }
+        "holder": often(0.35, random.choice(HOLDERS), "arguments"),
+        "reload": often(0.5, random.randint(1, 2), 0),
+        "val_loaders": often(0.2, 2, 1),
+        "max_time": often(0.1, random.choice(["day", "moment"])),
+    } | often(0.06, {"optimizer": "lbfgs"}, {})
 
 
 def settled(config: Config) -> Config:
@@ -133,6 +143,12 @@ def settled(config: Config) -> Config:
         c["pulls"] = 0
     if c["loader"] == "list":
         c["workers"] = 0
+    if c["holder"] == "arguments":
+        c["reload"] = 0
+    if c["optimizer"] == "lbfgs":  # its closure is called several times a step
+        c["manual"], c["pulls"], c["window"] = False, 0, 1
+        c["features"] = [each for each in c["features"] if each not in ("none", "schedule")]
+        c["precision"] = None if c["precision"] == "16-mixed" else c["precision"]
     if c["loader"] == "endless" and not isinstance(c["limit_train"], int):
         c["limit_train"] = 4
     names = [c["loader"], *([c["second"]] if c["mode"] else [])]
