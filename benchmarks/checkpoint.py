@@ -204,7 +204,9 @@ def measure_saves(options: argparse.Namespace, folder: Path) -> None:
             path = folder / f"{turn + 1}-{number}"
             if saves.rank == 0:
                 os.sync()
-            over_ranks(saves, (0.0, 0.0))  # all ranks begin at once: no rank's wait for the disk counts as another's save
+            over_ranks(
+                saves, (0.0, 0.0)
+            )  # all ranks begin at once: no rank's wait for the disk counts as another's save
             slowest = over_ranks(saves, save(path))
             if turn >= 0:
                 held[name].append(slowest[0])

@@ -133,7 +133,16 @@ MEANT: list[tuple[str, Callable[[Config], bool], Config]] = [
         lambda c: c["validate"] in ("always", "never"),
         {"validate": None, "across": False},
     ),
-    ("the same of max_time", lambda c: c["max_time"] == "moment", {"max_time": "day"}),
+    (
+        "weights that are not finite, as LBFGS makes them of clipped gradients, are not saved; there they are",
+        lambda c: c["optimizer"] == "lbfgs",
+        {"clip": None},
+    ),
+    (
+        "the moment at which max_time is over is that of two machines",
+        lambda c: c["max_time"] == "moment",
+        {"max_time": "day"},
+    ),
 ]
 
 

@@ -42,26 +42,25 @@ class Recorder(tw.Callback):
         self.before = 0
         self.validations = validations
         self._begun: list[Any] = []
-        """The latest start of an epoch, and the latest event: where it is a start, a resumed run calls its hooks again."""
-        self._latest: list[Any] = []
+        """The latest start of an epoch, whose hooks a resumed run calls again."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"events": self.before + len(self.events), "begun": self._begun, "latest": self._latest}
+        # A run that goes on from within a validation makes the whole of it.
+        starts = [number for number, event in enumerate(self.events) if event[0] == "validation start"]
+        ended = any(event[0] == "validation end" for event in self.events[starts[-1] :]) if starts else True
+        count = len(self.events) if ended else starts[-1]
+        return {"events": self.before + count, "begun": self._begun}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.before, self._begun, self._latest = int(state["events"]), state["begun"], state["latest"]
+        self.before, self._begun = int(state["events"]), state["begun"]
 
     def _note(self, trainer: Any, what: str, *values: Any) -> None:
         if trainer.sanity_checking or (not self.validations and what.startswith("validation")):
             return
         event = [what, trainer.current_epoch, trainer.global_step, *values]
-        if not self.events and (
-            (what == "epoch start" and event[:2] == self._begun[:2])
-            or (what == "validation start" and event == self._latest)
-        ):
+        if not self.events and what == "epoch start" and event[:2] == self._begun[:2]:
             return
         self.events.append(event)
-        self._latest = event if what == "validation start" else []
         self._begun = event if what == "epoch start" else self._begun
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
@@ -128,12 +127,13 @@ def kept(trainer: Any, folder: Path) -> list[str]:
     """Return the names of the kept checkpoints.
 
     The one that the run went on from stays until a later run has gone on, and keeps its name: what takes its place is a
-    version of it.
+    version of it. So does one of weights alone that a killed run has left behind what it went on from.
     """
     names = {each.name for each in folder.iterdir()} if folder.exists() else set()
     best = {Path(path).name for each in trainer.checkpoint_callbacks for path in each.best_k_models}
     source = Path(str(trainer.resume_source or "")).name
-    return sorted(re.sub(r"-v\d+", "", name) for name in names if name in best or name != source)
+    are_weights = any(each.save_weights_only for each in trainer.checkpoint_callbacks)
+    return sorted(re.sub(r"-v\d+", "", name) for name in names if name in best or (name != source and not are_weights))
 
 
 def same(one: Any, other: Any) -> bool:

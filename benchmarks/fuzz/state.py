@@ -128,7 +128,7 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, x[:, :1] - x[:, 1:2].square()), batch_size=4 // processes(), shuffle=True)
 
 
-def run(config: Config, path: Path, epochs: int, resume: Path | None = None) -> list[float]:
+def run(config: Config, path: Path, epochs: int, resume: Path | None = None) -> list[float | None]:
     """Train under the configuration's strategy, or on one process, save, and return the rates at the end."""
     is_sparse = config["optimizer"] == "SparseAdam"
     module = (SparseNet if is_sparse else Net)(config)
@@ -143,7 +143,8 @@ def run(config: Config, path: Path, epochs: int, resume: Path | None = None) -> 
         torch.manual_seed(7)
         trainer.fit(module, loader(), ckpt_path=resume and str(resume))
     trainer.save_checkpoint(str(path), overwrite=True)
-    return [float(group["lr"]) for group in trainer.optimizers[0].param_groups]
+    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+    return [None if rate is None else float(rate) for rate in rates]  # some find a rate of their own
 
 
 def apart(one: Path, other: Path) -> float:

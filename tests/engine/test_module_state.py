@@ -253,6 +253,28 @@ def test_an_optimizers_state_that_is_no_plain_tensor_is_refused(tmp_path: Path) 
     tw.Trainer(**QUIET, max_epochs=1).fit(Lowly(), make_loader(8))
 
 
+def test_sparse_state_of_an_optimizer_of_torchs_own_is_refused_before_training(tmp_path: Path) -> None:
+    class Words(Classifier):
+        def __init__(self, momentum: float) -> None:
+            super().__init__()
+            self.words, self.momentum = nn.Embedding(9, 3, sparse=True), momentum
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) + self.words(batch[1]).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.words.parameters(), lr=0.1, momentum=self.momentum)
+
+    settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 1}
+    trainer = tw.Trainer(**settings)
+    with pytest.raises(tw.CheckpointError, match=r"tensor 'momentum_buffer of SGD' is torch\.sparse_coo on cpu"):
+        trainer.fit(Words(0.9), make_loader(16))
+    assert trainer.global_step == 0
+    trainer = tw.Trainer(**settings)
+    trainer.fit(Words(0.0), make_loader(16))
+    assert trainer.global_step > 0
+
+
 def test_a_parameter_group_that_no_checkpoint_can_hold_is_refused_before_training(tmp_path: Path) -> None:
     class Grouped(Classifier):
         def configure_optimizers(self) -> Any:

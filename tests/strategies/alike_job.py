@@ -218,6 +218,45 @@ class RowNorms(tw.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Words(tw.Module):
+    """Has a layer with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, WIDTH, sparse=True)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.words((batch[0].abs() * 3).long().clamp(max=8)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam(self.parameters(), lr=0.1)
+
+
+class Packing(Tensor):
+    """Keeps its values in a way of its own, as the states of optimizers in 8 bits do."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented
+
+
+class Low(torch.optim.SGD):
+    """Keeps state that no checkpoint can hold."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("exp_avg", Packing(torch.zeros(3)))
+        return super().step(closure)
+
+
 def told(work: Any) -> str:
     """What the work is refused with."""
     try:
@@ -399,6 +438,14 @@ def alike(folder: Path) -> dict[str, Any]:
         refused[f"row norms {strategy}"] = told(
             lambda strategy=strategy: tw.Trainer(strategy=strategy, max_epochs=1, **QUIET).fit(RowNorms(), data())
         )
+        refused[f"sparse {strategy}"] = told(
+            lambda strategy=strategy: tw.Trainer(strategy=strategy, max_epochs=1, **QUIET).fit(Words(), data())
+        )
+    for strategy in (*STRATEGIES, *ZERO):
+        settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": folder}
+        trainer = tw.Trainer(strategy=strategy, max_epochs=1, **settings)
+        refused[f"packed {strategy}"] = told(lambda trainer=trainer: trainer.fit(Other(Low), data()))
+        refused[f"packed {strategy}"] += f" after {trainer.global_step} steps"
     module = Other(torch.optim.SGD)
     tw.Trainer(strategy="fsdp", precision="bf16-mixed", max_epochs=1, **QUIET).fit(module, data())
     for call in ("fit", "validate"):

@@ -105,6 +105,12 @@ REFUSED = {
         (f"row norms {strategy}" for strategy in (*STRATEGIES, *ZERO)),
         "ValueError: 'words' of RowNorms is an Embedding with max_norm=1.0, which scales the rows that a batch looks up; under",
     ),
+    **{
+        f"sparse {strategy}": f"ValueError: 'words' of Words is an Embedding with sparse=True, and strategy='{strategy}' "
+        "reduces dense gradients alone. Leave sparse out, or choose strategy='ddp'."
+        for strategy in ("ddp_sharded", "fsdp", *ZERO)
+    },
+    "sparse ddp": "nothing",
 }
 
 
@@ -112,3 +118,12 @@ REFUSED = {
 def test_what_cannot_be_alike_is_refused_by_name(ranks: Any, what: str) -> None:
     for rank in ranks:
         assert rank["refused"][what].startswith(REFUSED[what])
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *ZERO])
+def test_state_that_no_checkpoint_can_hold_is_refused_before_training(ranks: Any, strategy: str) -> None:
+    for rank in ranks:
+        said = rank["refused"][f"packed {strategy}"]
+        assert said.startswith("CheckpointError: checkpoints of this run could not be written: ")
+        assert "tensor 'exp_avg of Low' is a " in said
+        assert said.endswith(" after 0 steps")

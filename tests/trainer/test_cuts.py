@@ -383,6 +383,89 @@ def test_hooks_that_run_again_draw_what_they_drew(tmp_path: Path, settings: dict
 # -- rows of loggers -----------------------------------------------------------------------------------------------------
 
 
+def test_a_stop_within_an_epoch_draws_nothing_that_a_longer_run_would_not(tmp_path: Path) -> None:
+    class Drawing(Falling):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.seen.append(torch.rand(()).item())
+            return self.weight * 1.0
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            torch.rand(3)
+
+        def on_train_epoch_end(self) -> None:
+            torch.rand(2)
+
+    def run(steps: int, folder: str, path: Any = None) -> tuple[list[Any], float]:
+        tw.seed_everything(3, verbose=False)
+        module = Drawing()
+        saving = tw.ModelCheckpoint(tmp_path / folder, every_n_epochs=1)
+        fit(module, saving, max_steps=steps, path=path)
+        return module.seen, torch.rand(()).item()
+
+    whole, after = run(7, "whole")
+    part, after_part = run(5, "part")
+    assert run(5, "part", "auto") == ([], after_part), "nothing is left to do"
+    rest, after_rest = run(7, "part", "auto")
+    assert part + rest == whole
+    assert after_rest == after
+
+
+def test_a_save_of_ones_own_in_the_validation_of_a_stop_is_of_its_end(tmp_path: Path) -> None:
+    class Saving(tw.Callback):
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            if not (tmp_path / "own.ckpt").exists():
+                assert not trainer.save_checkpoint(tmp_path / "own.ckpt")
+
+    module, again = Falling(), Falling()
+    trainer = fit(module, Saving(), max_steps=2, data=4)
+    assert module.seen == [(0, 0), (0, 1), ("validated", -2.0)]
+    resumed = fit(again, max_steps=2, data=4, path=tmp_path / "own.ckpt")
+    assert again.seen == []
+    assert resumed.callback_metrics == trainer.callback_metrics
+
+
+def test_a_stream_that_was_made_anew_goes_on_within_its_epoch(tmp_path: Path) -> None:
+    class Counting(IterableDataset[Tensor]):
+        def __init__(self) -> None:
+            self.at = 0
+
+        def __iter__(self) -> Iterator[Tensor]:
+            while True:
+                self.at += 1
+                yield torch.tensor([float(self.at)])
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.at = state["at"]
+
+    class Making(Falling):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Counting())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.seen.append(batch.item())
+            return self.weight * 1.0
+
+    def run(path: Any = None) -> list[Any]:
+        module = Making()
+        settings = {
+            **QUIET,
+            "enable_checkpointing": True,
+            "limit_train_batches": 3,
+            "reload_dataloaders_every_n_epochs": 2,
+        }
+        trainer = tw.Trainer(max_epochs=4, callbacks=[every_step(tmp_path)] if path is None else [], **settings)
+        trainer.fit(module, ckpt_path=path)
+        return module.seen
+
+    whole = run()
+    assert whole == [1, 2, 3, 4, 5, 6] * 2
+    for step in range(1, 12):
+        assert run(tmp_path / f"{step}.ckpt") == whole[step:]
+
+
 def test_the_rows_of_a_validation_that_a_signal_ended_come_once(tmp_path: Path) -> None:
     class Signals(tw.Callback):
         def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:

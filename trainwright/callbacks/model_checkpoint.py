@@ -51,7 +51,8 @@ class ModelCheckpoint(Callback):
             batches: while the next one is loaded, in a validation within an epoch until its metrics are known, or in the
             hooks of an epoch's start. Within a batch (its hooks too) generators and buffers have moved, in an accumulation
             window gradients wait, and at an epoch's end schedulers have stepped: it says then why it does not save.
-        save_weights_only: leave out optimizers and counters; a run cannot be resumed from such a checkpoint.
+        save_weights_only: leave out optimizers and counters; a run cannot be resumed from such a checkpoint. One that a killed
+            run has written after the checkpoint it is resumed from stays beside what the resumed run writes.
         mode: "min" or "max": which value of the metric is better.
         auto_insert_metric_name: write {epoch} as "epoch=3" rather than "3".
         every_n_train_steps: optimizer steps between two saves; 0 switches them off.

@@ -99,6 +99,8 @@ def save_failed_run(callback: ModelCheckpoint, trainer: Trainer) -> None:
             return
         stem = f"{callback.dirpath}/exception-epoch={trainer.current_epoch}-step={trainer.global_step}"
         path = _free(stem)
+        if trainer.run is not None:
+            trainer.run.give_up_end()
         with isolate_rng():
             if callback._generators:
                 set_rng_state(callback._generators)  # a resumed run makes the whole validation

@@ -26,6 +26,7 @@ from trainwright.strategies.base import Optimization, StepForward, Strategy, bro
 from trainwright.strategies.group_view import GroupView
 from trainwright.strategies.late_reduction import LateReduction
 from trainwright.strategies.reached_parameters import ReachedParameters
+from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.step_probe import refuse_uneven_steps
 
 
@@ -222,6 +223,8 @@ class ShardedDDPStrategy(Strategy):
         if self.world_size == 1:
             return
         check_alike(module, self.name, optimization)
+        if optimization is not None:
+            refuse_sparse_weights(module, self.name)
         broadcast_tensors((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic
         self.wrapped[module] = None  # until its optimizers are there
@@ -341,6 +344,9 @@ class ShardedDDPStrategy(Strategy):
         return total
 
     # -- state -------------------------------------------------------------------------------------------------------
+
+    def own_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return optimizer.own if isinstance(optimizer, ShardedOptimizer) else optimizer
 
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
         if not isinstance(optimizer, ShardedOptimizer):

@@ -34,6 +34,7 @@ from trainwright.strategies.deepspeed_config import (
 )
 from trainwright.strategies.deepspeed_engine import make_engine, refuse_other_dtype, scale_losses
 from trainwright.strategies.master_optimizer import MasterOptimizer, Share
+from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.state_entries import state_tensors
 from trainwright.strategies.step_probe import refuse_uneven_steps
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, part_of
@@ -166,6 +167,8 @@ class DeepSpeedStrategy(Strategy):
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         check_alike(module, self.name, optimization if self.world_size > 1 else None)
+        if optimization is not None:
+            refuse_sparse_weights(module, self.name)
         sharded = {name: p for name, p in module.named_parameters() if hasattr(p, "ds_id")}
         if self.stage < 3 or not sharded:
             self.place(module)
@@ -362,6 +365,9 @@ class DeepSpeedStrategy(Strategy):
                 writer = None if isinstance(value, nn.Parameter) else 0
                 pieces.append(self.piece(clean_name(name), value, writer))
         return pieces
+
+    def own_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return optimizer.master.own if isinstance(optimizer, ZeroOptimizer) else optimizer
 
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
         return list(zero_state.optimizer_pieces(self._taken(optimizer).master, names, self.rank))

@@ -33,6 +33,7 @@ from trainwright.strategies.materialize import innermost_first, materialize
 from trainwright.strategies.row_probe import refuse_sharded_steps
 from trainwright.strategies.sharded_access import explain, open_methods, refuse_sharded_loss
 from trainwright.strategies.sharded_root import ROOT, Root, gather_for_call, let_go_after_call, refuse_copy
+from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, choose_groups
 from trainwright.strategies.written_shards import (
     follow_shards,
@@ -109,6 +110,8 @@ class FSDPStrategy(Strategy):
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         check_alike(module, self.name, optimization if self.world_size > 1 else None)
+        if optimization is not None:
+            refuse_sparse_weights(module, self.name)
         self._automatic = optimization is None or optimization.automatic
         if ROOT in module.__dict__:
             self._refuse_other_precision(module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -35,18 +35,23 @@ WHOLE = (
 """What no deep copy goes into."""
 
 
-def state_of_a_step(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+def state_of_a_step(optimizer: Optimizer, sparse: Collection[int] = ()) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that the optimizer's state has after a step, by their keys; none where it cannot be tried.
 
     It is not tried where the copy would take along a module, or large tensors that are no parameters.
 
-    Of each group the largest parameter that is trained, of those that are not too large to be tried, stands for all.
+    Of each group the largest parameter that is trained, of those that are not too large to be tried, stands for all; and of
+    those that get sparse gradients, of which `sparse` has the ids, another one.
     """
-    tensors = []
+    tensors: list[list[nn.Parameter]] = []
     for group in optimizer.param_groups:
         fitting = [each for each in group["params"] if each.requires_grad and 0 < each.numel() <= LARGEST]
-        largest = max(fitting, key=lambda each: int(each.numel()), default=None)
-        tensors.append([] if largest is None else [_like(largest)])
+        tensors.append([])
+        for is_sparse in (False, True):
+            largest = max(
+                (each for each in fitting if (id(each) in sparse) is is_sparse), key=Tensor.numel, default=None
+            )
+            tensors[-1] += [] if largest is None else [_like(largest, is_sparse)]
     try:
         _refuse_costly(optimizer)
         with set_apart():
@@ -60,9 +65,9 @@ def state_of_a_step(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
                 yield str(key), value
 
 
-def _like(parameter: Tensor) -> nn.Parameter:
+def _like(parameter: Tensor, is_sparse: bool) -> nn.Parameter:
     made = nn.Parameter(torch.zeros(tuple(parameter.shape), dtype=parameter.dtype, device=parameter.device))
-    made.grad = torch.zeros_like(made)
+    made.grad = torch.zeros_like(made.detach()).to_sparse(1) if is_sparse else torch.zeros_like(made)
     return made
 
 

@@ -189,7 +189,7 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     """Step the epoch-wise schedulers, validate where due, reduce the metrics, and let callbacks judge them. Collective."""
     trainer, state, hooks = run.trainer, run.state, run.hooks
     refuse_empty_epoch(run)
-    run.is_ending_epoch = is_complete
+    run.is_ending_epoch, run.is_leaving_epoch = is_complete, not is_complete
     if run.is_manual:
         hold_over_end(run)
     if is_complete and not state.schedulers_stepped:
@@ -197,6 +197,7 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
         state.schedulers_stepped = True
     elif not is_complete:
         trainer.logbook.leave_epoch()
+        run.generators_before_leaving = rng_state()
     if validation_is_due(run, at_end=True, is_complete=is_complete):
         validate(run, within=False, counts=is_complete)
     if "on_train_epoch_end" in hooks.reduced_early:
@@ -205,7 +206,8 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     trainer.logbook.finish(run.module)
     if is_complete:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=True)
-    state.epoch_ended, state.is_left, run.is_ending_epoch = is_complete, not is_complete, False
+    state.epoch_ended, state.is_left = is_complete, not is_complete
+    run.is_ending_epoch = run.is_leaving_epoch = False
     hooks.call(JUDGED)
     trainer.save_waiting()  # with what early stopping has made of the epoch
     trainer.agree_on_stop()

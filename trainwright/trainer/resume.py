@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from trainwright.checkpoint.outcomes import Outcomes
 from trainwright.checkpoint.shards import check_storable
 from trainwright.checkpoint.store import encode_state
 from trainwright.data.datamodule import DataModule
-from trainwright.data.seeding import isolate_rng
+from trainwright.data.seeding import isolate_rng, rng_state
 from trainwright.engine.engine import Opened
 from trainwright.engine.gradients import held_gradients, hold_gradients
 from trainwright.engine.named_state import model_pieces
@@ -28,6 +28,7 @@ from trainwright.module import Module, is_overridden
 from trainwright.plain_forms import LEFT_OUT
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import STORED_NEVER
+from trainwright.strategies.sparse_gradients import sparse_weights
 from trainwright.strategies.state_entries import computed_entries
 from trainwright.strategies.state_probe import state_of_a_step
 from trainwright.trainer.metric_merging import merged
@@ -91,7 +92,9 @@ def check_state(trainer: Trainer) -> None:
     if trainer.fast_dev_run or not any(each.keeps_any for each in trainer.checkpoint_callbacks):
         return
 
-    others = [each for each in engine.optimizers if _makes_own_state(each)]
+    sparse = {id(weight) for _, _, weight in sparse_weights(engine.modules)}
+    stepped = [engine.strategy.own_optimizer(each) for each in engine.optimizers]
+    others = [each for each in stepped if _makes_own_state(each) or _steps_any(each, sparse)]
 
     def look() -> None:
         for optimizer in engine.optimizers:
@@ -99,7 +102,7 @@ def check_state(trainer: Trainer) -> None:
                 stored = {key: value for key, value in group.items() if key not in STORED_NEVER}
                 encode_state(stored, f"a parameter group of {type(optimizer).__name__}")
         for optimizer in others:
-            for key, tensor in state_of_a_step(optimizer):
+            for key, tensor in state_of_a_step(optimizer, sparse):
                 check_storable(f"{key} of {type(optimizer).__name__}", tensor)
         try:
             state = {**run_state(trainer), "extra": [extra_states(module) for module in engine.modules]}
@@ -120,10 +123,17 @@ def check_state(trainer: Trainer) -> None:
     Outcomes(engine.agreement, "the start of fit", subject, "", engine.timeout_seconds).settle(look)
 
 
+def _steps_any(optimizer: Optimizer, parameters: Collection[int]) -> bool:
+    """Return whether an optimizer steps any of the parameters, given by their ids."""
+    return bool(parameters) and any(
+        id(each) in parameters for group in optimizer.param_groups for each in group["params"]
+    )
+
+
 def _makes_own_state(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is none of torch's own, whose state is plain tensors, and steps by itself."""
-    is_torchs = type(optimizer).__module__.startswith("torch.optim")
-    return not is_torchs and hasattr(optimizer, "_optimizer_step_post_hooks")
+    """Return whether an optimizer is none of torch's or DeepSpeed's own, whose state is plain tensors, and steps by itself."""
+    is_known = type(optimizer).__module__.startswith(("torch.optim", "deepspeed.ops."))
+    return not is_known and hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
 def _check_first_step(optimizer: Optimizer) -> None:
@@ -162,7 +172,10 @@ def rank_state(trainer: Trainer) -> dict[str, Any]:
     assert trainer.module is not None
     metrics = trainer.logbook.epoch_state(trainer.module, trainer.is_evaluating)
     own_stop = trainer.should_stop and not any(each._has_asked_to_stop for each in trainer.callbacks)
+    before = trainer.run.generators_before_leaving if trainer.run is not None else None
+    generators = {} if before is None else {"rng": before, "ended_rng": rng_state()}
     return {
+        **generators,
         "metrics": metrics,
         "sources": [place_in_data(trainer)[1]],
         "epoch_rng": None if trainer.state.epoch_ended else trainer.state.epoch_generators,
@@ -270,6 +283,8 @@ def restore(trainer: Trainer, opened: Opened) -> dict[str, Any] | None:
             f"going on from {opened.checkpoint.path}: epoch {trainer.state.epoch}, batch {trainer.state.batch}, step "
             f"{trainer.state.step}"
         )
+    if trainer.state.is_left and "ended_rng" in own and trainer.is_done:
+        return own["ended_rng"]
     return restored.rng
 
 

@@ -201,7 +201,7 @@ def abandonable(run: TrainingRun) -> Iterator[None]:
         assert kept is not None
         generators, latest = kept
         logbook.forget_evaluation(latest)
-        run.is_ending_epoch = False  # the epoch-wise schedulers that have stepped are noted in the state
+        run.give_up_end()  # the epoch-wise schedulers that have stepped are noted in the state
         stop.commit(generators)
         logbook.collector, trainer.is_evaluating = outer, False
         raise

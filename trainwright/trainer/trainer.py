@@ -378,7 +378,8 @@ class Trainer(Status):
         any path that exists on a file system without a rename (object stores).
 
         Within an accumulation window it is written when the window ends, since gradients are not part of it, and between an
-        epoch's last batch and its end (the validation, on_train_epoch_end) when all schedulers have stepped; False then.
+        epoch's last batch, or the one after which the run stops, and its end (the validation, on_train_epoch_end) when that is
+        done and all schedulers have stepped; False then.
 
         Raises:
             CheckpointError: on every rank alike.
@@ -388,7 +389,7 @@ class Trainer(Status):
             raise ValueError("storage_options is not accepted; put them into the fsspec URL or its configuration.")
         weights_only = check_save(self, weights_only)
         run = self.run
-        if run is not None and (run.is_within_window or (run.is_ending_epoch and not weights_only)):
+        if run is not None and (run.is_within_window or (run.defers_saves and not weights_only)):
             run.waiting_saves.append((str(filepath), weights_only, blocking, overwrite))
             return False
         if run is not None and run.row_is_due:

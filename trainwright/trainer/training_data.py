@@ -24,13 +24,15 @@ def load_training_data(run: TrainingRun) -> None:
 def reload_data(run: TrainingRun) -> None:
     """Call the loader hooks again at an epoch for which `reload_dataloaders_every_n_epochs` says so. Collective.
 
-    What is made anew begins anew, whatever the state of what it takes the place of.
+    What is made anew begins anew, whatever the state of what it takes the place of, but where a run goes on within such an
+    epoch: the state is of what was made at its start.
     """
     every, epoch = run.trainer.settings.reload_dataloaders_every_n_epochs, run.state.epoch
     if every and epoch and epoch % every == 0:
         if run.source.owner is not None:
             take_training_data(run, _loaded(run))
-            run.state.sources = ()
+            if not run.state.batch:
+                run.state.sources = ()
         if run.validation is not None:
             run.validation.reload()
 

@@ -90,6 +90,10 @@ class TrainingRun:
     """True from a batch's fetch until its on_train_batch_end hooks are done: no run could go on from there exactly."""
     is_ending_epoch: bool = False
     """True from an epoch's last batch until every scheduler of that epoch has stepped: nobody could go on from within."""
+    is_leaving_epoch: bool = False
+    """True from where the run stops within an epoch until it has done what such an end asks for."""
+    generators_before_leaving: dict[str, Any] | None = None
+    """As they were before that, which a run that goes on would not have done."""
     row_is_due: bool = False
     """Whether the loggers' row of the latest step is still to be written."""
     step_results: list[StepResult] = field(default_factory=list)
@@ -103,6 +107,15 @@ class TrainingRun:
         self.before_zero_grad, self.before_backward = hooks["on_before_zero_grad"], hooks["on_before_backward"]
         self.after_backward, self.before_step = hooks["on_after_backward"], hooks["on_before_optimizer_step"]
         self.clears_plainly = not self.before_zero_grad and "optimizer_zero_grad" not in self.own
+
+    @property
+    def defers_saves(self) -> bool:
+        """Return whether a checkpoint that is asked for now is written once the epoch's end, or that of a stop, is over."""
+        return self.is_ending_epoch or self.is_leaving_epoch
+
+    def give_up_end(self) -> None:
+        """Let a checkpoint be written where the run stands: what its epoch's end asks for is left to a resumed run."""
+        self.is_ending_epoch = self.is_leaving_epoch = False
 
     @property
     def validates_within(self) -> bool:

@@ -1,0 +1,25 @@
+"""Sparse gradients: the layers that give them, and their refusal where they cannot be reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, nn
+
+
+def sparse_weights(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Yield the parameters that get sparse gradients, each with the name and the layer that says so (`sparse=True`)."""
+    for module in modules:
+        for name, layer in module.named_modules():
+            if getattr(layer, "sparse", False) is True:
+                yield from ((name, layer, parameter) for parameter in layer.parameters(recurse=False))
+
+
+def refuse_sparse_weights(module: nn.Module, name: str) -> None:
+    """Refuse to train layers with sparse gradients, which the strategy's reduction does not take (ValueError)."""
+    for layer_name, layer, weight in sparse_weights([module]):
+        if weight.requires_grad:
+            raise ValueError(
+                f"{layer_name!r} of {type(module).__name__} is an {type(layer).__name__} with sparse=True, and "
+                f"strategy={name!r} reduces dense gradients alone. Leave sparse out, or choose strategy='ddp'."
+            )
