@@ -32,7 +32,7 @@ LIMIT = 90.0
 STRATEGIES = ["ddp", "fsdp", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 LOADERS = ["plain", "shuffle", "weighted", "stream"]
 COMBINED = ["min_size", "max_size", "max_size_cycle", "sequential"]
-TOLERANCE = 2e-6
+TOLERANCE = 1e-6
 INEXACT = "cannot share a round of the combined"
 """Rank 0 says so."""
 SIMPLEST: dict[str, list[Any]] = {

@@ -18,10 +18,15 @@ DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64"
 def refusals(module: Any) -> Iterator[None]:
     """Raise `Refused` for an error about a setting that comes before the module's first training step.
 
-    The module counts its training steps in `steps_begun`.
+    So is one of a write that only a step can show, and the first one has shown. The module counts its training steps in
+    `steps_begun`.
     """
     try:
         yield
+    except RuntimeError as error:
+        if module.steps_begun != 1 or not str(error).startswith("the step wrote the parameter "):
+            raise
+        raise Refused(f"{type(error).__name__}: {error}") from error
     except (ValueError, TypeError) as error:
         if module.steps_begun:
             raise
