@@ -47,10 +47,11 @@ from trainwright.trainer.training_run import TrainingRun
 from trainwright.trainer.validation import validate, validation_is_due
 
 
-def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
+def fit(run: TrainingRun, generators: dict[str, Any] | None, left: dict[str, Any] | None = None) -> None:
     """Train until the trainer's limits are reached; `run.state` says where to begin. Collective.
 
-    `generators` are this rank's, of the checkpoint that the run goes on from; None in a fresh run.
+    `generators` are this rank's, of the checkpoint that the run goes on from, None in a fresh run; `left` those that a run
+    which had stopped within the epoch has left.
     """
     trainer, state, hooks = run.trainer, run.state, run.hooks
     is_resumed = trainer.resume_source is not None
@@ -84,7 +85,7 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
             if not is_over:
                 break
     if run.generators is not None:  # nothing was left to train
-        set_rng_state(run.generators)
+        set_rng_state(left or run.generators)
     trainer.signal_stop.settle()
     trainer.logbook.collector = None
     hooks.call("on_train_end")

@@ -235,8 +235,11 @@ def restore_parts(trainer: Trainer, opened: Opened) -> None:
     _restore_datamodule(trainer, opened.state)
 
 
-def restore(trainer: Trainer, opened: Opened) -> dict[str, Any] | None:
-    """Take the run's state from a checkpoint; return this rank's generators, to be set when training begins. Collective.
+def restore(trainer: Trainer, opened: Opened) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Take the run's state from a checkpoint. Collective.
+
+    Return this rank's generators, to be set when training begins, and those of a run that had stopped within the epoch, as it
+    left them.
 
     Raises:
         CheckpointError: no checkpoint, a damaged one, or one of another run.
@@ -283,9 +286,7 @@ def restore(trainer: Trainer, opened: Opened) -> dict[str, Any] | None:
             f"going on from {opened.checkpoint.path}: epoch {trainer.state.epoch}, batch {trainer.state.batch}, step "
             f"{trainer.state.step}"
         )
-    if trainer.state.is_left and "ended_rng" in own and trainer.is_done:
-        return own["ended_rng"]
-    return restored.rng
+    return restored.rng, own.get("ended_rng")
 
 
 def _stay_stopped(trainer: Trainer, path: str) -> None:

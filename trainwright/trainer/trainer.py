@@ -282,8 +282,8 @@ class Trainer(Status):
             opened = open_to_resume(self, choice.checkpoint) if choice.checkpoint is not None else None
             self.run = prepare_fit(self, model, source, self._validation(model, val_dataloaders, datamodule))
             self.hooks.call("on_fit_start")
-            generators = restore(self, opened) if opened is not None else None
-            fit(self.run, generators)
+            generators = restore(self, opened) if opened is not None else (None, None)
+            fit(self.run, *generators)
             if choice.is_rerunnable:
                 save_end(self)
             self.hooks.call("on_fit_end")
