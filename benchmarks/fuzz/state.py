@@ -33,7 +33,7 @@ STRATEGIES = [
     "deepspeed_stage_2",
     "deepspeed_stage_3",
 ]
-CLOSE = {"32-true": 2e-5, "bf16-mixed": 0.02, "16-mixed": 0.02}
+CLOSE = {"32-true": 2e-5, "bf16-mixed": 0.03, "16-mixed": 0.03}
 """How far weights may be from one process's."""
 SIMPLEST = {
     "optimizer": ["SGD", "AdamW"],

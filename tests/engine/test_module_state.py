@@ -275,6 +275,31 @@ def test_sparse_state_of_an_optimizer_of_torchs_own_is_refused_before_training(t
     assert trainer.global_step > 0
 
 
+def test_what_only_looks_sparse_is_trained(tmp_path: Path) -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sparse, self.scale = True, nn.Parameter(torch.ones(()))
+
+    class Tied(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head, self.routed = nn.Embedding(9, 3, sparse=True), nn.Linear(3, 9), Routed()
+            self.head.weight = self.words.weight
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.head(self.words(batch[1])).square().mean() * self.routed.scale
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([*self.head.parameters(), *self.routed.parameters()], lr=0.1, momentum=0.9)
+
+    settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 1}
+    for strategy in ("auto", "fsdp"):
+        trainer = tw.Trainer(**settings, strategy=strategy)
+        trainer.fit(Tied(), make_loader(16))
+        assert trainer.global_step > 0
+
+
 def test_a_parameter_group_that_no_checkpoint_can_hold_is_refused_before_training(tmp_path: Path) -> None:
     class Grouped(Classifier):
         def configure_optimizers(self) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +259,21 @@ class Low(torch.optim.SGD):
         return super().step(closure)
 
 
+def outlived(strategy: str) -> list[bool]:
+    """Whether a module and its trainer are still there when a run is over and nobody holds them."""
+
+    def run() -> list[Any]:
+        module = Other(torch.optim.AdamW)
+        trainer = tw.Trainer(strategy=strategy, max_epochs=1, **QUIET)
+        trainer.fit(module, data())
+        trainer.validate(module, data(), verbose=False)
+        return [weakref.ref(module), weakref.ref(trainer)]
+
+    left = run()
+    gc.collect()
+    return [each() is not None for each in left]
+
+
 def told(work: Any) -> str:
     """What the work is refused with."""
     try:
@@ -426,6 +443,7 @@ def alike(folder: Path) -> dict[str, Any]:
         found["norms"][strategy] = norms(strategy)
     found["hooked"] = hooked(folder)
     found["apart"] = apart()
+    found["outlived"] = {strategy: outlived(strategy) for strategy in (*STRATEGIES, *ZERO)}
     refused = found["refused"]
     trainer = tw.Trainer(strategy="ddp_sharded", max_epochs=1, **QUIET)
     trainer.fit(Unstorable(), data())

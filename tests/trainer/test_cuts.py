@@ -404,10 +404,42 @@ def test_a_stop_within_an_epoch_draws_nothing_that_a_longer_run_would_not(tmp_pa
 
     whole, after = run(7, "whole")
     part, after_part = run(5, "part")
-    assert run(5, "part", "auto") == ([], after_part), "nothing is left to do"
+    for _ in range(2):
+        assert run(5, "part", "auto") == ([], after_part), "nothing is left to do"
     rest, after_rest = run(7, "part", "auto")
     assert part + rest == whole
     assert after_rest == after
+
+
+def test_what_stops_a_run_within_an_epoch_draws_nothing_for_a_longer_one(tmp_path: Path) -> None:
+    class Drawing(Falling):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.seen.append(torch.rand(()).item())
+            return self.weight * 1.0
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            torch.rand(3)
+
+    class Stopping(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = trainer.should_stop or trainer.global_step == 6
+
+    class Going(tw.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            trainer.should_stop = False
+
+    def run(callback: tw.Callback | None = None, path: Any = None) -> list[Any]:
+        torch.manual_seed(3)
+        module = Drawing()
+        trainer = fit(module, *([callback] if callback is not None else []), path=path)
+        trainer.save_checkpoint(tmp_path / "after.ckpt", overwrite=True)
+        return [*module.seen, torch.rand(()).item()]
+
+    whole = run()
+    part = run(Stopping())
+    assert run(path=tmp_path / "after.ckpt") == part[-1:], "should_stop is kept, and nothing is left to do"
+    rest = run(Going(), tmp_path / "after.ckpt")
+    assert part[:-1] + rest == whole
 
 
 def test_a_save_of_ones_own_in_the_validation_of_a_stop_is_of_its_end(tmp_path: Path) -> None:

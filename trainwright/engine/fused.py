@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
-from trainwright.strategies.sparse_gradients import sparse_weights
-
 CLASSES = (Adam, SGD, Adagrad)  # AdamW is an Adam
 DEVICES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -27,7 +25,13 @@ def use_fused(optimizer: Optimizer, modules: Iterable[nn.Module] = ()) -> bool:
     kind = next((each for each in CLASSES if _steps_as(optimizer, each)), None)
     if kind is None:
         return False
-    sparse = {id(parameter) for _, _, parameter in sparse_weights(modules)}
+    sparse = {
+        id(parameter)
+        for module in modules
+        for child in module.modules()
+        if getattr(child, "sparse", False) is True
+        for parameter in child.parameters(recurse=False)
+    }
     for group in optimizer.param_groups:
         if any(is_lazy(parameter) for parameter in group["params"]) and group.get("fused", False) is None:
             # For good: once its layers have run a later call would fuse it, in a resumed run at another step.

@@ -233,6 +233,7 @@ class ShardedDDPStrategy(Strategy):
     def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
         for module in modules if self.world_size > 1 else ():
             self.buffers.follow(module)
+            refuse_sparse_weights(module, self.name)  # one may have been unfrozen
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization

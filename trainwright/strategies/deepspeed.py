@@ -23,7 +23,7 @@ from trainwright.compiled_names import clean_name
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.precision.fast_path import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies import zero_gradients, zero_state
+from trainwright.strategies import zero_gradients, zero_state, zero_traces
 from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, check_alike
 from trainwright.strategies.deepspeed_config import (
     build_config,
@@ -410,11 +410,15 @@ class DeepSpeedStrategy(Strategy):
         if self.stage < 3:  # a sharded module can still be called, for which the engine gathers it
             self._left = {engine: list(self._shares(engine)) for engine in self._engines.values()}
             self._let_go()
+            return
+        for engine in (engine for engines in self._parts.values() for engine in engines):
+            zero_traces.end_training(engine)
 
     def _let_go(self) -> None:
         """Take everything of the engines off the modules. What stage 3 has sharded stays so: whole, it might not fit."""
         for engine in {id(engine): engine for engines in self._parts.values() for engine in engines}.values():
             engine.destroy()
+            zero_traces.let_go_of(engine.module)
         for facade in self._engines:
             facade.master.close()
         for traces in reversed(self._traces):

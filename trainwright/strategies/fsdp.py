@@ -235,6 +235,7 @@ class FSDPStrategy(Strategy):
             broadcast_tensors(made)
             self._late.follow(made)
             self.buffers.follow(module)
+            refuse_sparse_weights(module, self.name)  # one may have been unfrozen
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization

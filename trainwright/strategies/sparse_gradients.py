@@ -8,11 +8,19 @@ from torch import Tensor, nn
 
 
 def sparse_weights(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Yield the parameters that get sparse gradients, each with the name and the layer that says so (`sparse=True`)."""
+    """Yield the weights that get sparse gradients, each with the name of its embedding, and the embedding.
+
+    Not those that another layer holds too: a sparse and a dense gradient add up to a dense one.
+    """
+    embeddings: list[tuple[str, nn.Module, Tensor]] = []
+    elsewhere: set[Tensor] = set()
     for module in modules:
         for name, layer in module.named_modules():
-            if getattr(layer, "sparse", False) is True:
-                yield from ((name, layer, parameter) for parameter in layer.parameters(recurse=False))
+            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
+                embeddings.append((name, layer, layer.weight))
+            else:
+                elsewhere.update(layer.parameters(recurse=False))
+    yield from (each for each in embeddings if each[2] not in elsewhere)
 
 
 def refuse_sparse_weights(module: nn.Module, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -43,17 +43,9 @@ def state_of_a_step(optimizer: Optimizer, sparse: Collection[int] = ()) -> Itera
     Of each group the largest parameter that is trained, of those that are not too large to be tried, stands for all; and of
     those that get sparse gradients, of which `sparse` has the ids, another one.
     """
-    tensors: list[list[nn.Parameter]] = []
-    for group in optimizer.param_groups:
-        fitting = [each for each in group["params"] if each.requires_grad and 0 < each.numel() <= LARGEST]
-        tensors.append([])
-        for is_sparse in (False, True):
-            largest = max(
-                (each for each in fitting if (id(each) in sparse) is is_sparse), key=Tensor.numel, default=None
-            )
-            tensors[-1] += [] if largest is None else [_like(largest, is_sparse)]
     try:
         _refuse_costly(optimizer)
+        tensors = [_stand_ins(group["params"], sparse) for group in optimizer.param_groups]
         with set_apart():
             twin = twin_of(optimizer, tensors)
             type(twin).step(twin)
@@ -63,6 +55,16 @@ def state_of_a_step(optimizer: Optimizer, sparse: Collection[int] = ()) -> Itera
         for key, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, Tensor):
                 yield str(key), value
+
+
+def _stand_ins(parameters: Iterable[Tensor], sparse: Collection[int]) -> list[nn.Parameter]:
+    fitting = [each for each in parameters if each.requires_grad and 0 < each.numel() <= LARGEST]
+    found = []
+    for is_sparse in (False, True):
+        alike = [each for each in fitting if (id(each) in sparse) is is_sparse]
+        if alike:
+            found.append(_like(max(alike, key=Tensor.numel), is_sparse))
+    return found
 
 
 def _like(parameter: Tensor, is_sparse: bool) -> nn.Parameter:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
 
@@ -45,3 +47,42 @@ class ZeroTraces:
             for name in added:
                 parameter.__dict__.pop(name, None)
             parameter.data = parameter.data.clone()  # out of the flat buffer of all, which goes with the engine
+
+
+class Bottom(nn.Module):
+    """Stands for the modules of engines on DeepSpeed's list of those in a forward: what is noted on it keeps nothing alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._external_params: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+
+
+def let_go_of(module: nn.Module) -> None:
+    """Take a module, and what is in it, out of what DeepSpeed holds for the whole process; a module that is called works on.
+
+    Stage 3 puts the module of each engine on its list of the modules in a forward for good, a forward that fails leaves its own
+    there, and a cache of what to release holds the engine: the user's module, the engine and its buffers would stay in memory
+    until the process ends.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    own = set(module.modules())
+    listed = parameter_offload.FWD_MODULE_STACK
+    bottom = next((each for each in listed if isinstance(each, Bottom)), None) or Bottom()
+    listed[:] = [bottom, *(each for each in listed if each not in own and each is not bottom)]
+    for method in filter(inspect.isfunction, vars(PartitionedParameterCoordinator).values()):
+        for wrapped in inspect.getclosurevars(method).nonlocals.values():
+            if hasattr(wrapped, "cache_clear"):
+                wrapped.cache_clear()
+
+
+def end_training(engine: Any) -> None:
+    """Take off what an engine of stage 3 needs for backwards alone, its buffers among it; its module can still be called.
+
+    torch keeps the hooks of gradients where Python's garbage collection does not look, so the engine would outlive its module.
+    """
+    let_go_of(engine.module)
+    for hook in (*engine.optimizer._grad_acc_hooks, *engine.optimizer._leaf_module_hooks):
+        hook.remove()
+    engine.optimizer.ipg_buckets.clear()

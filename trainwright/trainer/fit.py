@@ -198,7 +198,7 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
         state.schedulers_stepped = True
     elif not is_complete:
         trainer.logbook.leave_epoch()
-        run.generators_before_leaving = rng_state()
+        state.generators_before_leaving = rng_state()
     if validation_is_due(run, at_end=True, is_complete=is_complete):
         validate(run, within=False, counts=is_complete)
     if "on_train_epoch_end" in hooks.reduced_early:

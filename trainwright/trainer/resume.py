@@ -172,7 +172,7 @@ def rank_state(trainer: Trainer) -> dict[str, Any]:
     assert trainer.module is not None
     metrics = trainer.logbook.epoch_state(trainer.module, trainer.is_evaluating)
     own_stop = trainer.should_stop and not any(each._has_asked_to_stop for each in trainer.callbacks)
-    before = trainer.run.generators_before_leaving if trainer.run is not None else None
+    before = trainer.state.generators_before_leaving
     generators = {} if before is None else {"rng": before, "ended_rng": rng_state()}
     return {
         **generators,
@@ -286,7 +286,10 @@ def restore(trainer: Trainer, opened: Opened) -> tuple[dict[str, Any] | None, di
             f"going on from {opened.checkpoint.path}: epoch {trainer.state.epoch}, batch {trainer.state.batch}, step "
             f"{trainer.state.step}"
         )
-    return restored.rng, own.get("ended_rng")
+    left = own.get("ended_rng")
+    if left is not None:
+        trainer.state.generators_before_leaving = restored.rng
+    return restored.rng, left
 
 
 def _stay_stopped(trainer: Trainer, path: str) -> None:

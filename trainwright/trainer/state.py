@@ -49,6 +49,8 @@ class TrainerState:
     """The state of each loader's source there."""
     epoch_generators: dict[str, Any] | None = field(default=None, metadata={"counts": False})
     """This rank's generators as they were when the epoch began: the hooks of its start draw from them again when resumed."""
+    generators_before_leaving: dict[str, Any] | None = field(default=None, metadata={"counts": False})
+    """As they were where the run has stopped within the epoch, before what a longer run would not have done there."""
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters as plain data."""
@@ -69,7 +71,7 @@ class TrainerState:
 
     def begin_epoch(self, generators: dict[str, Any]) -> None:
         """Begin the epoch, or what is left of it, with these generators."""
-        self.epoch_generators, self.is_left = generators, False
+        self.epoch_generators, self.is_left, self.generators_before_leaving = generators, False, None
 
     def next_epoch(self) -> None:
         """Go on to the next epoch."""

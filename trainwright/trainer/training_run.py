@@ -92,8 +92,6 @@ class TrainingRun:
     """True from an epoch's last batch until every scheduler of that epoch has stepped: nobody could go on from within."""
     is_leaving_epoch: bool = False
     """True from where the run stops within an epoch until it has done what such an end asks for."""
-    generators_before_leaving: dict[str, Any] | None = None
-    """As they were before that, which a run that goes on would not have done."""
     row_is_due: bool = False
     """Whether the loggers' row of the latest step is still to be written."""
     step_results: list[StepResult] = field(default_factory=list)
