@@ -26,7 +26,7 @@ NAME = "raw"
 PROCESSES = (1, 2)
 LIMIT = 60.0
 STRATEGIES = ["ddp", "fsdp", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
-ALONE = {"no": 2e-6, "bf16": 2e-5, "fp16": 2e-5}
+ALONE = {"no": 2e-6, "bf16": 2e-4, "fp16": 2e-5}
 EARLY = 5e-3
 """Where a stream ends a window early under a mixed precision: it is divided after its backwards then."""
 TOGETHER = {"no": 5e-6, "bf16": 2e-2}

@@ -259,17 +259,32 @@ class Low(torch.optim.SGD):
         return super().step(closure)
 
 
+class Plainly(tw.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
 def outlived(strategy: str) -> list[bool]:
     """Whether a module and its trainer are still there when a run is over and nobody holds them."""
 
-    def run() -> list[Any]:
-        module = Other(torch.optim.AdamW)
+    def run(*calls: str) -> list[Any]:
+        module = Plainly()
         trainer = tw.Trainer(strategy=strategy, max_epochs=1, **QUIET)
-        trainer.fit(module, data())
-        trainer.validate(module, data(), verbose=False)
+        for call in calls:
+            getattr(trainer, call)(module, data())
         return [weakref.ref(module), weakref.ref(trainer)]
 
-    left = run()
+    left = run("fit", "validate") + run("validate")
     gc.collect()
     return [each() is not None for each in left]
 

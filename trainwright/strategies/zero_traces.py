@@ -83,6 +83,8 @@ def end_training(engine: Any) -> None:
     torch keeps the hooks of gradients where Python's garbage collection does not look, so the engine would outlive its module.
     """
     let_go_of(engine.module)
+    if not hasattr(engine.optimizer, "ipg_buckets"):
+        return  # an evaluation's, which has no optimizer
     for hook in (*engine.optimizer._grad_acc_hooks, *engine.optimizer._leaf_module_hooks):
         hook.remove()
     engine.optimizer.ipg_buckets.clear()
