@@ -13,6 +13,7 @@ from contract_job import quiet
 from jobs import run_job
 from small import QUIET, Classifier, make_loader
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import trainwright as tw
 from trainwright.checkpoint.store import open_checkpoint
@@ -87,6 +88,10 @@ class Poison(tw.Callback):
             for piece in trainer.engine.strategy.model_pieces(module):
                 if trainer.global_rank == 1 and piece.name == "net.3.weight":
                     piece.tensor.view(-1)[-1:] = torch.nan
+                    weight = module.get_parameter(piece.name)
+                    is_whole = not isinstance(weight, DTensor) and weight.shape == piece.shape
+                    if is_whole:  # beside its master
+                        weight.data.view(-1)[piece.start + piece.tensor.numel() - 1] = torch.nan
 
 
 def poisoned(folder: Path, strategies: tuple[str, ...]) -> dict[str, Any]:

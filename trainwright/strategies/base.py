@@ -249,10 +249,6 @@ class Strategy:
                         pieces.append(self.piece(f"{names[parameter]}/{key}", value, None))
         return pieces
 
-    def own_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the user's own behind an optimizer that `setup_optimizers` has returned."""
-        return optimizer
-
     def allocate_optimizer_state(
         self, optimizer: Optimizer, names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry]
     ) -> None:

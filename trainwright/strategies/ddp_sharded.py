@@ -57,6 +57,11 @@ class ShardedOptimizer(Optimizer):
         self.__class__ = type(type(own).__name__, (ShardedOptimizer,), {})  # a checkpoint names the optimizer's class
 
     @property
+    def users_own(self) -> Optimizer:
+        """Return the user's optimizer, which steps this rank's parameters."""
+        return self.own
+
+    @property
     def state(self) -> Any:  # type: ignore[override]
         """Return this rank's state by parameter."""
         return self.own.state
@@ -223,8 +228,7 @@ class ShardedDDPStrategy(Strategy):
         if self.world_size == 1:
             return
         check_alike(module, self.name, optimization)
-        if optimization is not None:
-            refuse_sparse_weights(module, self.name)
+        refuse_sparse_weights(module, self.name, optimization)
         broadcast_tensors((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic
         self.wrapped[module] = None  # until its optimizers are there
@@ -233,7 +237,7 @@ class ShardedDDPStrategy(Strategy):
     def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
         for module in modules if self.world_size > 1 else ():
             self.buffers.follow(module)
-            refuse_sparse_weights(module, self.name)  # one may have been unfrozen
+            refuse_sparse_weights(module, self.name, True)  # one may have been unfrozen
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
@@ -345,9 +349,6 @@ class ShardedDDPStrategy(Strategy):
         return total
 
     # -- state -------------------------------------------------------------------------------------------------------
-
-    def own_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        return optimizer.own if isinstance(optimizer, ShardedOptimizer) else optimizer
 
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
         if not isinstance(optimizer, ShardedOptimizer):

@@ -38,7 +38,6 @@ from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.state_entries import state_tensors
 from trainwright.strategies.step_probe import refuse_uneven_steps
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, part_of
-from trainwright.strategies.zero_traces import ZeroTraces
 from trainwright.strategies.zero_writes import ZeroWrites, paused, settle_shares
 
 STAGES = (1, 2, 3)
@@ -115,7 +114,7 @@ class DeepSpeedStrategy(Strategy):
         self._engines: dict[ZeroOptimizer, Any] = {}
         self._parts: dict[nn.Module, list[Any]] = {}
         self._trained: dict[nn.Module, list[str]] = {}
-        self._traces: list[ZeroTraces] = []
+        self._traces: list[zero_traces.ZeroTraces] = []
         self._writes = ZeroWrites()
         self._left: dict[Any, list[Share]] = {}
         """The shares of engines whose module is the user's own again; what they hold can still be saved."""
@@ -167,8 +166,7 @@ class DeepSpeedStrategy(Strategy):
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         check_alike(module, self.name, optimization if self.world_size > 1 else None)
-        if optimization is not None:
-            refuse_sparse_weights(module, self.name)
+        refuse_sparse_weights(module, self.name, optimization)
         sharded = {name: p for name, p in module.named_parameters() if hasattr(p, "ds_id")}
         if self.stage < 3 or not sharded:
             self.place(module)
@@ -256,7 +254,7 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def _initialize(self, part: Part, optimizer: MasterOptimizer | None, trained: Any = None) -> Any:
-        self._traces.append(ZeroTraces(list(part.members)))
+        self._traces.append(zero_traces.ZeroTraces(list(part.members)))
         with self._traces[-1]:
             engine = make_engine(part, optimizer, trained, self._config(), self.device.type, self._refuse_optimizer)
         self._writes.follow(engine.optimizer, self.stage, self.rank, part, self.wrapped)
@@ -366,9 +364,6 @@ class DeepSpeedStrategy(Strategy):
                 pieces.append(self.piece(clean_name(name), value, writer))
         return pieces
 
-    def own_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        return optimizer.master.own if isinstance(optimizer, ZeroOptimizer) else optimizer
-
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
         return list(zero_state.optimizer_pieces(self._taken(optimizer).master, names, self.rank))
 
@@ -410,15 +405,12 @@ class DeepSpeedStrategy(Strategy):
         if self.stage < 3:  # a sharded module can still be called, for which the engine gathers it
             self._left = {engine: list(self._shares(engine)) for engine in self._engines.values()}
             self._let_go()
-            return
-        for engine in (engine for engines in self._parts.values() for engine in engines):
-            zero_traces.end_training(engine)
+        else:
+            zero_traces.end_training(self._parts.values())
 
     def _let_go(self) -> None:
         """Take everything of the engines off the modules. What stage 3 has sharded stays so: whole, it might not fit."""
-        for engine in {id(engine): engine for engines in self._parts.values() for engine in engines}.values():
-            engine.destroy()
-            zero_traces.let_go_of(engine.module)
+        zero_traces.destroy(self._parts.values())
         for facade in self._engines:
             facade.master.close()
         for traces in reversed(self._traces):
@@ -430,9 +422,6 @@ class DeepSpeedStrategy(Strategy):
     def close(self) -> None:
         """Give the engines back; what stage 3 has sharded stays so."""
         self._let_go()
-        self._engines.clear()
-        self._left.clear()
-        self._trained.clear()
-        self._finished.clear()
-        self.buffers.clear()
-        self.wrapped.clear()
+        held: tuple[Any, ...] = (self._engines, self._left, self._trained, self._finished, self.buffers, self.wrapped)
+        for each in held:
+            each.clear()

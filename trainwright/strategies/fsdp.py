@@ -110,8 +110,7 @@ class FSDPStrategy(Strategy):
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         check_alike(module, self.name, optimization if self.world_size > 1 else None)
-        if optimization is not None:
-            refuse_sparse_weights(module, self.name)
+        refuse_sparse_weights(module, self.name, optimization)
         self._automatic = optimization is None or optimization.automatic
         if ROOT in module.__dict__:
             self._refuse_other_precision(module)
@@ -235,7 +234,7 @@ class FSDPStrategy(Strategy):
             broadcast_tensors(made)
             self._late.follow(made)
             self.buffers.follow(module)
-            refuse_sparse_weights(module, self.name)  # one may have been unfrozen
+            refuse_sparse_weights(module, self.name, True)  # one may have been unfrozen
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization

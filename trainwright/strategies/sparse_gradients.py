@@ -23,9 +23,9 @@ def sparse_weights(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Modul
     yield from (each for each in embeddings if each[2] not in elsewhere)
 
 
-def refuse_sparse_weights(module: nn.Module, name: str) -> None:
+def refuse_sparse_weights(module: nn.Module, name: str, is_trained: object) -> None:
     """Refuse to train layers with sparse gradients, which the strategy's reduction does not take (ValueError)."""
-    for layer_name, layer, weight in sparse_weights([module]):
+    for layer_name, layer, weight in sparse_weights([module] if is_trained else []):
         if weight.requires_grad:
             raise ValueError(
                 f"{layer_name!r} of {type(module).__name__} is an {type(layer).__name__} with sparse=True, and "

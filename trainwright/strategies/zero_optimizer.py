@@ -56,6 +56,11 @@ class ZeroOptimizer(Optimizer):
         self.__class__ = type(type(own).__name__, (ZeroOptimizer,), {})  # a checkpoint names the optimizer's class
 
     @property
+    def users_own(self) -> Optimizer:
+        """Return the user's optimizer, which steps views of the masters."""
+        return self.master.own
+
+    @property
     def state(self) -> Any:  # type: ignore[override]
         """Return this rank's state by parameter."""
         return StateByParameter(self.master)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -77,14 +78,25 @@ def let_go_of(module: nn.Module) -> None:
                 wrapped.cache_clear()
 
 
-def end_training(engine: Any) -> None:
-    """Take off what an engine of stage 3 needs for backwards alone, its buffers among it; its module can still be called.
+def end_training(engines: Iterable[Sequence[Any]]) -> None:
+    """Take off what engines of stage 3 need for backwards alone, their buffers among it; their modules can still be called.
 
-    torch keeps the hooks of gradients where Python's garbage collection does not look, so the engine would outlive its module.
+    torch keeps the hooks of gradients where Python's garbage collection does not look, so an engine would outlive its module.
     """
-    let_go_of(engine.module)
-    if not hasattr(engine.optimizer, "ipg_buckets"):
-        return  # an evaluation's, which has no optimizer
-    for hook in (*engine.optimizer._grad_acc_hooks, *engine.optimizer._leaf_module_hooks):
-        hook.remove()
-    engine.optimizer.ipg_buckets.clear()
+    for engine in _each(engines):
+        let_go_of(engine.module)
+        if hasattr(engine.optimizer, "ipg_buckets"):  # an evaluation's has no optimizer
+            for hook in (*engine.optimizer._grad_acc_hooks, *engine.optimizer._leaf_module_hooks):
+                hook.remove()
+            engine.optimizer.ipg_buckets.clear()
+
+
+def destroy(engines: Iterable[Sequence[Any]]) -> None:
+    """Take engines off their modules."""
+    for engine in _each(engines):
+        engine.destroy()
+        let_go_of(engine.module)
+
+
+def _each(engines: Iterable[Sequence[Any]]) -> Iterable[Any]:
+    return {id(each): each for group in engines for each in group}.values()

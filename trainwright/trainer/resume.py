@@ -93,7 +93,7 @@ def check_state(trainer: Trainer) -> None:
         return
 
     sparse = {id(weight) for _, _, weight in sparse_weights(engine.modules)}
-    stepped = [engine.strategy.own_optimizer(each) for each in engine.optimizers]
+    stepped = [getattr(each, "users_own", each) for each in engine.optimizers]
     others = [each for each in stepped if _makes_own_state(each) or _steps_any(each, sparse)]
 
     def look() -> None:
