@@ -12,6 +12,7 @@ from small import QUIET, Classifier, assert_equal, make_loader
 from torch import Tensor, nn
 
 import trainwright as tw
+from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 
 
 class Packed(nn.Module):
@@ -294,10 +295,16 @@ def test_what_only_looks_sparse_is_trained(tmp_path: Path) -> None:
             return torch.optim.SGD([*self.head.parameters(), *self.routed.parameters()], lr=0.1, momentum=0.9)
 
     settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 1}
-    for strategy in ("auto", "fsdp"):
-        trainer = tw.Trainer(**settings, strategy=strategy)
-        trainer.fit(Tied(), make_loader(16))
-        assert trainer.global_step > 0
+    trainer = tw.Trainer(**settings)
+    trainer.fit(Tied(), make_loader(16))
+    assert trainer.global_step > 0
+    refuse_sparse_weights(Tied(), "fsdp", True)
+    with pytest.raises(
+        ValueError, match="'words' of Module is an Embedding with sparse=True, and strategy='fsdp' reduces"
+    ):
+        holder = nn.Module()
+        holder.words = nn.Embedding(9, 3, sparse=True)
+        refuse_sparse_weights(holder, "fsdp", True)
 
 
 def test_a_parameter_group_that_no_checkpoint_can_hold_is_refused_before_training(tmp_path: Path) -> None:
