@@ -299,11 +299,10 @@ def test_what_only_looks_sparse_is_trained(tmp_path: Path) -> None:
     trainer.fit(Tied(), make_loader(16))
     assert trainer.global_step > 0
     refuse_sparse_weights(Tied(), "fsdp", True)
+    holder = nn.ModuleDict({"words": nn.Embedding(9, 3, sparse=True)})
     with pytest.raises(
-        ValueError, match="'words' of Module is an Embedding with sparse=True, and strategy='fsdp' reduces"
+        ValueError, match="'words' of ModuleDict is an Embedding with sparse=True, and strategy='fsdp' "
     ):
-        holder = nn.Module()
-        holder.words = nn.Embedding(9, 3, sparse=True)
         refuse_sparse_weights(holder, "fsdp", True)
 
 
