@@ -14,7 +14,7 @@ from typing import Any
 
 import trainwright as tw
 from fuzz import resume, run_config
-from fuzz.kind import Config
+from fuzz.kind import Config, Refused
 from fuzz.program import program
 from fuzz.record import compare
 from fuzz.run_script import compared
@@ -92,6 +92,8 @@ def cut_run(names: dict[str, Any], config: Config, folder: Path, cut: str) -> No
 def differences(config: Config, folder: Path) -> list[str]:
     names = resume.loaded(config)
     whole = resume.run(names, config, folder / "whole")
+    if config["own_save"] and not all(bool(each.isfinite().all()) for each in whole["weights"].values()):
+        raise Refused("the run diverges, and its own saves in a run after a cut would replace those with such weights")
     place = folder / "part"
     place.mkdir()
     for cut in config["cuts"]:

@@ -33,8 +33,10 @@ STRATEGIES = [
     "deepspeed_stage_2",
     "deepspeed_stage_3",
 ]
-CLOSE = {"32-true": 2e-5, "bf16-mixed": 0.03, "16-mixed": 0.03}
+CLOSE = {"32-true": 2e-5, "bf16-mixed": 0.02, "16-mixed": 0.02}
 """How far weights may be from one process's."""
+CLOSE_OF = {("Muon", "bf16-mixed"): 0.03}
+"""The same of an optimizer that answers to a gradient's direction alone, which two ranks round otherwise than one."""
 SIMPLEST = {
     "optimizer": ["SGD", "AdamW"],
     "scheduler": [None],
@@ -159,7 +161,8 @@ class Cell:
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.config, self.folder = config, folder
-        self.close = CLOSE[config["precision"]]
+        precision = config["precision"]
+        self.close = CLOSE_OF.get((config["optimizer"], precision), CLOSE[precision])
         self.said: list[str] = []
 
     def train_and_resume(self, name: str) -> None:

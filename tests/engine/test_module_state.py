@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from small import QUIET, Classifier, assert_equal, make_loader
+from small import QUIET, Classifier, Low, assert_equal, make_loader
 from torch import Tensor, nn
 
 import trainwright as tw
@@ -205,35 +205,6 @@ def test_what_no_checkpoint_can_hold_is_refused_before_training(tmp_path: Path, 
     tw.Trainer(max_epochs=1, callbacks=[Converts()], **settings).fit(module, make_loader(8))
 
 
-class Packing(Tensor):
-    """Keeps its values in a way of its own, as the states of optimizers in 8 bits do."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return NotImplemented
-
-
-class Low(torch.optim.SGD):
-    """Keeps state in a way of its own, from its first step on or a later one."""
-
-    def __init__(self, *args: Any, late: bool = False, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.late = late
-
-    def step(self, closure: Any = None) -> Any:
-        for parameter in self.param_groups[0]["params"]:
-            if not self.late or parameter.abs().sum() > 0:  # a try steps zeros
-                self.state[parameter].setdefault("exp_avg", Packing(torch.zeros(3)))
-        return super().step(closure)
-
-
 class Lowly(Classifier):
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -244,7 +215,6 @@ class Lowly(Classifier):
 
 
 def test_an_optimizers_state_that_is_no_plain_tensor_is_refused(tmp_path: Path) -> None:
-
     settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 1}
     for late in (False, True):
         trainer = tw.Trainer(**settings)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contract_job import quiet
-from small import QUIET
+from small import QUIET, Low
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -232,31 +232,6 @@ class Words(tw.Module):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SparseAdam(self.parameters(), lr=0.1)
-
-
-class Packing(Tensor):
-    """Keeps its values in a way of its own, as the states of optimizers in 8 bits do."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return NotImplemented
-
-
-class Low(torch.optim.SGD):
-    """Keeps state that no checkpoint can hold."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter].setdefault("exp_avg", Packing(torch.zeros(3)))
-        return super().step(closure)
 
 
 class Plainly(tw.Module):

@@ -380,24 +380,25 @@ def test_hooks_that_run_again_draw_what_they_drew(tmp_path: Path, settings: dict
         assert resumed == whole[len(whole) - len(resumed) :], path
 
 
-# -- rows of loggers -----------------------------------------------------------------------------------------------------
+class Drawing(Falling):
+    """Draws a number in each step, and some in each validation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(torch.rand(()).item())
+        return self.weight * 1.0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        torch.rand(3)
 
 
 def test_a_stop_within_an_epoch_draws_nothing_that_a_longer_run_would_not(tmp_path: Path) -> None:
-    class Drawing(Falling):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.seen.append(torch.rand(()).item())
-            return self.weight * 1.0
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            torch.rand(3)
-
+    class DrawingAtTheEnd(Drawing):
         def on_train_epoch_end(self) -> None:
             torch.rand(2)
 
     def run(steps: int, folder: str, path: Any = None) -> tuple[list[Any], float]:
         tw.seed_everything(3, verbose=False)
-        module = Drawing()
+        module = DrawingAtTheEnd()
         saving = tw.ModelCheckpoint(tmp_path / folder, every_n_epochs=1)
         fit(module, saving, max_steps=steps, path=path)
         return module.seen, torch.rand(()).item()
@@ -412,14 +413,6 @@ def test_a_stop_within_an_epoch_draws_nothing_that_a_longer_run_would_not(tmp_pa
 
 
 def test_what_stops_a_run_within_an_epoch_draws_nothing_for_a_longer_one(tmp_path: Path) -> None:
-    class Drawing(Falling):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.seen.append(torch.rand(()).item())
-            return self.weight * 1.0
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            torch.rand(3)
-
     class Stopping(tw.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             trainer.should_stop = trainer.should_stop or trainer.global_step == 6
@@ -496,6 +489,9 @@ def test_a_stream_that_was_made_anew_goes_on_within_its_epoch(tmp_path: Path) ->
     assert whole == [1, 2, 3, 4, 5, 6] * 2
     for step in range(1, 12):
         assert run(tmp_path / f"{step}.ckpt") == whole[step:]
+
+
+# -- rows of loggers -----------------------------------------------------------------------------------------------------
 
 
 def test_the_rows_of_a_validation_that_a_signal_ended_come_once(tmp_path: Path) -> None:

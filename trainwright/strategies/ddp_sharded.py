@@ -8,10 +8,8 @@ torch 2.13.
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,17 +21,15 @@ from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.rank_zero import rank_zero_info
 from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, check_alike
-from trainwright.strategies.group_view import GroupView
 from trainwright.strategies.late_reduction import LateReduction
 from trainwright.strategies.reached_parameters import ReachedParameters
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
+from trainwright.strategies.stand_in import StandIn, users_own
 from trainwright.strategies.step_probe import refuse_uneven_steps
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(StandIn):
     """The user's optimizer with all of the parameters, of which each rank steps its own and sends them to the others.
-
-    What else its class has (methods such as `train` and `eval`) it has too.
 
     Args:
         own: the user's own; from here on its groups hold this rank's parameters only.
@@ -41,39 +37,21 @@ class ShardedOptimizer(Optimizer):
 
     def __init__(self, own: Optimizer) -> None:
         everyones = [list(group["params"]) for group in own.param_groups]
-        self.own = own
         self.oss = _make_oss(own)
-        views: list[Any] = [
-            GroupView(group, parameters) for group, parameters in zip(own.param_groups, everyones, strict=True)
-        ]
-        self.param_groups = views
-        self.defaults = own.defaults
+        super().__init__(own, everyones)
         self.reached = ReachedParameters()
         self.reached.follow(parameter for parameters in everyones for parameter in parameters)
         self.wrapped_module: Any = None
         """FairScale's ShardedDDP around the module, under automatic optimization."""
         self.shares_module = False
         """Whether other optimizers step parameters of that module too."""
-        self.__class__ = type(type(own).__name__, (ShardedOptimizer,), {})  # a checkpoint names the optimizer's class
-
-    @property
-    def users_own(self) -> Optimizer:
-        """Return the user's optimizer, which steps this rank's parameters."""
-        return self.own
 
     @property
     def state(self) -> Any:  # type: ignore[override]
         """Return this rank's state by parameter."""
         return self.own.state
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "own" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        value = getattr(self.own, name)
-        return partial(self._call, value) if inspect.ismethod(value) else value
-
-    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the user's optimizer; it may change the parameters. Collective."""
+    def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
         self.send()
         return result
@@ -329,7 +307,7 @@ class ShardedDDPStrategy(Strategy):
     def forget(self, optimizer: Optimizer) -> None:
         if isinstance(optimizer, ShardedOptimizer):
             self._late.reset(optimizer)
-        super().forget(optimizer.own if isinstance(optimizer, ShardedOptimizer) else optimizer)
+        super().forget(users_own(optimizer))
 
     def clip_gradients(
         self, optimizer: Optimizer, norm: float | None, value: float | None, scale: float = 1.0
@@ -363,7 +341,7 @@ class ShardedDDPStrategy(Strategy):
     def allocate_optimizer_state(
         self, optimizer: Optimizer, names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry]
     ) -> None:
-        own = optimizer.own if isinstance(optimizer, ShardedOptimizer) else optimizer
+        own = users_own(optimizer)
         super().allocate_optimizer_state(own, names, entries)
 
     def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:

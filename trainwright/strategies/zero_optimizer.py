@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.precision.base import Precision, Sender
-from trainwright.strategies.group_view import GroupView
 from trainwright.strategies.master_optimizer import MasterOptimizer, StateByParameter
+from trainwright.strategies.stand_in import StandIn
 from trainwright.strategies.zero_writes import paused
 
 
@@ -30,10 +28,8 @@ class Part(nn.Module):
         return step()
 
 
-class ZeroOptimizer(Optimizer):
+class ZeroOptimizer(StandIn):
     """The user's optimizer with the module's own parameters in its groups, while DeepSpeed steps flat masters.
-
-    What else its class has (methods such as `train` and `eval`) it has too.
 
     Args:
         master: what the engine steps.
@@ -45,34 +41,16 @@ class ZeroOptimizer(Optimizer):
     def __init__(
         self, master: MasterOptimizer, engine: Any, settle: Callable[[], None], refresh: Callable[[], None]
     ) -> None:
-        own = master.own
-        views: list[Any] = [
-            GroupView(group, given) for group, given in zip(own.param_groups, master.given, strict=True)
-        ]
-        self.param_groups = views
-        self.defaults = own.defaults
+        super().__init__(master.own, master.given)
         self.master, self.engine = master, engine
         self._settle, self._refresh = settle, refresh
-        self.__class__ = type(type(own).__name__, (ZeroOptimizer,), {})  # a checkpoint names the optimizer's class
-
-    @property
-    def users_own(self) -> Optimizer:
-        """Return the user's optimizer, which steps views of the masters."""
-        return self.master.own
 
     @property
     def state(self) -> Any:  # type: ignore[override]
         """Return this rank's state by parameter."""
         return StateByParameter(self.master)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "master" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        value = getattr(self.master.own, name)
-        return partial(self._call, value) if inspect.ismethod(value) else value
-
     def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the user's optimizer; it may change the masters. Collective."""
         self._settle()
         result = method(*args, **kwargs)
         with paused():

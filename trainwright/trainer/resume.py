@@ -29,6 +29,7 @@ from trainwright.plain_forms import LEFT_OUT
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import STORED_NEVER
 from trainwright.strategies.sparse_gradients import sparse_weights
+from trainwright.strategies.stand_in import users_own
 from trainwright.strategies.state_entries import computed_entries
 from trainwright.strategies.state_probe import state_of_a_step
 from trainwright.trainer.metric_merging import merged
@@ -93,7 +94,7 @@ def check_state(trainer: Trainer) -> None:
         return
 
     sparse = {id(weight) for _, _, weight in sparse_weights(engine.modules)}
-    stepped = [getattr(each, "users_own", each) for each in engine.optimizers]
+    stepped = [users_own(each) for each in engine.optimizers]
     others = [each for each in stepped if _makes_own_state(each) or _steps_any(each, sparse)]
 
     def look() -> None:
