@@ -133,8 +133,8 @@ class ByHand:
     def _planned(self, left: int) -> int:
         """Return of how many batches a window that begins now is meant to be, with so many left in the loader.
 
-        The losses are divided by this, and the gradients corrected where the window has another length in the end: in 16 bits other numbers than those of
-        losses that are divided by the window's own length.
+        The losses are divided by this, and the gradients corrected where the window has another length in the end. In 16 bits
+        that makes other numbers than losses divided by the length in the end.
         """
         return self.config["window"] if self.config["kind"] == "stream" else min(self.config["window"], left)
 
