@@ -188,12 +188,19 @@ def _shown(one: Any, other: Any) -> str:
 
 
 def _rows_follow(whole: str, part: str) -> bool:
-    """Return whether the rows of a resumed run are the last ones of the whole; of the first of them it may have a part."""
+    """Return whether the rows of a resumed run are the last ones of the whole.
+
+    Of the first of them it may have a part: what the whole has of that step in one row, or in two where a name came twice.
+    """
     filled = [
         [{name: value for name, value in row.items() if value} for row in csv.DictReader(io.StringIO(text))]
         for text in (whole, part)
     ]
     if not filled[1]:
         return True
-    last = filled[0][-len(filled[1]) :]
-    return last[1:] == filled[1][1:] and filled[1][0].items() <= last[0].items()
+    first, *rest = filled[1]
+    end = len(filled[0]) - len(rest)
+    told: dict[str, str] = {}
+    for row in reversed(filled[0][max(0, end - 2) : end]):
+        told = {**row, **told} if row["step"] == first["step"] else told
+    return filled[0][end:] == rest and first.items() <= told.items()
