@@ -123,6 +123,50 @@ def test_a_save_at_an_epochs_end_has_no_score_of_earlier_weights(tmp_path: Path)
     is_true(callback)
 
 
+class Ends(tw.ModelCheckpoint):
+    """Saves nothing, and ends the run between the saves of those before it and those after it."""
+
+    def __init__(self, folder: Path, hook: str, call: int) -> None:
+        super().__init__(folder, save_top_k=0)
+        self.calls = 0
+
+        def end(*_: Any) -> None:
+            self.calls += 1
+            if self.calls == call:
+                raise Killed
+
+        setattr(self, hook, end)
+
+
+@pytest.mark.parametrize(
+    ("hook", "settings"),
+    [
+        ("on_train_epoch_end", {}),
+        ("on_train_epoch_end", {"max_steps": 10}),
+        ("on_validation_end", {"val_check_interval": 2}),
+    ],
+)
+def test_one_callbacks_save_is_made_up_where_anothers_before_it_is_resumed(
+    tmp_path: Path, hook: str, settings: dict[str, Any]
+) -> None:
+    def run(folder: Path, call: int = 0) -> tuple[list[str], str, float]:
+        newest = tw.ModelCheckpoint(folder / "newest", "{epoch}-{step}")
+        best = tw.ModelCheckpoint(
+            folder / "best", "{epoch}-{step}", monitor="val_loss", save_top_k=2, save_weights_only=True
+        )
+        fit(Falling(7.0), newest, Ends(folder, hook, call), best, path="auto", **settings)
+        kept = sorted(Path(path).name for path in best.best_k_models)
+        assert all(Path(path).exists() for path in best.best_k_models)
+        assert best.best_model_score is not None
+        return kept, Path(best.best_model_path).name, float(best.best_model_score)
+
+    whole = run(tmp_path / "whole")
+    for call in (1, 2, 3):
+        with pytest.raises(Killed):
+            run(tmp_path / str(call), call)
+        assert run(tmp_path / str(call)) == whole, call
+
+
 # -- an epoch's end, and a run's -----------------------------------------------------------------------------------------
 
 

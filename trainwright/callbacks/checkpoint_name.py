@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainwright.trainer.trainer import Trainer
 
 SUFFIX = ".ckpt"
 FIELD = r"\{([^{}:]+)(:[^{}]*)?\}"
@@ -43,3 +47,18 @@ def fill_template(template: str, values: Mapping[str, Any], *, insert_names: boo
         return f"{label}={text}" if insert_names else text
 
     return re.sub(FIELD, written, template)
+
+
+def name_values(trainer: Trainer, epoch: int, monitor: str | None, template: str) -> dict[str, Any]:
+    """Return what the fields of a name stand for where a run is saved, as of an epoch.
+
+    With a monitor a metric that other weights got is NaN, and so is each field where the monitor was not logged yet.
+    """
+    values: dict[str, Any] = {
+        name: math.nan if monitor is not None and trainer.logbook.is_outdated(name) else float(value)
+        for name, value in trainer.callback_metrics.items()
+    }
+    values.update(epoch=epoch, step=trainer.global_step)
+    if monitor is not None and monitor not in values:  # nor are others like it
+        values = {**{name: math.nan for name, _ in re.findall(FIELD, template)}, **values}
+    return values

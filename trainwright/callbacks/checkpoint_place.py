@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from trainwright.checkpoint.filesystem import resolve
-from trainwright.checkpoint.replacement import is_link
+from trainwright.checkpoint.replacement import is_link, is_replaceable
 from trainwright.checkpoint.store import is_checkpoint, remove_checkpoint, same_place
 from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_warn
@@ -34,6 +34,23 @@ def choose_place(
         version += 1
         place = name(version)
     return path, place
+
+
+def makes_room(path: str, dropped: Sequence[str], kept: Iterable[str], source: str, may_go: bool) -> bool:
+    """Return whether what has a path makes room for a save that takes it.
+
+    Args:
+        path: where something is.
+        dropped: checkpoints that go for this save.
+        kept: those that are kept.
+        source: the one that the run was resumed from, which stays.
+        may_go: whether it makes room without being among those that go, if it is a whole checkpoint and not kept.
+    """
+    is_dropped = any(same_place(path, each) for each in dropped)
+    if (not is_dropped and not may_go) or same_place(path, source):  # first, since the rest reads a manifest
+        return False
+    is_kept = not is_dropped and any(same_place(path, each) for each in kept)
+    return not is_kept and is_replaceable(path)
 
 
 def is_taken(path: str) -> bool:

@@ -47,6 +47,14 @@ class LearningRateMonitor(Callback):
         self.last_weight_decay_values: dict[str, float] = {}
         self._pending: dict[str, float] = {}
         self._pending_at = -1
+        self._epoch_begun = -1
+        """The latest epoch whose row at its start is written."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch_begun": self._epoch_begun}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._epoch_begun = int(state["epoch_begun"])
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         if stage == "fit" and not trainer.loggers and not trainer.fast_dev_run:
@@ -56,13 +64,15 @@ class LearningRateMonitor(Callback):
             )
         if stage == "fit":
             self.lrs, self.last_momentum_values, self.last_weight_decay_values, self._pending = {}, {}, {}, {}
+            self._epoch_begun = -1
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         for name in [name for _, names, _ in self._named(trainer) for name in names]:
             self.lrs.setdefault(name, [])
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        is_new = trainer.state.batch == 0  # a run that goes on within an epoch has written its row
+        is_new = trainer.state.batch == 0 and trainer.current_epoch != self._epoch_begun  # else its row is written
+        self._epoch_begun = trainer.current_epoch
         if self.logging_interval != "step" and is_new:
             self._write(trainer, self._values(trainer, "epoch"))
 

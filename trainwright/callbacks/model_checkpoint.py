@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,15 +14,15 @@ import torch
 from torch import Tensor
 
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.checkpoint_name import FIELD, SUFFIX, check_template, fill_template
-from trainwright.callbacks.checkpoint_place import choose_place, is_taken, remove_replaced
+from trainwright.callbacks.checkpoint_moments import Moments
+from trainwright.callbacks.checkpoint_name import SUFFIX, check_template, fill_template, name_values
+from trainwright.callbacks.checkpoint_place import choose_place, is_taken, makes_room, remove_replaced
 from trainwright.callbacks.checkpoint_retention import PendingSave
 from trainwright.callbacks.checkpoint_score import MonitoredScore
 from trainwright.callbacks.checkpoint_settings import KEY_SETTINGS, check_choices, check_top_k, checked_intervals
 from trainwright.callbacks.checkpoint_weights import WeightsCheck
 from trainwright.callbacks.decision import decided
 from trainwright.callbacks.stopped_run import save_failed_run, save_stopped_run
-from trainwright.checkpoint.replacement import is_replaceable
 from trainwright.checkpoint.store import is_checkpoint, same_place, sweep_temporaries
 from trainwright.data.seeding import rng_state
 from trainwright.duration import to_seconds
@@ -132,7 +131,6 @@ class ModelCheckpoint(Callback):
         self.kth_value: Tensor | None = None
         self.current_score: Tensor | None = None
         self._has_begun = self._is_validated = self._has_validated = self._is_put_off = self._awaits_score = False
-        self._step_seen = self._step_saved = self._step_restored = -1
         self._place = ""
         """Where the newest one was written, before it got its path."""
         self._unrenamed: tuple[str, str, float | None] = ("", "", None)
@@ -142,6 +140,7 @@ class ModelCheckpoint(Callback):
         self._generators: dict[str, Any] = {}
         """As they were before the validation that runs; kept for save_on_exception."""
         self._appointment: Any = None
+        self._moments, self._step_saved = Moments(), -1
         self._pending: PendingSave | None = None
         """The save that was begun and may not have committed yet, or not have been followed up."""
         self._saved_at = time.monotonic()
@@ -160,8 +159,8 @@ class ModelCheckpoint(Callback):
             "place": self._place,
             "is_put_off": self._is_put_off,
             "awaits_score": self._awaits_score,
-            "step_seen": max(self._step_seen, self._step_restored),
             "replaced": self._replaced,
+            "moments": self._moments.state_dict(),
             "current_score": None if self.current_score is None else float(self.current_score),
         }
 
@@ -174,8 +173,9 @@ class ModelCheckpoint(Callback):
         self.best_k_models = {path: _scalar(score) for path, score in state["best_k_models"].items() if is_ours(path)}
         last, place = state["last_model_path"], state.get("place", "")
         self._place, self._is_put_off = place, bool(state.get("is_put_off"))
-        self._awaits_score, self._step_restored = bool(state.get("awaits_score")), int(state.get("step_seen", -1))
+        self._awaits_score = bool(state.get("awaits_score"))
         self.last_model_path = last if is_ours(last) else ""
+        self._moments.load_state_dict(state.get("moments", {"step": state.get("step_seen", -1)}))
         self._replaced = [path for path in state.get("replaced", []) if is_ours(path)]
         self._unrenamed = (place, last, state["best_k_models"].get(last)) if place != last else ("", "", None)
         current = state.get("current_score")
@@ -215,8 +215,9 @@ class ModelCheckpoint(Callback):
         return bool(self.save_top_k or self.save_last)
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        seen = trainer.global_step if self._watches_batches else -1
-        self._saved_at, self._step_seen, self._has_begun = time.monotonic(), seen, True
+        self._saved_at, self._has_begun = time.monotonic(), True
+        if self._watches_batches:
+            self._moments.note_step(trainer)
         if trainer.resume_source is not None:
             self._take_rank_zeros(trainer)
             # A killed run may not have come to it.
@@ -226,8 +227,16 @@ class ModelCheckpoint(Callback):
 
     def _make_up(self, trainer: Trainer) -> None:
         """Make the save that was due where another callback's, made before it, is what the run goes on from."""
-        is_missed = 0 <= self._step_restored < trainer.global_step and self._appointment is None
-        if self._is_fitting and (self._is_put_off or (is_missed and self._watches_batches and self._is_due(trainer))):
+        state = trainer.state
+        self._has_validated = self._has_validated or state.validations > 0
+        if not self._is_fitting:
+            return
+        if self._moments.misses_end(trainer):
+            is_whole = state.batch == 0  # the counters have gone on to the next epoch
+            self._end(trainer, state.epoch - is_whole, is_whole, state.validated_at == state.total_batches)
+        elif self._moments.misses_validation(trainer):
+            self._follow_validation(trainer, is_within=True)
+        elif self._is_put_off or self._moments.misses_step(trainer, self.every_n_train_steps):
             self._awaits_score = self._score.is_to_come(trainer)
             self._save(trainer)
 
@@ -236,13 +245,11 @@ class ModelCheckpoint(Callback):
             self._pending.remove_dropped(trainer)  # the rest is every rank's, at the next save
         if self._is_put_off and not trainer.is_within_window:
             self._save(trainer)
-        if self._watches_batches and trainer.global_step != self._step_seen and self._is_fitting:
-            self._step_seen = trainer.global_step
-            if self._is_due(trainer):
-                self._awaits_score = self._score.is_to_come(trainer)
-                self._is_put_off = trainer.is_within_window
-                if not self._is_put_off:
-                    self._save(trainer)
+        if self._watches_batches and self._moments.note_step(trainer) and self._is_fitting and self._is_due(trainer):
+            self._awaits_score = self._score.is_to_come(trainer)
+            self._is_put_off = trainer.is_within_window
+            if not self._is_put_off:
+                self._save(trainer)
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Return, alike on every rank, whether this optimizer step is one to save after."""
@@ -262,29 +269,36 @@ class ModelCheckpoint(Callback):
         if not self._is_fitting or trainer.sanity_checking:
             return
         self._has_validated = True
+        self._follow_validation(trainer, is_within=trainer.is_mid_epoch_validation)
+
+    def _follow_validation(self, trainer: Trainer, is_within: bool) -> None:
+        """Save after a validation, `is_within` an epoch; an epoch's end saves for itself."""
+        self._moments.note_validation(trainer)
         awaited, self._awaits_score = self._awaits_score and not self._score.is_to_come(trainer), False
-        if not trainer.is_mid_epoch_validation:
-            self._is_validated = True  # the epoch's end saves
-            self._is_put_off = self._is_put_off or awaited
-        elif awaited or (not self.save_on_train_epoch_end and self._is_chosen(trainer)):
+        if not is_within:
+            self._is_validated, self._is_put_off = True, self._is_put_off or awaited
+        elif awaited or (not self.save_on_train_epoch_end and self._is_chosen(trainer.current_epoch)):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         is_validated, self._is_validated = self._is_validated, False
-        if not self._is_fitting:
-            return
-        if self._is_chosen(trainer) or self._is_put_off:
-            waits = self.save_on_train_epoch_end is False or (
-                self.save_on_train_epoch_end is None and trainer.enable_validation
-            )
-            # A run that is stopped within an epoch is saved as it stands.
-            if is_validated or not waits or not trainer.state.epoch_ended or self._is_put_off:
-                self._save(trainer)
-        elif self.save_last and not trainer.state.epoch_ended and self._step_saved != trainer.global_step:
-            self._save(trainer)
+        if self._is_fitting:
+            self._end(trainer, trainer.current_epoch, trainer.state.epoch_ended, is_validated)
 
-    def _is_chosen(self, trainer: Trainer) -> bool:
-        return self.every_n_epochs > 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0
+    def _end(self, trainer: Trainer, epoch: int, is_whole: bool, is_validated: bool) -> None:
+        """Save at the end of an epoch, or of a run that stops within it; it may have been validated there."""
+        self._moments.note_end(trainer)
+        if self._is_chosen(epoch) or self._is_put_off:
+            ends = self.save_on_train_epoch_end
+            ends = not trainer.enable_validation if ends is None else ends
+            # A run that is stopped within an epoch is saved as it stands.
+            if is_validated or ends or not is_whole or self._is_put_off:
+                self._save(trainer, epoch)
+        elif self.save_last and not is_whole and self._step_saved != trainer.global_step:
+            self._save(trainer, epoch)
+
+    def _is_chosen(self, epoch: int) -> bool:
+        return self.every_n_epochs > 0 and (epoch + 1) % self.every_n_epochs == 0
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
         self._conclude(trainer)
@@ -311,13 +325,14 @@ class ModelCheckpoint(Callback):
 
     # -- what to save and to keep ------------------------------------------------------------------------------------
 
-    def _save(self, trainer: Trainer) -> None:
-        """Save, if rank 0 finds it worth it. Collective."""
+    def _save(self, trainer: Trainer, epoch: int | None = None) -> None:
+        """Save, if rank 0 finds it worth it, as of an epoch; None for the one at hand. Collective."""
+        epoch = trainer.current_epoch if epoch is None else epoch
         self._is_put_off = False
         if not self.keeps_any:
             return
         self._conclude(trainer)
-        plan = decided(trainer.engine, "a save of ModelCheckpoint", lambda: self._plan(trainer))
+        plan = decided(trainer.engine, "a save of ModelCheckpoint", lambda: self._plan(trainer, epoch))
         if plan is None or self._weights.refuses(trainer, self.last_model_path):
             return
         path, place, score, is_best, dropped = plan
@@ -342,9 +357,9 @@ class ModelCheckpoint(Callback):
             put_back()
             raise
         self._step_saved = trainer.global_step
-        report = f"epoch {trainer.current_epoch}, step {trainer.global_step}: saved {path}" if self.verbose else ""
-        save = trainer.engine.writer.in_flight if self.async_save else None
         if is_begun:
+            report = f"epoch {epoch}, step {trainer.global_step}: saved {path}" if self.verbose else ""
+            save = trainer.engine.writer.in_flight if self.async_save else None
             self._pending = PendingSave(path, place, self._replaced, save, put_back, self._keep_replaced, report)
         if not self.async_save:
             self._conclude(trainer)
@@ -358,7 +373,7 @@ class ModelCheckpoint(Callback):
     def _keep_replaced(self, paths: list[str]) -> None:
         self._replaced = paths
 
-    def _plan(self, trainer: Trainer) -> tuple[str, str, float | None, bool, list[str]] | None:
+    def _plan(self, trainer: Trainer, epoch: int) -> tuple[str, str, float | None, bool, list[str]] | None:
         """Return the path of a save, where to write it, its score, whether it is kept as one of the best, and what goes.
 
         None where it is not worth a save. Rank 0's.
@@ -378,7 +393,7 @@ class ModelCheckpoint(Callback):
             dropped.append(max(self.best_k_models, key=lambda each: self._rank(self.best_k_models[each])))
         if self.last_model_path and self.last_model_path not in self.best_k_models:
             dropped.append(self.last_model_path)
-        path, place = self._choose_path(trainer, dropped)
+        path, place = self._choose_path(trainer, epoch, dropped)
         return path, place, score, is_best, dropped
 
     def _take_rank_zeros(self, trainer: Trainer) -> None:
@@ -405,11 +420,9 @@ class ModelCheckpoint(Callback):
 
     def _judge(self) -> None:
         """Say which of the kept ones is the best and which the worst: by age where nothing is monitored."""
-        paths = list(self.best_k_models)
+        paths = list(reversed(self.best_k_models))
         if self.monitor is not None:
-            paths.sort(key=lambda path: self._rank(self.best_k_models[path]))
-        else:
-            paths.reverse()
+            paths = sorted(self.best_k_models, key=lambda path: self._rank(self.best_k_models[path]))
         self.best_model_path, self.kth_best_model_path = (paths[0], paths[-1]) if paths else ("", "")
         is_judged = bool(paths) and self.monitor is not None
         self.best_model_score = self.best_k_models[paths[0]] if is_judged else None
@@ -420,25 +433,14 @@ class ModelCheckpoint(Callback):
 
     # -- where to save -----------------------------------------------------------------------------------------------
 
-    def _choose_path(self, trainer: Trainer, dropped: list[str]) -> tuple[str, str]:
+    def _choose_path(self, trainer: Trainer, epoch: int, dropped: list[str]) -> tuple[str, str]:
         """Return the path of this save, and where to write it: elsewhere if it replaces what has that path. Rank 0's."""
-        values: dict[str, Any] = {
-            name: math.nan if self.monitor is not None and trainer.logbook.is_outdated(name) else float(value)
-            for name, value in trainer.callback_metrics.items()
-        }
-        values.update(epoch=trainer.current_epoch, step=trainer.global_step)
-        if self.monitor is not None and self.monitor not in values:  # nor are others like it
-            values = {**{name: math.nan for name, _ in re.findall(FIELD, self.filename)}, **values}
+        values = name_values(trainer, epoch, self.monitor, self.filename)
         plain = self.format_checkpoint_name(values)
 
         def is_replaced(path: str) -> bool:
-            is_dropped = any(same_place(path, each) for each in dropped)
-            if not is_dropped and (self.enable_version_counter or path != plain):
-                return False  # first, since the rest reads a manifest
-            if same_place(path, trainer.resume_source or ""):
-                return False
-            is_kept = not is_dropped and any(same_place(path, each) for each in self.best_k_models)
-            return not is_kept and is_replaceable(path)
+            may_go = not self.enable_version_counter and path == plain
+            return makes_room(path, dropped, self.best_k_models, trainer.resume_source or "", may_go)
 
         return choose_place(
             lambda version: self.format_checkpoint_name(values, ver=version),

@@ -74,7 +74,7 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None, left: dict[str, Any
     trainer.logbook.start(run.module, training=True, stage="train")
     hooks.call("on_train_start")  # it draws what it drew in the run's first start
     if is_resumed:
-        take_up(run, generators)
+        take_up(run, generators, left)
     check_state(trainer)
     trainer.agree_on_stop()
     with suppress(EvaluationAbandoned):
@@ -91,12 +91,15 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None, left: dict[str, Any
     hooks.call("on_train_end")
 
 
-def take_up(run: TrainingRun, generators: dict[str, Any] | None) -> None:
-    """Let callbacks make up for what was left, and put the generators to where the checkpoint's epoch began. Collective."""
+def take_up(run: TrainingRun, generators: dict[str, Any] | None, left: dict[str, Any] | None) -> None:
+    """Let callbacks make up for what was left, and put the generators to where the checkpoint's epoch began. Collective.
+
+    `left`: the generators as a run that had stopped within the epoch left them; None after others.
+    """
     if generators is None:
         return
     with isolate_rng():
-        set_rng_state(generators)
+        set_rng_state(left or generators)
         for callback in run.trainer.callbacks:
             callback._make_up(run.trainer)
     set_rng_state(run.state.epoch_generators or generators)

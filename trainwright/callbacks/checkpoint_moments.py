@@ -1,0 +1,60 @@
+"""The moments at which a ModelCheckpoint may save: which of them it has been called at, and which it is still to be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainwright.trainer.trainer import Trainer
+
+
+class Moments:
+    """The latest optimizer step, validation and epoch's end that a ModelCheckpoint was called at.
+
+    Callbacks save one after the other. A checkpoint that the first of them has written stands at a moment that the next one was
+    not called at: where the run ended right then, it is called when the run resumes.
+    """
+
+    def __init__(self) -> None:
+        self._step = self._step_before = self._validations = self._ended_at = -1
+        self._is_restored = False
+
+    def note_step(self, trainer: Trainer) -> bool:
+        """Note that the optimizer step at hand is known; return whether it was not."""
+        is_new = trainer.global_step != self._step
+        self._step = trainer.global_step
+        return is_new
+
+    def note_validation(self, trainer: Trainer) -> None:
+        """Note that the validation at hand is known."""
+        self._validations = trainer.state.validations
+
+    def note_end(self, trainer: Trainer) -> None:
+        """Note that the end at hand, of an epoch or of a run that stops within one, is known."""
+        self._ended_at = trainer.state.total_batches
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what a resumed run needs."""
+        step = max(self._step, self._step_before)
+        return {"step": step, "validations": self._validations, "ended_at": self._ended_at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned; a checkpoint of an older version knows of steps alone."""
+        self._step_before, self._is_restored = int(state["step"]), "ended_at" in state
+        self._validations, self._ended_at = int(state.get("validations", -1)), int(state.get("ended_at", -1))
+
+    def misses_step(self, trainer: Trainer, every: int) -> bool:
+        """Return whether a run resumes after an optimizer step that is not known, one of each `every`."""
+        return 0 <= self._step_before < trainer.global_step and every > 0 and trainer.global_step % every == 0
+
+    def misses_end(self, trainer: Trainer) -> bool:
+        """Return whether a run resumes at an end, of an epoch or its own, that is not known."""
+        state = trainer.state
+        is_at_end = (state.batch == 0 and state.total_batches > 0) or (state.is_left and trainer.is_done)
+        return is_at_end and self._is_restored and self._ended_at != state.total_batches
+
+    def misses_validation(self, trainer: Trainer) -> bool:
+        """Return whether a run resumes within an epoch, after a validation that is not known."""
+        state = trainer.state
+        is_after = state.batch > 0 and not state.is_left and state.validated_at == state.total_batches
+        return is_after and self._is_restored and self._validations != state.validations
