@@ -1,4 +1,4 @@
-"""Settings that hold for every test: one torch thread, seeded generators, a folder of its own to run in."""
+"""Settings that hold for every test: one torch thread, seeded generators, a folder of its own, no process group left behind."""
 
 from __future__ import annotations
 
@@ -17,3 +17,6 @@ def _seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("the test leaves a process group in pytest's own process, which others may fork", pytrace=False)

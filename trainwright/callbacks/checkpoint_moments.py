@@ -16,7 +16,7 @@ class Moments:
     """
 
     def __init__(self) -> None:
-        self._step = self._step_before = self._validations = self._ended_at = -1
+        self._step = self._step_before = self._saved_at = self._validations = self._ended_at = -1
         self._is_restored = False
 
     def note_step(self, trainer: Trainer) -> bool:
@@ -24,6 +24,14 @@ class Moments:
         is_new = trainer.global_step != self._step
         self._step = trainer.global_step
         return is_new
+
+    def note_save(self, trainer: Trainer) -> None:
+        """Note that the optimizer step at hand is saved."""
+        self._saved_at = trainer.global_step
+
+    def is_saved(self, trainer: Trainer) -> bool:
+        """Return whether the optimizer step at hand is saved."""
+        return self._saved_at == trainer.global_step
 
     def note_validation(self, trainer: Trainer) -> None:
         """Note that the validation at hand is known."""
@@ -36,11 +44,17 @@ class Moments:
     def state_dict(self) -> dict[str, int]:
         """Return what a resumed run needs."""
         step = max(self._step, self._step_before)
-        return {"step": step, "validations": self._validations, "ended_at": self._ended_at}
+        return {
+            "step": step,
+            "saved_at": self._saved_at,
+            "validations": self._validations,
+            "ended_at": self._ended_at,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned; a checkpoint of an older version knows of steps alone."""
         self._step_before, self._is_restored = int(state["step"]), "ended_at" in state
+        self._saved_at = int(state.get("saved_at", -1))
         self._validations, self._ended_at = int(state.get("validations", -1)), int(state.get("ended_at", -1))
 
     def misses_step(self, trainer: Trainer, every: int) -> bool:

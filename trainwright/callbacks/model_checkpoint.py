@@ -140,7 +140,7 @@ class ModelCheckpoint(Callback):
         self._generators: dict[str, Any] = {}
         """As they were before the validation that runs; kept for save_on_exception."""
         self._appointment: Any = None
-        self._moments, self._step_saved = Moments(), -1
+        self._moments = Moments()
         self._pending: PendingSave | None = None
         """The save that was begun and may not have committed yet, or not have been followed up."""
         self._saved_at = time.monotonic()
@@ -294,7 +294,7 @@ class ModelCheckpoint(Callback):
             # A run that is stopped within an epoch is saved as it stands.
             if is_validated or ends or not is_whole or self._is_put_off:
                 self._save(trainer, epoch)
-        elif self.save_last and not is_whole and self._step_saved != trainer.global_step:
+        elif self.save_last and not is_whole and not self._moments.is_saved(trainer):
             self._save(trainer, epoch)
 
     def _is_chosen(self, epoch: int) -> bool:
@@ -351,12 +351,12 @@ class ModelCheckpoint(Callback):
         self._replaced = [each for each in dict.fromkeys([*self._replaced, *dropped]) if not same_place(each, path)]
         self.current_score = None if score is None else _scalar(score)
         self._judge()
+        self._moments.note_save(trainer)
         try:
             is_begun = trainer.save_checkpoint(place, self.save_weights_only, blocking=not self.async_save)
         except BaseException:
             put_back()
             raise
-        self._step_saved = trainer.global_step
         if is_begun:
             report = f"epoch {epoch}, step {trainer.global_step}: saved {path}" if self.verbose else ""
             save = trainer.engine.writer.in_flight if self.async_save else None
