@@ -203,6 +203,26 @@ def test_a_run_that_was_killed_before_the_older_one_went(tmp_path: Path) -> None
     assert set(found(tmp_path)) == {"epoch=0-step=11.ckpt", "new-epoch=1.ckpt"}
 
 
+def test_a_run_that_was_killed_before_the_newer_one_had_its_path(tmp_path: Path) -> None:
+    """The run that goes on from the newer one removes the older one, whose path it was to get."""
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*args: Any) -> None:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainwright.callbacks.checkpoint_retention.replace_checkpoint", killed)
+        with pytest.raises(Killed):
+            run(tmp_path, [3.0, 2.0], filename="best")
+    assert found(tmp_path) == {"best.ckpt": 1, "best-v1.ckpt": 2}
+    run(tmp_path, [3.0, 2.0], "auto", filename="best")
+    assert found(tmp_path) == {"best-v1.ckpt": 2}
+    run(tmp_path, [3.0, 2.0, 1.0, 0.5], "auto", filename="best")
+    assert found(tmp_path) == {"best.ckpt": 4, "best-v1.ckpt": 2}, "what the run was resumed from stays"
+
+
 def test_a_place_that_is_not_whole_replaces_nothing(tmp_path: Path) -> None:
     for name in ("best", "best-v1"):
         run(tmp_path, [1.0], filename=name)

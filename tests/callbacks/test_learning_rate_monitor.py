@@ -180,3 +180,10 @@ def test_a_run_that_a_signal_ends_at_an_epochs_start_writes_its_row_once(tmp_pat
     rows = [line.split(",") for line in run().splitlines()]
     column = rows[0].index("lr-AdamW")
     assert [row[column] for row in rows[1:] if row[column]] == ["0.05"] * 2
+
+
+def test_two_of_unlike_settings_in_one_run() -> None:
+    callbacks = [LearningRateMonitor("step"), LearningRateMonitor("epoch", log_momentum=True)]
+    trainer = tw.Trainer(max_epochs=1, callbacks=callbacks, **{**QUIET, "logger": Memory()})
+    trainer.fit(Classifier(), make_loader(8))
+    assert {"lr-AdamW", "lr-AdamW-momentum"} <= trainer.callback_metrics.keys()

@@ -346,6 +346,22 @@ class Other(Late):
         return self.make(self.parameters(), lr=0.1)
 
 
+class Scheduled(Other):
+    """Its learning rate falls by half each epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+def rates(strategy: str, folder: Path) -> dict[str, list[float]]:
+    """Return the learning rates that were logged, by name."""
+    monitor = tw.LearningRateMonitor()
+    settings = {**QUIET, "logger": tw.CSVLogger(folder / f"rates {strategy}"), "log_every_n_steps": 1}
+    tw.Trainer(strategy=strategy, max_epochs=2, callbacks=[monitor], **settings).fit(Scheduled(torch.optim.SGD), data())
+    return monitor.lrs
+
+
 class Telling(torch.optim.SGD):
     """Notes what its arithmetic is computed in."""
 
@@ -431,6 +447,7 @@ def alike(folder: Path) -> dict[str, Any]:
     for strategy in ("ddp", "fsdp"):
         found["late"][strategy] = late(strategy, folder)
         found["norms"][strategy] = norms(strategy)
+    found["rates"] = {strategy: rates(strategy, folder) for strategy in (*STRATEGIES, *ZERO)}
     found["hooked"] = hooked(folder)
     found["apart"] = apart()
     found["outlived"] = {strategy: outlived(strategy) for strategy in (*STRATEGIES, *ZERO)}

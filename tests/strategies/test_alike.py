@@ -68,6 +68,12 @@ def test_a_resume_with_state_that_is_no_tensor(ranks: Any) -> None:
             assert_equal(rank["kept"][strategy]["in parts"], expected)
 
 
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *ZERO])
+def test_a_scheduled_rate_is_logged_once(ranks: Any, strategy: str) -> None:
+    for rank in ranks:
+        assert rank["rates"][strategy] == {"lr-SGD": [0.1, 0.05]}
+
+
 def test_a_resume_calls_no_hook_of_a_gradient(ranks: Any) -> None:
     for rank in ranks:
         assert rank["hooked"] == {"first": [True] * 12, "ended": [], "more": [True] * 12}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import trainwright as tw
+from trainwright.checkpoint.store import open_checkpoint
 from trainwright.data.combined import CombinedLoader
 from trainwright.errors import RunStopped
 
@@ -123,6 +124,25 @@ def test_a_save_at_an_epochs_end_has_no_score_of_earlier_weights(tmp_path: Path)
     is_true(callback)
 
 
+def test_a_checkpoint_callback_that_is_new_in_a_resumed_run_makes_up_nothing(tmp_path: Path) -> None:
+    fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), max_epochs=1)
+    new = tw.ModelCheckpoint(tmp_path / "b", "{epoch}", save_top_k=-1, save_on_exception=True)
+    with pytest.raises(Killed):
+        fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), new, Ends(tmp_path, "on_train_epoch_start", 1), path="auto")
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["exception-epoch=1-step=4.ckpt"]
+    fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), new, path="auto")
+    assert sorted(Path(path).name for path in new.best_k_models) == ["epoch=1.ckpt", "epoch=2.ckpt"]
+
+
+def test_a_metric_that_nobody_logs_is_an_error_in_the_resumed_run_too(tmp_path: Path) -> None:
+    for _ in range(2):
+        wrong = tw.ModelCheckpoint(tmp_path / "b", monitor="val_los")
+        module = Falling()
+        with pytest.raises(ValueError, match="'val_los', which was not logged"):
+            fit(module, tw.ModelCheckpoint(tmp_path / "a"), wrong, path="auto")
+    assert module.seen == [], "before it trains on"
+
+
 class Ends(tw.ModelCheckpoint):
     """Saves nothing, and ends the run between the saves of those before it and those after it."""
 
@@ -138,6 +158,7 @@ class Ends(tw.ModelCheckpoint):
         setattr(self, hook, end)
 
 
+@pytest.mark.parametrize("weights_only", [True, False])
 @pytest.mark.parametrize(
     ("hook", "settings"),
     [
@@ -147,18 +168,25 @@ class Ends(tw.ModelCheckpoint):
     ],
 )
 def test_one_callbacks_save_is_made_up_where_anothers_before_it_is_resumed(
-    tmp_path: Path, hook: str, settings: dict[str, Any]
+    tmp_path: Path, hook: str, settings: dict[str, Any], weights_only: bool
 ) -> None:
-    def run(folder: Path, call: int = 0) -> tuple[list[str], str, float]:
+    def run(folder: Path, call: int = 0) -> tuple[Any, ...]:
         newest = tw.ModelCheckpoint(folder / "newest", "{epoch}-{step}")
-        best = tw.ModelCheckpoint(
-            folder / "best", "{epoch}-{step}", monitor="val_loss", save_top_k=2, save_weights_only=True
-        )
-        fit(Falling(7.0), newest, Ends(folder, hook, call), best, path="auto", **settings)
-        kept = sorted(Path(path).name for path in best.best_k_models)
-        assert all(Path(path).exists() for path in best.best_k_models)
+        options = {"monitor": "val_loss", "save_top_k": 2, "save_weights_only": weights_only}
+        best = tw.ModelCheckpoint(folder / "best", "{epoch}-{step}", **options)
+        log = tw.CSVLogger(folder, version=0)
+        fit(Falling(7.0), newest, Ends(folder, hook, call), best, path="auto", logger=log, **settings)
         assert best.best_model_score is not None
-        return kept, Path(best.best_model_path).name, float(best.best_model_score)
+        kept, rows = {}, Path(f"{log.log_dir}/metrics.csv").read_text()
+        for path in best.best_k_models:
+            saved = open_checkpoint(path, "off")
+            state = saved.run_state()
+            for each in state.get("loggers", ()):
+                for stood in (each["state"], each.get("ended", {})):
+                    stood.pop("folder", None)
+            told = {key: state.get(key) for key in ("position", "metrics", "loggers")}
+            kept[Path(path).name] = saved.header["epoch"], told
+        return kept, Path(best.best_model_path).name, float(best.best_model_score), rows
 
     whole = run(tmp_path / "whole")
     for call in (1, 2, 3):

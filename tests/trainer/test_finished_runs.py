@@ -73,6 +73,13 @@ def test_a_finished_run_has_its_end_saved(tmp_path: Path, kwargs: dict[str, Any]
     assert longer.batches == 11
 
 
+def test_an_end_that_is_saved_is_not_saved_again(tmp_path: Path) -> None:
+    loggers = [tw.CSVLogger(tmp_path, version=0), tw.TensorBoardLogger(tmp_path, version=1)]
+    saving = tw.ModelCheckpoint(tmp_path / "kept", "{epoch}", monitor="score", mode="max")
+    run(saving, logger=loggers, log_every_n_steps=5)
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["epoch=2.ckpt"]
+
+
 @pytest.mark.parametrize(
     ("settings", "more"),
     [

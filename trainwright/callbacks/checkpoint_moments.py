@@ -18,6 +18,13 @@ class Moments:
     def __init__(self) -> None:
         self._step = self._step_before = self._saved_at = self._validations = self._ended_at = -1
         self._is_restored = False
+        """Whether it is known what was before."""
+
+    def begin(self, trainer: Trainer) -> None:
+        """Take what was before for known, where no checkpoint says what was: nothing of it was to be saved by this callback."""
+        if not self._is_restored:
+            self._validations, self._ended_at = trainer.state.validations, trainer.state.total_batches
+            self._is_restored = True
 
     def note_step(self, trainer: Trainer) -> bool:
         """Note that the optimizer step at hand is known; return whether it was not."""
@@ -53,9 +60,10 @@ class Moments:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned; a checkpoint of an older version knows of steps alone."""
-        self._step_before, self._is_restored = int(state["step"]), "ended_at" in state
-        self._saved_at = int(state.get("saved_at", -1))
-        self._validations, self._ended_at = int(state.get("validations", -1)), int(state.get("ended_at", -1))
+        self._step_before, self._saved_at = int(state["step"]), int(state.get("saved_at", -1))
+        self._is_restored = "ended_at" in state
+        if self._is_restored:
+            self._validations, self._ended_at = int(state["validations"]), int(state["ended_at"])
 
     def misses_step(self, trainer: Trainer, every: int) -> bool:
         """Return whether a run resumes after an optimizer step that is not known, one of each `every`."""
@@ -64,11 +72,15 @@ class Moments:
     def misses_end(self, trainer: Trainer) -> bool:
         """Return whether a run resumes at an end, of an epoch or its own, that is not known."""
         state = trainer.state
-        is_at_end = (state.batch == 0 and state.total_batches > 0) or (state.is_left and trainer.is_done)
-        return is_at_end and self._is_restored and self._ended_at != state.total_batches
+        return (state.epoch_ended or (state.is_left and trainer.is_done)) and self._ended_at != state.total_batches
 
     def misses_validation(self, trainer: Trainer) -> bool:
         """Return whether a run resumes within an epoch, after a validation that is not known."""
         state = trainer.state
-        is_after = state.batch > 0 and not state.is_left and state.validated_at == state.total_batches
-        return is_after and self._is_restored and self._validations != state.validations
+        is_after = (
+            state.batch > 0
+            and not state.epoch_ended
+            and not state.is_left
+            and state.validated_at == state.total_batches
+        )
+        return is_after and self._validations != state.validations

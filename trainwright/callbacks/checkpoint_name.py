@@ -49,8 +49,8 @@ def fill_template(template: str, values: Mapping[str, Any], *, insert_names: boo
     return re.sub(FIELD, written, template)
 
 
-def name_values(trainer: Trainer, epoch: int, monitor: str | None, template: str) -> dict[str, Any]:
-    """Return what the fields of a name stand for where a run is saved, as of an epoch.
+def name_values(trainer: Trainer, monitor: str | None, template: str) -> dict[str, Any]:
+    """Return what the fields of a name stand for where a run is saved.
 
     With a monitor a metric that other weights got is NaN, and so is each field where the monitor was not logged yet.
     """
@@ -58,7 +58,7 @@ def name_values(trainer: Trainer, epoch: int, monitor: str | None, template: str
         name: math.nan if monitor is not None and trainer.logbook.is_outdated(name) else float(value)
         for name, value in trainer.callback_metrics.items()
     }
-    values.update(epoch=epoch, step=trainer.global_step)
+    values.update(epoch=trainer.current_epoch, step=trainer.global_step)
     if monitor is not None and monitor not in values:  # nor are others like it
         values = {**{name: math.nan for name, _ in re.findall(FIELD, template)}, **values}
     return values

@@ -50,6 +50,11 @@ class LearningRateMonitor(Callback):
         self._epoch_begun = -1
         """The latest epoch whose row at its start is written."""
 
+    @property
+    def state_key(self) -> str:
+        settings = f"{self.logging_interval!r}, {self.log_momentum}, {self.log_weight_decay}"
+        return f"{type(self).__qualname__}({settings})"
+
     def state_dict(self) -> dict[str, Any]:
         return {"epoch_begun": self._epoch_begun}
 
@@ -123,8 +128,8 @@ class LearningRateMonitor(Callback):
             if isinstance(optimizer, Optimizer):
                 # What steps after validations has no row of its own; an epoch's start comes next.
                 uses.append((optimizer, config.name, config.interval if config.interval in INTERVALS else "epoch"))
-        scheduled = [optimizer for optimizer, _, _ in uses]
-        uses += [(each, None, None) for each in trainer.optimizers if not any(each is other for other in scheduled)]
+        configs = trainer.lr_scheduler_configs
+        uses += [(each, None, None) for each in trainer.optimizers if not any(config.is_of(each) for config in configs)]
         seen: Counter[str] = Counter()
         named = []
         for optimizer, given, interval in uses:

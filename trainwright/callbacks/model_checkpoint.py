@@ -216,6 +216,7 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._saved_at, self._has_begun = time.monotonic(), True
+        self._moments.begin(trainer)
         if self._watches_batches:
             self._moments.note_step(trainer)
         if trainer.resume_source is not None:
@@ -232,8 +233,7 @@ class ModelCheckpoint(Callback):
         if not self._is_fitting:
             return
         if self._moments.misses_end(trainer):
-            is_whole = state.batch == 0  # the counters have gone on to the next epoch
-            self._end(trainer, state.epoch - is_whole, is_whole, state.validated_at == state.total_batches)
+            self._end(trainer, is_validated=state.validated_at == state.total_batches)
         elif self._moments.misses_validation(trainer):
             self._follow_validation(trainer, is_within=True)
         elif self._is_put_off or self._moments.misses_step(trainer, self.every_n_train_steps):
@@ -277,28 +277,28 @@ class ModelCheckpoint(Callback):
         awaited, self._awaits_score = self._awaits_score and not self._score.is_to_come(trainer), False
         if not is_within:
             self._is_validated, self._is_put_off = True, self._is_put_off or awaited
-        elif awaited or (not self.save_on_train_epoch_end and self._is_chosen(trainer.current_epoch)):
+        elif awaited or (not self.save_on_train_epoch_end and self._is_chosen(trainer)):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         is_validated, self._is_validated = self._is_validated, False
         if self._is_fitting:
-            self._end(trainer, trainer.current_epoch, trainer.state.epoch_ended, is_validated)
+            self._end(trainer, is_validated)
 
-    def _end(self, trainer: Trainer, epoch: int, is_whole: bool, is_validated: bool) -> None:
+    def _end(self, trainer: Trainer, is_validated: bool) -> None:
         """Save at the end of an epoch, or of a run that stops within it; it may have been validated there."""
         self._moments.note_end(trainer)
-        if self._is_chosen(epoch) or self._is_put_off:
+        if self._is_chosen(trainer) or self._is_put_off:
             ends = self.save_on_train_epoch_end
             ends = not trainer.enable_validation if ends is None else ends
             # A run that is stopped within an epoch is saved as it stands.
-            if is_validated or ends or not is_whole or self._is_put_off:
-                self._save(trainer, epoch)
-        elif self.save_last and not is_whole and not self._moments.is_saved(trainer):
-            self._save(trainer, epoch)
+            if is_validated or ends or not trainer.state.epoch_ended or self._is_put_off:
+                self._save(trainer)
+        elif self.save_last and not trainer.state.epoch_ended and not self._moments.is_saved(trainer):
+            self._save(trainer)
 
-    def _is_chosen(self, epoch: int) -> bool:
-        return self.every_n_epochs > 0 and (epoch + 1) % self.every_n_epochs == 0
+    def _is_chosen(self, trainer: Trainer) -> bool:
+        return self.every_n_epochs > 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
         self._conclude(trainer)
@@ -325,14 +325,13 @@ class ModelCheckpoint(Callback):
 
     # -- what to save and to keep ------------------------------------------------------------------------------------
 
-    def _save(self, trainer: Trainer, epoch: int | None = None) -> None:
-        """Save, if rank 0 finds it worth it, as of an epoch; None for the one at hand. Collective."""
-        epoch = trainer.current_epoch if epoch is None else epoch
+    def _save(self, trainer: Trainer) -> None:
+        """Save, if rank 0 finds it worth it. Collective."""
         self._is_put_off = False
         if not self.keeps_any:
             return
         self._conclude(trainer)
-        plan = decided(trainer.engine, "a save of ModelCheckpoint", lambda: self._plan(trainer, epoch))
+        plan = decided(trainer.engine, "a save of ModelCheckpoint", lambda: self._plan(trainer))
         if plan is None or self._weights.refuses(trainer, self.last_model_path):
             return
         path, place, score, is_best, dropped = plan
@@ -358,7 +357,7 @@ class ModelCheckpoint(Callback):
             put_back()
             raise
         if is_begun:
-            report = f"epoch {epoch}, step {trainer.global_step}: saved {path}" if self.verbose else ""
+            report = f"epoch {trainer.current_epoch}, step {trainer.global_step}: saved {path}" if self.verbose else ""
             save = trainer.engine.writer.in_flight if self.async_save else None
             self._pending = PendingSave(path, place, self._replaced, save, put_back, self._keep_replaced, report)
         if not self.async_save:
@@ -373,7 +372,7 @@ class ModelCheckpoint(Callback):
     def _keep_replaced(self, paths: list[str]) -> None:
         self._replaced = paths
 
-    def _plan(self, trainer: Trainer, epoch: int) -> tuple[str, str, float | None, bool, list[str]] | None:
+    def _plan(self, trainer: Trainer) -> tuple[str, str, float | None, bool, list[str]] | None:
         """Return the path of a save, where to write it, its score, whether it is kept as one of the best, and what goes.
 
         None where it is not worth a save. Rank 0's.
@@ -393,7 +392,7 @@ class ModelCheckpoint(Callback):
             dropped.append(max(self.best_k_models, key=lambda each: self._rank(self.best_k_models[each])))
         if self.last_model_path and self.last_model_path not in self.best_k_models:
             dropped.append(self.last_model_path)
-        path, place = self._choose_path(trainer, epoch, dropped)
+        path, place = self._choose_path(trainer, dropped)
         return path, place, score, is_best, dropped
 
     def _take_rank_zeros(self, trainer: Trainer) -> None:
@@ -401,13 +400,14 @@ class ModelCheckpoint(Callback):
 
         def found() -> list[Any]:
             kept, last = {path: float(score) for path, score in self.best_k_models.items()}, self.last_model_path
-            place, path, score = self._unrenamed
+            replaced, (place, path, score) = self._replaced, self._unrenamed
             if same_place(place, trainer.resume_source or ""):  # what wrote it was ended before it was renamed
                 kept.pop(path, None)
                 kept, last = ({**kept, place: score} if score is not None else kept), place
-            return [kept, last]
+                replaced = [*replaced, path]  # what it takes the place of is there yet
+            return [kept, last, replaced]
 
-        kept, last = decided(trainer.engine, "the start of ModelCheckpoint", found)
+        kept, last, self._replaced = decided(trainer.engine, "the start of ModelCheckpoint", found)
         self.best_k_models, self.last_model_path = {path: _scalar(score) for path, score in kept.items()}, last
         self._judge()
 
@@ -433,9 +433,9 @@ class ModelCheckpoint(Callback):
 
     # -- where to save -----------------------------------------------------------------------------------------------
 
-    def _choose_path(self, trainer: Trainer, epoch: int, dropped: list[str]) -> tuple[str, str]:
+    def _choose_path(self, trainer: Trainer, dropped: list[str]) -> tuple[str, str]:
         """Return the path of this save, and where to write it: elsewhere if it replaces what has that path. Rank 0's."""
-        values = name_values(trainer, epoch, self.monitor, self.filename)
+        values = name_values(trainer, self.monitor, self.filename)
         plain = self.format_checkpoint_name(values)
 
         def is_replaced(path: str) -> bool:

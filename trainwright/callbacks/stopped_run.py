@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.checkpoint_name import SUFFIX
@@ -12,6 +11,7 @@ from trainwright.callbacks.decision import decided
 from trainwright.checkpoint.store import open_checkpoint
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.errors import CheckpointError
+from trainwright.loggers import extents
 
 if TYPE_CHECKING:
     from trainwright.callbacks.model_checkpoint import ModelCheckpoint
@@ -68,7 +68,7 @@ def _holds_position(path: str, trainer: Trainer) -> bool:
     now = type(trainer.state)()
     now.load_state_dict(trainer.state.state_dict())
     now.saves = stands.saves
-    return asdict(stands) == asdict(now)
+    return stands.state_dict() == now.state_dict()
 
 
 def _holds_ending(path: str, trainer: Trainer) -> bool:
@@ -79,8 +79,8 @@ def _holds_ending(path: str, trainer: Trainer) -> bool:
 
 
 def _ending(metrics: dict[str, Any], loggers: list[dict[str, Any]]) -> Any:
-    """Return the latest values and where the loggers stand at a run's end, so that they can be compared."""
-    return _comparable([metrics.get("ended", metrics), [each.get("ended", each["state"]) for each in loggers]])
+    """Return the latest values and how far the loggers' output goes at a run's end, so that they can be compared."""
+    return _comparable([metrics.get("ended", metrics), extents(loggers)])
 
 
 def _comparable(value: Any) -> Any:

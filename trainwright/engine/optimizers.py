@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.stand_in import users_own
 
 INTERVALS = ("epoch", "step", "validation")
 ACCEPTED = (
@@ -39,6 +40,11 @@ class SchedulerConfig:
     strict: bool = True
     name: str | None = None
     reduce_on_plateau: bool | None = None
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Return whether the scheduler sets the rates of an optimizer; a strategy may have put that in the user's place."""
+        own = getattr(self.scheduler, "optimizer", None)
+        return own is optimizer or own is users_own(optimizer)
 
     def __post_init__(self) -> None:
         if not isinstance(self.scheduler, LRScheduler) and not callable(getattr(self.scheduler, "step", None)):

@@ -130,6 +130,11 @@ class FolderLogger(Logger):
             self.version, self._goes_on = state["version"], True
         self._position, self._known_hparams = dict(state), str(state.get("hparams", ""))
 
+    @property
+    def stood_at(self) -> dict[str, Any]:
+        """Return where a run that goes on stood before what it wrote when it ended; empty where that is not known apart."""
+        return dict(self._position) if self._ending and self._is_writer else {}
+
     def take_up(self, is_over: bool = False) -> None:
         """Drop what lies behind the position of the run that goes on: it has been restored, and writes that again.
 

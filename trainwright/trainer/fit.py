@@ -98,7 +98,7 @@ def take_up(run: TrainingRun, generators: dict[str, Any] | None, left: dict[str,
     """
     if generators is None:
         return
-    with isolate_rng():
+    with isolate_rng(), run.state.at_loaded_end():
         set_rng_state(left or generators)
         for callback in run.trainer.callbacks:
             callback._make_up(run.trainer)

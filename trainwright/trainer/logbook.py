@@ -203,10 +203,14 @@ class Logbook:
 
         One that `is_over` writes none, and has what was logged when it ended.
         """
+        stood = {id(each): each.stood_at for each in self._loggers if isinstance(each, FolderLogger)}
         for logger in self._loggers:
             if isinstance(logger, FolderLogger):
                 logger.take_up(is_over)
         if is_over and self._ended:
+            # A checkpoint that is saved now holds both, as those of the run that ended.
+            self._latest_before = self._latest()
+            self._positions_before = logger_states(self._loggers, lambda each: stood.get(id(each)) or each.state_dict())
             self.load_state_dict(self._ended)
 
     def epoch_state(self, module: Module, is_evaluating: bool) -> dict[str, Any] | None:
@@ -243,6 +247,7 @@ class Logbook:
     def take_up_epoch(self) -> None:
         """Go on with what a checkpoint holds of the epoch; what the hooks of its start have logged again gives way to it."""
         state, self.unfinished = self.unfinished, None
+        self._latest_before = self._positions_before = None
         if state is not None:
             assert self.collector is not None
             self.collector.load_state_dict(state, self._engine.device)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trainwright.data.share import Place
 from trainwright.data.source_state import SourceState
+
+OF_THE_END = ("epoch", "batch", "unchecked_batches", "schedulers_stepped", "epoch_ended")
+"""The counters that are others at an epoch's end than where the next one begins."""
 
 
 @dataclass
@@ -49,6 +53,8 @@ class TrainerState:
     """The state of each loader's source there."""
     epoch_generators: dict[str, Any] | None = field(default=None, metadata={"counts": False})
     """This rank's generators as they were when the epoch began: the hooks of its start draw from them again when resumed."""
+    loaded_end: dict[str, Any] | None = field(default=None, metadata={"counts": False})
+    """Where a checkpoint of an epoch's end was loaded, what next_epoch has changed, until training begins."""
     generators_before_leaving: dict[str, Any] | None = field(default=None, metadata={"counts": False})
     """As they were where the run has stopped within the epoch, before what a longer run would not have done there."""
 
@@ -62,7 +68,19 @@ class TrainerState:
             if each.metadata.get("counts", True) and each.name in state:
                 setattr(self, each.name, (bool if each.type == "bool" else int)(state[each.name]))
         if self.epoch_ended:
+            self.loaded_end = {name: getattr(self, name) for name in OF_THE_END}
             self.next_epoch()
+
+    @contextmanager
+    def at_loaded_end(self) -> Iterator[None]:
+        """Stand for the context where a checkpoint was saved, if that is an epoch's end: with the epoch's number, and ended."""
+        end, self.loaded_end = self.loaded_end or {}, None
+        now = {name: getattr(self, name) for name in end}
+        vars(self).update(end)
+        try:
+            yield
+        finally:
+            vars(self).update(now)
 
     @property
     def is_unfinished(self) -> bool:
