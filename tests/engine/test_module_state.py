@@ -238,7 +238,7 @@ def test_sparse_state_of_an_optimizer_of_torchs_own_is_refused_before_training(t
 
     settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 1}
     trainer = tw.Trainer(**settings)
-    with pytest.raises(tw.CheckpointError, match=r"tensor 'momentum_buffer of SGD' is torch\.sparse_coo on cpu"):
+    with pytest.raises(tw.CheckpointError, match=r"'momentum_buffer of SGD' is sparse, .*SGD without momentum"):
         trainer.fit(Words(0.9), make_loader(16))
     assert trainer.global_step == 0
     trainer = tw.Trainer(**settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -104,6 +105,7 @@ def check_state(trainer: Trainer) -> None:
                 encode_state(stored, f"a parameter group of {type(optimizer).__name__}")
         for optimizer in others:
             for key, tensor in state_of_a_step(optimizer, sparse):
+                _check_dense(optimizer, key, tensor)
                 check_storable(f"{key} of {type(optimizer).__name__}", tensor)
         try:
             state = {**run_state(trainer), "extra": [extra_states(module) for module in engine.modules]}
@@ -122,6 +124,14 @@ def check_state(trainer: Trainer) -> None:
         _check_first_step(optimizer)
     subject = "checkpoints of this run could not be written"
     Outcomes(engine.agreement, "the start of fit", subject, "", engine.timeout_seconds).settle(look)
+
+
+def _check_dense(optimizer: Optimizer, key: str, tensor: Tensor) -> None:
+    if tensor.layout is torch.sparse_coo:
+        raise CheckpointError(
+            f"tensor '{key} of {type(optimizer).__name__}' is sparse, as the gradients of a layer with sparse=True are; a "
+            "checkpoint stores dense tensors. Use torch.optim.SparseAdam, or SGD without momentum, or leave sparse out."
+        )
 
 
 def _steps_any(optimizer: Optimizer, parameters: Collection[int]) -> bool:
@@ -250,7 +260,7 @@ def restore(trainer: Trainer, opened: Opened) -> tuple[dict[str, Any] | None, di
         saved, present = len(state.get("lr_schedulers", [])), len(trainer.lr_scheduler_configs)
         if saved != present and "lr_schedulers" in state:  # a hook may have taken them out
             raise CheckpointError(
-                f"{opened.checkpoint.path}: it was saved with {saved} schedulers, but this run has {present}. "
+                f"{opened.checkpoint.path}: it was saved with {saved} scheduler{'s' * (saved != 1)}, but this run has {present}. "
                 "Build the same schedulers to resume."
             )
 
