@@ -260,8 +260,8 @@ def restore(trainer: Trainer, opened: Opened) -> tuple[dict[str, Any] | None, di
         saved, present = len(state.get("lr_schedulers", [])), len(trainer.lr_scheduler_configs)
         if saved != present and "lr_schedulers" in state:  # a hook may have taken them out
             raise CheckpointError(
-                f"{opened.checkpoint.path}: it was saved with {saved} scheduler{'s' * (saved != 1)}, but this run has {present}. "
-                "Build the same schedulers to resume."
+                f"{opened.checkpoint.path}: it was saved with {saved} scheduler{'s' * (saved != 1)}, but this run "
+                f"has {present}. Build the same schedulers to resume."
             )
 
     assert trainer.module is not None
