@@ -208,3 +208,18 @@ def test_two_ranks_stop_together(tmp_path: Path) -> None:
     assert (first.pop("warned"), second.pop("warned")) == (1, 0)
     assert first == second
     assert (first["epochs"], first["waited"], first["best"]) == (3, 2, [1.0, -17.0, math.inf])
+
+
+def test_a_stop_after_a_validation_within_an_epoch_is_saved_once_among_the_best(tmp_path: Path) -> None:
+    def make() -> tw.ModelCheckpoint:
+        return tw.ModelCheckpoint(tmp_path, "{step}", monitor="score", mode="max", save_top_k=2)
+
+    settings = {"enable_checkpointing": True, "val_check_interval": 3, "max_epochs": 2}
+    saving = make()
+    trainer = run(EarlyStopping("score", patience=0), [1.0, 3.0, 4.0], saving, **settings)
+    assert trainer.global_step == 6
+    assert {Path(path).name for path in saving.best_k_models} == {"step=3.ckpt", "step=6.ckpt"}
+    again = make()
+    trainer = run(EarlyStopping("score", patience=0), [9.0], again, ckpt_path="auto", **settings)
+    assert trainer.global_step == 6
+    assert {Path(path).name for path in again.best_k_models} == {"step=3.ckpt", "step=6.ckpt"}

@@ -288,13 +288,11 @@ class ModelCheckpoint(Callback):
     def _end(self, trainer: Trainer, is_validated: bool) -> None:
         """Save at the end of an epoch, or of a run that stops within it; it may have been validated there."""
         self._moments.note_end(trainer)
-        if self._is_chosen(trainer) or self._is_put_off:
-            ends = self.save_on_train_epoch_end
-            ends = not trainer.enable_validation if ends is None else ends
-            # A run that is stopped within an epoch is saved as it stands.
-            if is_validated or ends or not trainer.state.epoch_ended or self._is_put_off:
-                self._save(trainer)
-        elif self.save_last and not trainer.state.epoch_ended and not self._moments.is_saved(trainer):
+        is_whole, ends = trainer.state.epoch_ended, self.save_on_train_epoch_end
+        ends = not trainer.enable_validation if ends is None else ends
+        # A run that is stopped within an epoch is saved as it stands, unless it was after the validation that has stopped it.
+        is_due = is_validated or ends if is_whole else not self._moments.is_saved(trainer)
+        if self._is_put_off or (is_due and (self._is_chosen(trainer) or (self.save_last and not is_whole))):
             self._save(trainer)
 
     def _is_chosen(self, trainer: Trainer) -> bool:
