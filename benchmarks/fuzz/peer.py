@@ -114,6 +114,11 @@ MEANT: list[tuple[str, Callable[[Config], bool], Config]] = [
         {"mode": None},
     ),
     (
+        "a batch of unlike sizes weighs in a metric's mean as its largest tensor; there as its first",
+        lambda c: bool(c["mode"]) and by_metric(c),
+        {"mode": None},
+    ),
+    (
         "early stopping by an epoch's loss sees that of the epoch after its last validation; there that of the one before",
         lambda c: c["stop"] == "loss_epoch" and within_epochs(c),
         {"stop": "val_loss", "every_epochs": 1, "across": False},
