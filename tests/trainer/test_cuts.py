@@ -463,6 +463,73 @@ class Drawing(Falling):
         torch.rand(3)
 
 
+def test_a_stop_within_an_epoch_is_scored_by_what_it_has_logged(tmp_path: Path) -> None:
+    best = tw.ModelCheckpoint(tmp_path, monitor="loss_epoch")
+    with pytest.warns(UserWarning, match="was not logged yet"):
+        trainer = fit(Falling(), best, max_steps=3, val_check_interval=3)
+    assert best.best_model_score == trainer.callback_metrics["loss_epoch"]
+
+
+def test_a_name_that_a_background_save_was_to_get_holds_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"monitor": "val_loss", "async_save": True, "save_weights_only": True}
+    best = tw.ModelCheckpoint(tmp_path / "best", "best", **options)
+    ends = Ends(tmp_path, "on_train_epoch_end", 2)
+    monkeypatch.setattr("trainwright.callbacks.checkpoint_retention.PendingSave.conclude_alone", lambda *_: None)
+    with pytest.raises(Killed):
+        fit(Falling(7.0), best, tw.ModelCheckpoint(tmp_path / "newest"), ends)
+    monkeypatch.undo()
+    best = tw.ModelCheckpoint(tmp_path / "best", "best", **options)
+    fit(Falling(8.0), best, tw.ModelCheckpoint(tmp_path / "newest"), path="auto")
+    assert open_checkpoint(best.best_model_path, "off").step == 8
+    assert float(best.best_model_score or 9.0) == 1.0
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_save_of_ones_own_where_a_run_resumes_is_where_it_stands(tmp_path: Path, step: int) -> None:
+    class Saves(tw.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            torch.rand(1)
+            trainer.save_checkpoint(tmp_path / "own.ckpt")
+            raise Killed
+
+    def run(*callbacks: tw.Callback, path: Any = None) -> list[Any]:
+        tw.seed_everything(3, verbose=False)
+        module = Drawing()
+        fit(module, *callbacks, path=path)
+        return module.seen
+
+    whole = run(every_step(tmp_path / "all"), tw.ModelCheckpoint(tmp_path / "ends"))
+    source = tmp_path / "all" / "2.ckpt" if step == 2 else tmp_path / "first" / "epoch=0-step=4.ckpt"
+    if step == 4:
+        with pytest.raises(Killed):
+            run(tw.ModelCheckpoint(tmp_path / "first"), Ends(tmp_path, "on_train_epoch_end", 1))
+    with pytest.raises(Killed):
+        run(Saves(), path=source)
+    later = tw.ModelCheckpoint(tmp_path / "first", save_top_k=-1)
+    assert run(later, path=tmp_path / "own.ckpt") == whole[step:]
+
+
+def test_a_stopped_run_that_is_trained_on_judges_by_what_it_had_before(tmp_path: Path) -> None:
+    known: list[set[str]] = []
+
+    class Stops(tw.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            trainer.should_stop = False
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            known.append(set(trainer.callback_metrics))
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            trainer.should_stop = trainer.resume_source is None and trainer.global_step == 2
+
+    for _ in range(2):
+        trainer = fit(Falling(), Stops(), tw.ModelCheckpoint(tmp_path), path="auto", max_epochs=1)
+    assert trainer.global_step == 4
+    assert [("val_loss" in names) for names in known] == [False] * 4, "the stop's validation is not of the longer run"
+
+
 def test_a_stop_within_an_epoch_draws_nothing_that_a_longer_run_would_not(tmp_path: Path) -> None:
     class DrawingAtTheEnd(Drawing):
         def on_train_epoch_end(self) -> None:

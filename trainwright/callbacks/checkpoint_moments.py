@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +17,13 @@ class Moments:
     """
 
     def __init__(self) -> None:
-        self._step = self._step_before = self._saved_at = self._validations = self._ended_at = -1
+        self._step = self._step_before = self._validations = self._ended_at = -1
+        self._saved_at = (-1, -1)
+        """The optimizer steps and the batches of the run at the latest save."""
+        self._is_validated = False
+        """Whether the end that comes next was validated."""
+        self.steps: dict[str, int] = {}
+        """The optimizer steps of what was saved at each path."""
         self._is_restored = False
         """Whether it is known what was before."""
 
@@ -32,38 +39,50 @@ class Moments:
         self._step = trainer.global_step
         return is_new
 
-    def note_save(self, trainer: Trainer) -> None:
-        """Note that the optimizer step at hand is saved."""
-        self._saved_at = trainer.global_step
+    def note_save(self, trainer: Trainer, *paths: str) -> None:
+        """Note that the run is saved where it stands, at these paths."""
+        self._saved_at = trainer.global_step, trainer.state.total_batches
+        self.steps.update(dict.fromkeys(paths, trainer.global_step))
 
     def is_saved(self, trainer: Trainer) -> bool:
-        """Return whether the optimizer step at hand is saved."""
-        return self._saved_at == trainer.global_step
+        """Return whether the run is saved where it stands, or will have been when the save in hand is done."""
+        return self._saved_at == (trainer.global_step, trainer.state.total_batches)
 
-    def note_validation(self, trainer: Trainer) -> None:
-        """Note that the validation at hand is known."""
-        self._validations = trainer.state.validations
+    def note_validation(self, trainer: Trainer, is_within: bool) -> None:
+        """Note that the validation at hand, `is_within` an epoch or at its end, is known."""
+        self._validations, self._is_validated = trainer.state.validations, not is_within
+
+    def take_validated(self) -> bool:
+        """Return whether the end at hand was validated, once."""
+        is_validated, self._is_validated = self._is_validated, False
+        return is_validated
 
     def note_end(self, trainer: Trainer) -> None:
         """Note that the end at hand, of an epoch or of a run that stops within one, is known."""
         self._ended_at = trainer.state.total_batches
 
-    def state_dict(self) -> dict[str, int]:
-        """Return what a resumed run needs."""
-        step = max(self._step, self._step_before)
+    def state_dict(self, paths: Collection[str]) -> dict[str, Any]:
+        """Return what a resumed run needs, with the steps of these paths."""
         return {
-            "step": step,
-            "saved_at": self._saved_at,
+            "step": max(self._step, self._step_before),
+            "saved_at": list(self._saved_at),
+            "steps": {path: step for path, step in self.steps.items() if path in paths},
+            "is_validated": self._is_validated,
             "validations": self._validations,
             "ended_at": self._ended_at,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; a checkpoint of an older version knows of steps alone."""
-        self._step_before, self._saved_at = int(state["step"]), int(state.get("saved_at", -1))
-        self._is_restored = "ended_at" in state
+    def load_state_dict(self, state: dict[str, Any], is_here: bool) -> None:
+        """Take back what `state_dict` returned; a checkpoint of an older version knows of steps alone.
+
+        `is_here`: whether the latest save is in the folder of this run.
+        """
+        self._step_before, self._is_restored = int(state["step"]), "ended_at" in state
         if self._is_restored:
             self._validations, self._ended_at = int(state["validations"]), int(state["ended_at"])
+            self._is_validated, self.steps = bool(state["is_validated"]), dict(state["steps"])
+            step, batches = state["saved_at"]
+            self._saved_at = (int(step), int(batches)) if is_here else (-1, -1)
 
     def misses_step(self, trainer: Trainer, every: int) -> bool:
         """Return whether a run resumes after an optimizer step that is not known, one of each `every`."""

@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainwright.callbacks.checkpoint_place import remove_replaced
 from trainwright.callbacks.decision import decided
 from trainwright.checkpoint.replacement import replace_checkpoint
+from trainwright.checkpoint.store import open_checkpoint, same_place
+from trainwright.errors import CheckpointError
 
 if TYPE_CHECKING:
     from trainwright.checkpoint.writer import BackgroundSave
     from trainwright.trainer.trainer import Trainer
+
+
+def found_again(
+    kept: Mapping[str, float],
+    last: str,
+    replaced: Sequence[str],
+    unrenamed: tuple[str, str, float | None],
+    steps: Mapping[str, int],
+    source: str,
+) -> tuple[dict[str, float], str, list[str]]:
+    """Return the kept checkpoints and their scores, the newest, and what they take the place of, where a run resumes.
+
+    A path may hold another save than the one that was meant: its own waits elsewhere for its path, or a later one that the
+    resumed run knows nothing of has taken it. Such a path is not among the kept ones, and the next save may have it.
+
+    Args:
+        kept, last, replaced: as the checkpoint says it.
+        unrenamed: where the newest was written, which path it was to get, and its score; empty where that is the same.
+        steps: the optimizer steps of what was saved at each path, as far as the checkpoint says it.
+        source: the checkpoint that the run is resumed from.
+    """
+    found = dict(kept)
+    place, path, score = unrenamed
+    if place and (same_place(place, source) or (path in steps and _step_of(place) == steps[path])):
+        found.pop(path, None)
+        found, last, replaced = ({**found, place: score} if score is not None else found), place, [*replaced, path]
+    own = {each: of for each, of in found.items() if each not in steps or _step_of(each) == steps[each]}
+    return own, last, [*replaced]
+
+
+def _step_of(path: str) -> int | None:
+    """Return the optimizer steps of a checkpoint; None where none is."""
+    try:
+        return open_checkpoint(path, "off").step
+    except CheckpointError:
+        return None
 
 
 @dataclass

@@ -17,7 +17,7 @@ from trainwright.callbacks.base import Callback
 from trainwright.callbacks.checkpoint_moments import Moments
 from trainwright.callbacks.checkpoint_name import SUFFIX, check_template, fill_template, name_values
 from trainwright.callbacks.checkpoint_place import choose_place, is_taken, makes_room, remove_replaced
-from trainwright.callbacks.checkpoint_retention import PendingSave
+from trainwright.callbacks.checkpoint_retention import PendingSave, found_again
 from trainwright.callbacks.checkpoint_score import MonitoredScore
 from trainwright.callbacks.checkpoint_settings import KEY_SETTINGS, check_choices, check_top_k, checked_intervals
 from trainwright.callbacks.checkpoint_weights import WeightsCheck
@@ -130,7 +130,7 @@ class ModelCheckpoint(Callback):
         self.best_model_score: Tensor | None = None
         self.kth_value: Tensor | None = None
         self.current_score: Tensor | None = None
-        self._has_begun = self._is_validated = self._has_validated = self._is_put_off = self._awaits_score = False
+        self._has_begun = self._has_validated = self._is_put_off = self._awaits_score = False
         self._place = ""
         """Where the newest one was written, before it got its path."""
         self._unrenamed: tuple[str, str, float | None] = ("", "", None)
@@ -160,7 +160,7 @@ class ModelCheckpoint(Callback):
             "is_put_off": self._is_put_off,
             "awaits_score": self._awaits_score,
             "replaced": self._replaced,
-            "moments": self._moments.state_dict(),
+            "moments": self._moments.state_dict({*self.best_k_models, self.last_model_path, self._place}),
             "current_score": None if self.current_score is None else float(self.current_score),
         }
 
@@ -175,7 +175,7 @@ class ModelCheckpoint(Callback):
         self._place, self._is_put_off = place, bool(state.get("is_put_off"))
         self._awaits_score = bool(state.get("awaits_score"))
         self.last_model_path = last if is_ours(last) else ""
-        self._moments.load_state_dict(state.get("moments", {"step": state.get("step_seen", -1)}))
+        self._moments.load_state_dict(state.get("moments", {"step": state.get("step_seen", -1)}), is_ours(last))
         self._replaced = [path for path in state.get("replaced", []) if is_ours(path)]
         self._unrenamed = (place, last, state["best_k_models"].get(last)) if place != last else ("", "", None)
         current = state.get("current_score")
@@ -233,7 +233,7 @@ class ModelCheckpoint(Callback):
         if not self._is_fitting:
             return
         if self._moments.misses_end(trainer):
-            self._end(trainer, is_validated=state.validated_at == state.total_batches)
+            self._end(trainer)
         elif self._moments.misses_validation(trainer):
             self._follow_validation(trainer, is_within=True)
         elif self._is_put_off or self._moments.misses_step(trainer, self.every_n_train_steps):
@@ -273,26 +273,26 @@ class ModelCheckpoint(Callback):
 
     def _follow_validation(self, trainer: Trainer, is_within: bool) -> None:
         """Save after a validation, `is_within` an epoch; an epoch's end saves for itself."""
-        self._moments.note_validation(trainer)
+        self._moments.note_validation(trainer, is_within)
         awaited, self._awaits_score = self._awaits_score and not self._score.is_to_come(trainer), False
         if not is_within:
-            self._is_validated, self._is_put_off = True, self._is_put_off or awaited
+            self._is_put_off = self._is_put_off or awaited
         elif awaited or (not self.save_on_train_epoch_end and self._is_chosen(trainer)):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        is_validated, self._is_validated = self._is_validated, False
         if self._is_fitting:
-            self._end(trainer, is_validated)
+            self._end(trainer)
 
-    def _end(self, trainer: Trainer, is_validated: bool) -> None:
-        """Save at the end of an epoch, or of a run that stops within it; it may have been validated there."""
+    def _end(self, trainer: Trainer) -> None:
+        """Save at the end of an epoch, or of a run that stops within it."""
         self._moments.note_end(trainer)
-        is_whole, ends = trainer.state.epoch_ended, self.save_on_train_epoch_end
-        ends = not trainer.enable_validation if ends is None else ends
-        # A run that is stopped within an epoch is saved as it stands, unless it was after the validation that has stopped it.
-        is_due = is_validated or ends if is_whole else not self._moments.is_saved(trainer)
-        if self._is_put_off or (is_due and (self._is_chosen(trainer) or (self.save_last and not is_whole))):
+        is_validated, is_whole = self._moments.take_validated(), trainer.state.epoch_ended
+        ends = not trainer.enable_validation if self.save_on_train_epoch_end is None else self.save_on_train_epoch_end
+        if self._is_put_off or (self._is_chosen(trainer) and (is_validated or ends or not is_whole)):
+            # A run that is stopped within an epoch is saved as it stands; a validation may have done so, with this score.
+            self._save(trainer, may_repeat=is_whole)
+        elif self.save_last and not is_whole and not self._moments.is_saved(trainer):
             self._save(trainer)
 
     def _is_chosen(self, trainer: Trainer) -> bool:
@@ -323,13 +323,13 @@ class ModelCheckpoint(Callback):
 
     # -- what to save and to keep ------------------------------------------------------------------------------------
 
-    def _save(self, trainer: Trainer) -> None:
-        """Save, if rank 0 finds it worth it. Collective."""
+    def _save(self, trainer: Trainer, may_repeat: bool = True) -> None:
+        """Save, if rank 0 finds it worth it; `may_repeat`: also where that is done, with the same score. Collective."""
         self._is_put_off = False
         if not self.keeps_any:
             return
         self._conclude(trainer)
-        plan = decided(trainer.engine, "a save of ModelCheckpoint", lambda: self._plan(trainer))
+        plan = decided(trainer.engine, "a save of ModelCheckpoint", lambda: self._plan(trainer, may_repeat))
         if plan is None or self._weights.refuses(trainer, self.last_model_path):
             return
         path, place, score, is_best, dropped = plan
@@ -348,7 +348,7 @@ class ModelCheckpoint(Callback):
         self._replaced = [each for each in dict.fromkeys([*self._replaced, *dropped]) if not same_place(each, path)]
         self.current_score = None if score is None else _scalar(score)
         self._judge()
-        self._moments.note_save(trainer)
+        self._moments.note_save(trainer, path, place)
         try:
             is_begun = trainer.save_checkpoint(place, self.save_weights_only, blocking=not self.async_save)
         except BaseException:
@@ -370,7 +370,7 @@ class ModelCheckpoint(Callback):
     def _keep_replaced(self, paths: list[str]) -> None:
         self._replaced = paths
 
-    def _plan(self, trainer: Trainer) -> tuple[str, str, float | None, bool, list[str]] | None:
+    def _plan(self, trainer: Trainer, may_repeat: bool) -> tuple[str, str, float | None, bool, list[str]] | None:
         """Return the path of a save, where to write it, its score, whether it is kept as one of the best, and what goes.
 
         None where it is not worth a save. Rank 0's.
@@ -379,6 +379,8 @@ class ModelCheckpoint(Callback):
             ValueError: a metric that is needed was not logged.
         """
         score = self._score.read(trainer, self._has_validated)
+        if not may_repeat and self._moments.is_saved(trainer) and score == self.current_score:
+            return None
         is_best = self._is_among_best(score)
         is_stopgap = not is_best and self.save_top_k != 0 and not self.best_k_models
         if not is_best and not is_stopgap and not self.save_last:
@@ -397,13 +399,9 @@ class ModelCheckpoint(Callback):
         """Keep what rank 0 has found of the checkpoints that a resumed run has kept before. Collective."""
 
         def found() -> list[Any]:
-            kept, last = {path: float(score) for path, score in self.best_k_models.items()}, self.last_model_path
-            replaced, (place, path, score) = self._replaced, self._unrenamed
-            if same_place(place, trainer.resume_source or ""):  # what wrote it was ended before it was renamed
-                kept.pop(path, None)
-                kept, last = ({**kept, place: score} if score is not None else kept), place
-                replaced = [*replaced, path]  # what it takes the place of is there yet
-            return [kept, last, replaced]
+            kept = {path: float(score) for path, score in self.best_k_models.items()}
+            source, steps = trainer.resume_source or "", self._moments.steps
+            return [*found_again(kept, self.last_model_path, self._replaced, self._unrenamed, steps, source)]
 
         kept, last, self._replaced = decided(trainer.engine, "the start of ModelCheckpoint", found)
         self.best_k_models, self.last_model_path = {path: _scalar(score) for path, score in kept.items()}, last

@@ -63,12 +63,7 @@ def _holds_position(path: str, trainer: Trainer) -> bool:
         return False
     if saved is None:
         return False  # the weights alone
-    stands = type(trainer.state)()
-    stands.load_state_dict(saved)
-    now = type(trainer.state)()
-    now.load_state_dict(trainer.state.state_dict())
-    now.saves = stands.saves
-    return stands.state_dict() == now.state_dict()
+    return trainer.state.is_where(saved)
 
 
 def _holds_ending(path: str, trainer: Trainer) -> bool:

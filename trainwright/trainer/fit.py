@@ -98,6 +98,7 @@ def take_up(run: TrainingRun, generators: dict[str, Any] | None, left: dict[str,
     """
     if generators is None:
         return
+    run.state.loaded_generators = None
     with isolate_rng(), run.state.at_loaded_end():
         set_rng_state(left or generators)
         for callback in run.trainer.callbacks:

@@ -211,7 +211,9 @@ class Logbook:
             # A checkpoint that is saved now holds both, as those of the run that ended.
             self._latest_before = self._latest()
             self._positions_before = logger_states(self._loggers, lambda each: stood.get(id(each)) or each.state_dict())
-            self.load_state_dict(self._ended)
+            ended = self._ended
+            self.load_state_dict(ended)
+            self._ended = ended
 
     def epoch_state(self, module: Module, is_evaluating: bool) -> dict[str, Any] | None:
         """Return what was logged so far in the epoch that is trained, for this rank's part of a checkpoint.
@@ -247,10 +249,25 @@ class Logbook:
     def take_up_epoch(self) -> None:
         """Go on with what a checkpoint holds of the epoch; what the hooks of its start have logged again gives way to it."""
         state, self.unfinished = self.unfinished, None
+        if self._latest_before is not None:
+            self._go_back(self._latest_before)
         self._latest_before = self._positions_before = None
         if state is not None:
             assert self.collector is not None
             self.collector.load_state_dict(state, self._engine.device)
+
+    def _go_back(self, before: dict[str, Any]) -> None:
+        """Go back to the values of before what the run has done when it ended: it is trained on after all."""
+        kinds = (
+            ("callback", self._callback),
+            ("logged", self._logged),
+            ("shown", self._shown),
+            ("scored_at", self._scored_at),
+        )
+        for kind, values in kinds:
+            for name in self._ended.get(kind, {}).keys() - before[kind].keys():
+                values.pop(name, None)
+            values.update(before[kind])
 
     def note(self, values: Mapping[str, float]) -> None:
         """Put values that a callback has read off, alike on every rank, among the callback metrics."""

@@ -183,8 +183,8 @@ def rank_state(trainer: Trainer) -> dict[str, Any]:
     assert trainer.module is not None
     metrics = trainer.logbook.epoch_state(trainer.module, trainer.is_evaluating)
     own_stop = trainer.should_stop and not any(each._has_asked_to_stop for each in trainer.callbacks)
-    before = trainer.state.generators_before_leaving
-    generators = {} if before is None else {"rng": before, "ended_rng": rng_state()}
+    before, now = trainer.state.generators_before_leaving, trainer.state.loaded_generators or rng_state()
+    generators = {"rng": now} if before is None else {"rng": before, "ended_rng": now}
     return {
         **generators,
         "metrics": metrics,
@@ -298,6 +298,7 @@ def restore(trainer: Trainer, opened: Opened) -> tuple[dict[str, Any] | None, di
             f"{trainer.state.step}"
         )
     left = own.get("ended_rng")
+    trainer.state.loaded_generators = left or restored.rng
     if left is not None:
         trainer.state.generators_before_leaving = restored.rng
     return restored.rng, left

@@ -55,11 +55,23 @@ class TrainerState:
     """This rank's generators as they were when the epoch began: the hooks of its start draw from them again when resumed."""
     loaded_end: dict[str, Any] | None = field(default=None, metadata={"counts": False})
     """Where a checkpoint of an epoch's end was loaded, what next_epoch has changed, until training begins."""
+    loaded_generators: dict[str, Any] | None = field(default=None, metadata={"counts": False})
+    """This rank's generators as a checkpoint holds them, until they are set; of a run that had stopped, as it left them."""
     generators_before_leaving: dict[str, Any] | None = field(default=None, metadata={"counts": False})
     """As they were where the run has stopped within the epoch, before what a longer run would not have done there."""
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counters as plain data."""
+        """Return the counters as plain data; those of the end that was loaded, until training begins."""
+        return {**self._counters(), **(self.loaded_end or {})}
+
+    def is_where(self, saved: dict[str, Any]) -> bool:
+        """Return whether a run would go on from a checkpoint with these counters as from where this one stands."""
+        other, own = TrainerState(), TrainerState()
+        other.load_state_dict(saved)
+        own.load_state_dict({**self.state_dict(), "saves": other.saves})
+        return own._counters() == other._counters()
+
+    def _counters(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.metadata.get("counts", True)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -90,6 +102,7 @@ class TrainerState:
     def begin_epoch(self, generators: dict[str, Any]) -> None:
         """Begin the epoch, or what is left of it, with these generators."""
         self.epoch_generators, self.is_left, self.generators_before_leaving = generators, False, None
+        self.loaded_end = self.loaded_generators = None
 
     def next_epoch(self) -> None:
         """Go on to the next epoch."""
