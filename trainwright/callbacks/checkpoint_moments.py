@@ -23,15 +23,15 @@ class Moments:
         self._is_validated = False
         """Whether the end that comes next was validated."""
         self.steps: dict[str, int] = {}
-        """The optimizer steps of what was saved at each path."""
-        self._is_restored = False
+        """The optimizer steps of what was saved at each path that is kept."""
+        self._is_known = False
         """Whether it is known what was before."""
 
     def begin(self, trainer: Trainer) -> None:
         """Take what was before for known, where no checkpoint says what was: nothing of it was to be saved by this callback."""
-        if not self._is_restored:
+        if not self._is_known:
             self._validations, self._ended_at = trainer.state.validations, trainer.state.total_batches
-            self._is_restored = True
+            self._is_known = True
 
     def note_step(self, trainer: Trainer) -> bool:
         """Note that the optimizer step at hand is known; return whether it was not."""
@@ -39,9 +39,10 @@ class Moments:
         self._step = trainer.global_step
         return is_new
 
-    def note_save(self, trainer: Trainer, *paths: str) -> None:
-        """Note that the run is saved where it stands, at these paths."""
+    def note_save(self, trainer: Trainer, paths: Collection[str], kept: Collection[str]) -> None:
+        """Note that the run is saved where it stands, at these paths, and which are kept beside them."""
         self._saved_at = trainer.global_step, trainer.state.total_batches
+        self.steps = {path: step for path, step in self.steps.items() if path in kept}
         self.steps.update(dict.fromkeys(paths, trainer.global_step))
 
     def is_saved(self, trainer: Trainer) -> bool:
@@ -61,12 +62,12 @@ class Moments:
         """Note that the end at hand, of an epoch or of a run that stops within one, is known."""
         self._ended_at = trainer.state.total_batches
 
-    def state_dict(self, paths: Collection[str]) -> dict[str, Any]:
-        """Return what a resumed run needs, with the steps of these paths."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
         return {
             "step": max(self._step, self._step_before),
             "saved_at": list(self._saved_at),
-            "steps": {path: step for path, step in self.steps.items() if path in paths},
+            "steps": dict(self.steps),
             "is_validated": self._is_validated,
             "validations": self._validations,
             "ended_at": self._ended_at,
@@ -77,8 +78,8 @@ class Moments:
 
         `is_here`: whether the latest save is in the folder of this run.
         """
-        self._step_before, self._is_restored = int(state["step"]), "ended_at" in state
-        if self._is_restored:
+        self._step_before, self._is_known = int(state["step"]), "ended_at" in state
+        if self._is_known:
             self._validations, self._ended_at = int(state["validations"]), int(state["ended_at"])
             self._is_validated, self.steps = bool(state["is_validated"]), dict(state["steps"])
             step, batches = state["saved_at"]

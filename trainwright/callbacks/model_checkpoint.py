@@ -160,7 +160,7 @@ class ModelCheckpoint(Callback):
             "is_put_off": self._is_put_off,
             "awaits_score": self._awaits_score,
             "replaced": self._replaced,
-            "moments": self._moments.state_dict({*self.best_k_models, self.last_model_path, self._place}),
+            "moments": self._moments.state_dict(),
             "current_score": None if self.current_score is None else float(self.current_score),
         }
 
@@ -348,7 +348,7 @@ class ModelCheckpoint(Callback):
         self._replaced = [each for each in dict.fromkeys([*self._replaced, *dropped]) if not same_place(each, path)]
         self.current_score = None if score is None else _scalar(score)
         self._judge()
-        self._moments.note_save(trainer, path, place)
+        self._moments.note_save(trainer, (path, place), self.best_k_models)
         try:
             is_begun = trainer.save_checkpoint(place, self.save_weights_only, blocking=not self.async_save)
         except BaseException:

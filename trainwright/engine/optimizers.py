@@ -41,11 +41,6 @@ class SchedulerConfig:
     name: str | None = None
     reduce_on_plateau: bool | None = None
 
-    def is_of(self, optimizer: Optimizer) -> bool:
-        """Return whether the scheduler sets the rates of an optimizer; a strategy may have put that in the user's place."""
-        own = getattr(self.scheduler, "optimizer", None)
-        return own is optimizer or own is users_own(optimizer)
-
     def __post_init__(self) -> None:
         if not isinstance(self.scheduler, LRScheduler) and not callable(getattr(self.scheduler, "step", None)):
             raise TypeError(
@@ -79,6 +74,11 @@ class SchedulerConfig:
     def is_plateau(self) -> bool:
         """Return whether the scheduler's step takes a metric."""
         return bool(self.reduce_on_plateau)
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Return whether the scheduler sets the rates of an optimizer; a strategy may have put that in the user's place."""
+        own = getattr(self.scheduler, "optimizer", None)
+        return own is optimizer or own is users_own(optimizer)
 
 
 def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:

@@ -127,6 +127,7 @@ def check_state(trainer: Trainer) -> None:
 
 
 def _check_dense(optimizer: Optimizer, key: str, tensor: Tensor) -> None:
+    """Refuse sparse state, with the optimizers that keep none (CheckpointError)."""
     if tensor.layout is torch.sparse_coo:
         raise CheckpointError(
             f"tensor '{key} of {type(optimizer).__name__}' is sparse, as the gradients of a layer with sparse=True are; a "
