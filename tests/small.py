@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -10,8 +11,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
 
+ACCELERATOR = os.environ.get("TRAINWRIGHT_TEST_ACCELERATOR", "cpu")
+"""What the tests train on: `make test-device` sets it."""
+ON_HOST = ACCELERATOR == "cpu"
+
 QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
+    "accelerator": ACCELERATOR,
     "enable_progress_bar": False,
     "enable_model_summary": False,
     "enable_checkpointing": False,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET, loss_of, make_loader, make_net
+from small import ON_HOST, QUIET, loss_of, make_loader, make_net
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -217,7 +217,7 @@ def test_a_closure_runs_in_the_steps_precision() -> None:
 
 
 def test_a_loop_of_ones_own_that_steps_within_autocast() -> None:
-    accelerator = tw.Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator = tw.Accelerator(cpu=ON_HOST, mixed_precision="bf16")
     net = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(net, Telling(net.parameters()))
     outputs = []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET, Classifier, assert_equal, loss_of, make_loader, make_net, weights
+from small import ON_HOST, QUIET, Classifier, assert_equal, loss_of, make_loader, make_net, weights
 
 import trainwright as tw
 
@@ -97,7 +97,9 @@ def train_by_trainer(case: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def train_by_accelerator(case: dict[str, Any]) -> dict[str, torch.Tensor]:
-    accelerator = tw.Accelerator(cpu=True, precision=case["precision"], gradient_accumulation_steps=case["accumulate"])
+    accelerator = tw.Accelerator(
+        cpu=ON_HOST, precision=case["precision"], gradient_accumulation_steps=case["accumulate"]
+    )
     net = make_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, fused=True)
     model, optimizer, loader = accelerator.prepare(net, optimizer, make_loader())
@@ -126,7 +128,7 @@ def test_trainer_and_accelerator_equal_the_hand_written_loop_bitwise(name: str) 
 
 def test_accelerator_step_clips_and_tells_norm_and_skip() -> None:
     case = settings_of(CASES["clip_norm"])
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     net = make_net()
     model, optimizer, loader = accelerator.prepare(
         net, torch.optim.AdamW(net.parameters(), lr=0.05, fused=True), make_loader()
