@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.profiler import emit_nvtx as nvtx_ranges
 from torch.autograd.profiler_util import EventList
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
 from trainwright.profilers.base import Profiler
 
@@ -98,7 +98,7 @@ class PyTorchProfiler(Profiler):
             self._begin()
         if action == STEP_ACTIONS.get(self.stage or "fit", "training_step"):
             if self._batches and isinstance(self._recorder, profile):
-                self._recorder.step()
+                self._advance(self._recorder)
             self._batches += 1
         self._ranges.setdefault(action, []).append(_open_range(action))
 
@@ -135,6 +135,20 @@ class PyTorchProfiler(Profiler):
             recorder = profile(**{**self.profiler_kwargs, "on_trace_ready": self._take_recording})
         recorder.__enter__()
         self._recorder = recorder
+
+    def _advance(self, recorder: profile) -> None:
+        """Move the schedule on by a batch; drop a recorder that fails on the way.
+
+        It may stand in a state that it never began, and torch crashes where such a one is left.
+        """
+        was_recording = recorder.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+        try:
+            recorder.step()
+        except BaseException:  # a trace that cannot be written, a warning that is an error
+            self._recorder, self._has_ended = None, True
+            if was_recording and torch.autograd._profiler_enabled():
+                recorder.stop_trace()
+            raise
 
     def _end(self) -> None:
         """End the recording, after a failure too; what was recorded up to here counts."""
