@@ -139,14 +139,19 @@ class PyTorchProfiler(Profiler):
     def _advance(self, recorder: profile) -> None:
         """Move the schedule on by a batch; drop a recorder that fails on the way.
 
-        It may stand in a state that it never began, and torch crashes where such a one is left.
+        It says then that it is in a state that it may never have begun, and torch crashes where such a one is left. So
+        what did begin is ended here.
         """
-        was_recording = recorder.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+        before = recorder.current_action
         try:
             recorder.step()
         except BaseException:  # a trace that cannot be written, a warning that is an error
             self._recorder, self._has_ended = None, True
-            if was_recording and torch.autograd._profiler_enabled():
+            is_running = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+            if before == ProfilerAction.WARMUP and not is_running:
+                recorder.start_trace()  # what is prepared ends by running
+                recorder.stop_trace()
+            elif before in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE) and is_running:
                 recorder.stop_trace()
             raise
 
