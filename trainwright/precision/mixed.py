@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from trainwright.devices.abilities import autocasts
 from trainwright.precision.base import Agree, Clipper, Closure, Precision, Sender, StepResult
 from trainwright.precision.fast_path import NoFastPath
 
@@ -38,7 +39,7 @@ class MixedPrecision(Precision):
 
     Args:
         name: "16-mixed" or "bf16-mixed".
-        device_type: "cpu" or "cuda".
+        device_type: "cpu", or the accelerator's ("cuda", "mps", "xpu", ...).
         scaler: the GradScaler to use with "16-mixed"; by default torch's own settings. One that is disabled scales nothing.
     """
 
@@ -60,6 +61,15 @@ class MixedPrecision(Precision):
         self._has_scaled = False
         self._followed: Sequence[Optimizer] = ()
         _see_every_step()
+
+    def check(self, device: torch.device) -> None:
+        if not autocasts(device.type, self.autocast_dtype):
+            others = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+            has = [f"precision={name!r}" for name, dtype in others.items() if autocasts(device.type, dtype)]
+            raise ValueError(
+                f"precision={self.name!r} needs an autocast in {self.autocast_dtype}, and {device} has none; pass "
+                f"{' or '.join([*has, 'precision=' + repr('32-true')])}."
+            )
 
     def forward_context(self) -> AbstractContextManager[Any]:
         return self._autocast
