@@ -14,6 +14,7 @@ from torch.autograd.profiler import emit_nvtx as nvtx_ranges
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
+from trainwright.devices import cuda
 from trainwright.profilers.base import Profiler
 
 STEP_ACTIONS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -23,7 +24,7 @@ SORT_KEYS = (
     "count",
     *(
         key.format(device)
-        for device in ("cpu", "cuda", "xpu", "device")
+        for device in ("cpu", cuda.NAME, "xpu", "device")
         for key in ("{}_time", "{}_time_total", "{}_memory_usage", "self_{}_time_total", "self_{}_memory_usage")
     ),
 )
@@ -69,8 +70,10 @@ class PyTorchProfiler(Profiler):
             raise ValueError(_unknown("sort_by_key", sort_by_key, SORT_KEYS))
         if group_by_input_shapes and not profiler_kwargs.setdefault("record_shapes", True):
             raise ValueError("group_by_input_shapes=True excludes record_shapes=False; leave record_shapes out.")
-        if emit_nvtx and not torch.cuda.is_available():
-            raise ValueError("emit_nvtx=True needs CUDA, and there is none here; leave it out to record operators.")
+        if emit_nvtx and not cuda.is_available():
+            raise ValueError(
+                "emit_nvtx=True needs an NVIDIA GPU, and torch sees none; leave it out to record operators."
+            )
         self.group_by_input_shapes, self.emit_nvtx = group_by_input_shapes, emit_nvtx
         self.export_to_chrome, self.record_module_names = export_to_chrome, record_module_names
         self.row_limit, self.sort_by_key, self.table_kwargs = row_limit, sort_by_key, table_kwargs or {}
