@@ -30,7 +30,7 @@ METHODS = {
     tw.Strategy: """after_load after_run allocate_optimizer_state backward before_evaluation check clip_gradients close connect
         describe_optimizer follow_parameters follow_toggle forget model_pieces optimizer_pieces piece place run settle
         setup_module setup_optimizers step sync_gradients unscale""",
-    tw.Precision: """backward backward_context convert_batch convert_module follow forget forward_context init_context
+    tw.Precision: """backward backward_context check convert_batch convert_module follow forget forward_context init_context
         load_state_dict reset state_dict step step_context unscale""",
     tw.Trainer: """agree_on_stop appointment clip_gradients fit init_module manual_backward monitored predict print
         save_checkpoint save_waiting stop_soon test validate""",

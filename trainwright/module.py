@@ -411,8 +411,8 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
     @property
     def on_gpu(self) -> bool:
-        """Return whether this module is on a GPU."""
-        return self.device.type == "cuda"
+        """Return whether this module is on an accelerator, a GPU or another."""
+        return self.device.type not in ("cpu", "meta")
 
     @property
     def current_epoch(self) -> int:

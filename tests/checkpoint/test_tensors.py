@@ -349,12 +349,13 @@ def test_a_damaged_or_hostile_header_is_refused(data: bytes) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 def test_tensors_on_a_device_come_back(tmp_path: Path) -> None:
-    tensors = {"plain": torch.randn(4, 3, device="cuda"), "strided": torch.randn(4, 6, device="cuda")[:, ::2]}
+    device = torch.accelerator.current_accelerator()
+    tensors = {"plain": torch.randn(4, 3, device=device), "strided": torch.randn(4, 6, device=device)[:, ::2]}
     checkpoint = save(tmp_path / "a.ckpt", [whole(name, tensor) for name, tensor in tensors.items()])
     for name, tensor in tensors.items():
-        for target in (torch.zeros(4, 3, device="cuda"), torch.zeros(4, 6, device="cuda")[:, 1::2], torch.zeros(4, 3)):
+        for target in (torch.zeros(4, 3, device=device), torch.zeros(4, 6, device=device)[:, 1::2], torch.zeros(4, 3)):
             checkpoint.read_into("model", [whole(name, target)])
             assert torch.equal(target.cpu(), tensor.cpu())
 

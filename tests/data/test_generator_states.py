@@ -14,6 +14,12 @@ from trainwright.checkpoint import opening
 from trainwright.data.generator_states import check_generator_states
 from trainwright.data.seeding import rng_state
 
+SEEDED = torch.zeros(16, dtype=torch.uint8)
+
+
+def device_state(state: Any, others: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"type": "cuda", "state": state, "others": others or {}}
+
 
 def spoiled(name: str, value: Any) -> dict[str, Any]:
     state = rng_state()
@@ -33,17 +39,29 @@ BAD = {
     "size": ("torch", lambda state: state[:-1]),
     "dtype": ("torch", lambda state: state.float()),
     "zeros": ("torch", lambda state: torch.zeros_like(state)),
-    "device": ("cuda", lambda state: [torch.zeros(15, dtype=torch.uint8)]),
-    "offset": ("cuda", lambda state: [torch.full((16,), 255, dtype=torch.uint8)]),
+    "device": ("device", lambda state: device_state(torch.zeros(15, dtype=torch.uint8))),
+    "offset": ("device", lambda state: device_state(torch.full((16,), 255, dtype=torch.uint8))),
+    "further": ("device", lambda state: device_state(SEEDED, {"1": torch.zeros(15, dtype=torch.uint8)})),
+    "number": ("device", lambda state: device_state(SEEDED, {"one": SEEDED})),
+    "no bytes": ("device", lambda state: device_state([0] * 16)),
+    "no states": ("device", lambda state: "cuda"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_state_that_a_generator_cannot_have_is_refused(case: str) -> None:
     name, value = BAD[case]
-    check_generator_states({"rng": {**rng_state(), "cuda": [torch.zeros(16, dtype=torch.uint8)]}}, "path")
+    check_generator_states({"rng": {**rng_state(), "device": device_state(SEEDED, {"3": SEEDED})}}, "path")
     with pytest.raises(tw.CheckpointError, match=f"path: the state of the {name} generator is none that it can have"):
         check_generator_states({"sources": [[{"generators": spoiled(name, value)}]]}, "path")
+
+
+def test_the_states_that_earlier_checkpoints_hold_by_number_are_looked_at_too() -> None:
+    earlier = {name: state for name, state in rng_state().items() if name != "device"}
+    check_generator_states({"rng": {**earlier, "cuda": []}}, "path")
+    check_generator_states({"rng": {**earlier, "cuda": [SEEDED, SEEDED]}}, "path")
+    with pytest.raises(tw.CheckpointError, match="path: the state of the device generator is none that it can have"):
+        check_generator_states({"rng": {**earlier, "cuda": [torch.zeros(15, dtype=torch.uint8)]}}, "path")
 
 
 def test_a_run_refuses_it_before_anything_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_map_tensors_leaves_the_rest() -> None:
 
 
 class RecordingStream:
-    """Stands for the CUDA stream: it writes down what it is asked, in order."""
+    """Stands for the stream of a device: it writes down what it is asked, in order."""
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -158,11 +158,13 @@ def test_objects_pin_themselves() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_training_on_a_gpu_gets_every_batch_whole(num_workers: int) -> None:
     """The memory of batches is used again at once, while long kernels still read it."""
-    device = torch.device("cuda", torch.cuda.current_device())
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    device = torch.device(kind.type, torch.accelerator.current_device_index())
     data = torch.arange(64.0).repeat_interleave(1 << 18).reshape(64, -1)
     loader = DataLoader(TensorDataset(data), batch_size=2, num_workers=num_workers)
     share = ShardedLoader(loader, rank=0, world_size=1, mode="train", pin_memory=True)

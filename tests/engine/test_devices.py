@@ -24,8 +24,8 @@ def test_devices_are_counted() -> None:
     assert resolve_num_processes("auto", "cuda", Environment()) == 2
     assert resolve_num_processes(-1, "cuda", Environment()) == 2
     assert resolve_num_processes("auto", "cpu", task("slurm")) == 4
-    assert device_index(2, task("torchrun")) == 1
-    assert device_index([1, 0], task("torchrun")) == 0
+    assert device_index(2, "cuda", task("torchrun")) == 1
+    assert device_index([1, 0], "cuda", task("torchrun")) == 0
 
 
 def test_more_processes_than_gpus_are_refused() -> None:
@@ -40,9 +40,17 @@ def test_a_cluster_may_show_each_process_its_own_gpu_alone(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert resolve_num_processes("auto", "cuda", task("slurm")) == 4
     assert resolve_num_processes(4, "cuda", task("mpi")) == 4
-    assert device_index("auto", task("slurm")) == 0
+    assert device_index("auto", "cuda", task("slurm")) == 0
     with pytest.raises(ValueError, match=r"torch sees 1 GPU\(s\) here"):
         resolve_num_processes("auto", "cuda", task("torchrun"))
+
+
+def test_an_accelerator_without_a_process_group_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
+    assert resolve_num_processes("auto", "mps", Environment()) == 1
+    for devices, environment in ((2, Environment()), ("2", Environment()), ("auto", task("torchrun"))):
+        with pytest.raises(ValueError, match=r"accelerator='mps' has no process group in torch .*; pass devices=1"):
+            resolve_num_processes(devices, "mps", environment)
 
 
 def test_nodes_are_those_of_the_job() -> None:

@@ -297,7 +297,7 @@ def test_fit_without_a_loader_says_so() -> None:
         ({"precision": 1.5}, TypeError, "is a float"),
         ({"devices": 0}, ValueError, "below 1"),
         ({"devices": 2.5}, TypeError, "accepted are a number of devices"),
-        ({"accelerator": "tpu"}, ValueError, "choose from auto, cpu, cuda, gpu"),
+        ({"accelerator": "tpu"}, ValueError, "choose from auto, cpu, gpu, cuda, mps, xpu"),
         ({"callbacks": [tw.ModelCheckpoint]}, TypeError, "accepted are instances"),
         ({"callbacks": [tw.ModelCheckpoint()]}, ValueError, "leave out one of the two"),
         ({"callbacks": tw.ModelSummary}, TypeError, "accepted are instances"),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainwright.checkpoint.shards import check_storable
 from trainwright.checkpoint.tensors import Piece, tied_groups
+from trainwright.devices.abilities import has_pinned_memory
 
 ALIGNMENT = 64
 
@@ -55,7 +56,7 @@ class HostMemory:
         return [[copied[id(piece)] for piece in pieces] for pieces in parts]
 
     def _reserve(self, size: int, tensors: Iterable[Tensor]) -> None:
-        is_pinned = any(tensor.device.type == "cuda" for tensor in tensors)
+        is_pinned = any(has_pinned_memory(device_type) for device_type in {tensor.device.type for tensor in tensors})
         if size > self._memory.numel() or is_pinned != self._is_pinned:
             self.release()  # before the larger one is there
             more = size // 16 + (1 << 20)  # metrics and the like grow a little from save to save

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainwright.devices.generators import check_device_state, state_in
 from trainwright.errors import CheckpointError
 
 NAMES = frozenset({"python", "numpy", "torch"})
+DEVICE = "device"
 KEY_LENGTH = 624
 """The words of a Mersenne Twister."""
-CUDA_BYTES = 16
-"""A seed and an offset."""
 
 
 def check_generator_states(value: Any, path: str) -> None:
@@ -31,7 +31,7 @@ def check_generator_states(value: Any, path: str) -> None:
     for state in _states_in(value):
         for name, check in _CHECKS.items():
             try:
-                check(state.get(name))
+                check(state_in(state) if name == DEVICE else state.get(name))
             except Exception as error:
                 raise CheckpointError(
                     f"{path}: the state of the {name} generator is none that it can have ({error}). Use another checkpoint, "
@@ -82,17 +82,10 @@ def _check_torch(state: Any) -> None:
     torch.Generator().set_state(_bytes(state))
 
 
-def _check_cuda(states: Any) -> None:
-    for state in states or ():
-        numel, offset = _bytes(state).numel(), int(state[8:].view(torch.int64)[0]) if len(state) == CUDA_BYTES else 0
-        if numel != CUDA_BYTES or offset < 0 or offset % 4:
-            raise ValueError(f"{numel} bytes, with the offset {offset}")
-
-
 def _bytes(state: Any) -> Tensor:
     if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.dim() != 1:
         raise TypeError("no row of bytes")
     return state
 
 
-_CHECKS = {"python": _check_python, "numpy": _check_numpy, "torch": _check_torch, "cuda": _check_cuda}
+_CHECKS = {"python": _check_python, "numpy": _check_numpy, "torch": _check_torch, DEVICE: check_device_state}

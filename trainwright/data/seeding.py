@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from trainwright.devices.generators import derived_device_state, device_state, set_device_state, state_in
 from trainwright.distributed.environment import Environment
 
 _chosen = itertools.count()
@@ -60,8 +60,11 @@ def _choose_seed(environment: Environment) -> int:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Put the generators (python's, numpy's where it is loaded, torch's, each CUDA device's) back after the block."""
-    state = rng_state() if include_cuda else {**host_state(), "cuda": []}
+    """Put the generators (python's, numpy's where it is loaded, torch's, the accelerator's) back after the block.
+
+    `include_cuda` is the field's name for the accelerator, whichever it is: False leaves its generators alone.
+    """
+    state = rng_state() if include_cuda else {**host_state(), "device": None}
     try:
         yield
     finally:
@@ -75,9 +78,8 @@ def derive_seed(*parts: int) -> int:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of this process's generators: python, numpy (where it is loaded), torch and each CUDA device."""
-    cuda = list(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    return {**host_state(), "cuda": cuda}
+    """Return the states of this process's generators: python, numpy (where it is loaded), torch and the accelerator's."""
+    return {**host_state(), "device": device_state()}
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
@@ -85,9 +87,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     if state["numpy"] is not None:
         import numpy  # noqa: F401 - its generator is set below, where it is loaded
     set_host_state(state)
-    cuda: list[Tensor] = list(state["cuda"])
-    if cuda and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(cuda)
+    set_device_state(state_in(state))
 
 
 def _nested_tuple(value: Any) -> Any:
@@ -95,9 +95,10 @@ def _nested_tuple(value: Any) -> Any:
 
 
 def derived_rng_state(*parts: int) -> dict[str, Any]:
-    """Return what `rng_state` would return with the generators of the host seeded by the parts; nothing is changed."""
-    with SideGenerators(derive_seed(*parts)).drawn():
-        return rng_state()
+    """Return what `rng_state` would return with all generators seeded by the parts; nothing is changed."""
+    seed = derive_seed(*parts)
+    with SideGenerators(seed).drawn():
+        return {**host_state(), "device": derived_device_state(seed)}
 
 
 class SideGenerators:

@@ -1,4 +1,4 @@
-"""Transfer: a batch, whatever its structure, onto a device; on CUDA the next one while this one trains (`Prefetcher`)."""
+"""Transfer: a batch, whatever its structure, onto a device; on a GPU the next one while this one trains (`Prefetcher`)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def pinned(batch: Any) -> Any:
 
 
 class CopyStream:
-    """The CUDA stream that copies go over, beside the one that the training runs on.
+    """The stream that copies go over, beside the one that the training runs on.
 
     Args:
         device: the device that is copied to.
@@ -78,7 +78,7 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._side = torch.Stream(device)
 
     def pin(self, batch: Any) -> Any:
         """Return the batch in pinned memory, which alone is copied without the host's waiting."""
@@ -87,7 +87,7 @@ class CopyStream:
     @contextmanager
     def copying(self) -> Iterator[None]:
         """Let what the block starts go over this stream."""
-        with torch.cuda.stream(self._side):
+        with self._side:
             yield
 
     def mark(self) -> Any:
@@ -96,19 +96,19 @@ class CopyStream:
 
     def wait_for(self, mark: Any) -> None:
         """Let the training's stream wait for the event; the host does not."""
-        torch.cuda.current_stream(self._device).wait_event(mark)
+        torch.accelerator.current_stream(self._device).wait_event(mark)
 
     def keep(self, leaf: Any) -> None:
         """Keep a copied tensor's memory from being used again before the training's stream is done with it."""
-        leaf.record_stream(torch.cuda.current_stream(self._device))
+        leaf.record_stream(torch.accelerator.current_stream(self._device))
 
     def wait_for_training(self) -> None:
         """Let the copies that follow wait for what the training's stream has been given."""
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        self._side.wait_stream(torch.accelerator.current_stream(self._device))
 
 
 class Prefetcher:
-    """Batches on their way to a CUDA device: copied from pinned memory over a side stream, one ahead of the training.
+    """Batches on their way to a device: copied from pinned memory over a side stream, one ahead of the training.
 
     The loop iterates it in the place of `with_last`: it yields the same pairs, the batch on the device. On a CPU there is
     nothing to copy, and no use for it. How many batches were read is no position: the loop counts those that it got.

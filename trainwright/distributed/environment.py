@@ -128,7 +128,7 @@ def _read_job(variables: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def prepare_deterministic() -> None:
-    """Let cuBLAS compute the same each time, unless the environment says how already; before CUDA is first used."""
+    """Let cuBLAS compute the same each time, unless the environment says how already; before a GPU is first used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
@@ -149,24 +149,24 @@ _READERS: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (_read
 
 
 def pick_backend(device_type: str, *, on_host_too: bool = False) -> str:
-    """Return the collective backend for a kind of device: "nccl" for "cuda", "gloo" for "cpu".
+    """Return the collective backend for a kind of device: gloo for the CPU, else the device's default one (NCCL, XCCL, ...).
 
     `on_host_too` adds gloo for tensors in host memory, for an engine that keeps its shards there.
-    """
-    import torch.distributed as dist
 
-    if device_type == "cpu":
-        return "gloo"
-    if device_type == "cuda":
-        return "cpu:gloo,cuda:nccl" if on_host_too else "nccl"
-    backend = dist.Backend.default_device_backend_map.get(device_type)
+    Raises:
+        ValueError: torch has none for this kind of device.
+    """
+    import torch
+
+    from trainwright.devices.abilities import collective_backend
+
+    backend = collective_backend(device_type)
     if backend is None:
-        accepted = ", ".join(sorted(dist.Backend.default_device_backend_map))
         raise ValueError(
-            f"device_type={device_type!r} has no collective backend; choose from {accepted}, "
-            "or register a backend for it with torch.distributed."
+            f"accelerator={device_type!r} has no process group in torch {torch.__version__}, so one process alone computes on "
+            "it, and no strategy that shares work out; pass devices=1 with strategy='auto', or accelerator='cpu'."
         )
-    return str(backend)
+    return f"cpu:gloo,{device_type}:{backend}" if on_host_too and device_type != "cpu" else backend
 
 
 @dataclass

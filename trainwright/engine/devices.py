@@ -2,40 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import torch
 
-from trainwright.distributed.environment import Environment
-
-ACCELERATORS = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda"}
-
-
-def resolve_device_type(accelerator: str) -> str:
-    """Return "cpu" or "cuda"; "auto" is cuda where there is a GPU.
-
-    Raises:
-        ValueError: the name is unknown.
-        TypeError: it is no name.
-        RuntimeError: a GPU is asked for and none is there.
-    """
-    if not isinstance(accelerator, str):
-        raise TypeError(
-            f"accelerator={accelerator!r} is a {type(accelerator).__name__}; accepted are auto, {', '.join(ACCELERATORS)}."
-        )
-    if accelerator == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if accelerator not in ACCELERATORS:
-        close = difflib.get_close_matches(accelerator, ACCELERATORS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"accelerator={accelerator!r} is unknown; choose from auto, {', '.join(ACCELERATORS)}.{hint}")
-    if ACCELERATORS[accelerator] == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError(
-            f"accelerator={accelerator!r} was asked for, but torch sees no CUDA device; check the driver and the torch build, "
-            "or pass accelerator='cpu'."
-        )
-    return ACCELERATORS[accelerator]
+from trainwright.devices.accelerator import count
+from trainwright.distributed.environment import Environment, pick_backend
 
 
 def device_numbers(devices: Any, device_type: str) -> list[int] | None:
@@ -51,13 +23,13 @@ def device_numbers(devices: Any, device_type: str) -> list[int] | None:
         return None
     if not devices or not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in devices):
         raise TypeError(f"devices={devices!r} is no list of GPUs; pass their numbers, such as [0, 2] or '0,2'.")
-    if device_type != "cuda":
+    if device_type == "cpu":
         raise ValueError(
             f"devices={devices!r} names GPUs, but this run computes on the CPU; pass a number of processes, such as devices=2."
         )
-    if len(set(devices)) < len(devices) or max(devices) >= torch.cuda.device_count():
+    if len(set(devices)) < len(devices) or max(devices) >= count(device_type):
         raise ValueError(
-            f"devices={devices!r} names a GPU twice, or one that is not there (torch sees {torch.cuda.device_count()})."
+            f"devices={devices!r} names a GPU twice, or one that is not there (torch sees {count(device_type)})."
         )
     return list(devices)
 
@@ -73,11 +45,14 @@ def resolve_num_processes(devices: int | str | list[int], device_type: str, envi
         ValueError: below 1, more than the GPUs there are, or unlike the job that this process was launched in.
     """
     launched = environment.local_world_size if environment.launched_by != "single" else None
-    present = torch.cuda.device_count() if device_type == "cuda" else None
+    present = count(device_type) if device_type != "cpu" else None
+    has_own = _has_own_device(device_type, environment)
     numbers = device_numbers(devices, device_type)
     if numbers is not None:
         devices = len(numbers)
-    if present is not None and launched is not None and not _has_own_gpu(environment) and launched > present:
+    if _count_of(devices) > 1 or (launched or 1) > 1:
+        pick_backend(device_type)  # refuses an accelerator on which torch has no process group
+    if present is not None and launched is not None and not has_own and launched > present:
         raise ValueError(
             f"this job was launched with {launched} processes on this node, but torch sees {present} GPU(s) here; launch at "
             "most one process a GPU, or pass accelerator='cpu'."
@@ -95,7 +70,7 @@ def resolve_num_processes(devices: int | str | list[int], device_type: str, envi
         devices = launched or present or torch.get_num_threads()
     if devices < 1:
         raise ValueError(f"devices={devices} is below 1; pass a number of devices, -1 for all, or 'auto'.")
-    if present is not None and devices > present and not _has_own_gpu(environment):
+    if present is not None and devices > present and not has_own:
         raise ValueError(f"devices={devices} GPUs were asked for, but torch sees {present}; pass at most that many.")
     if launched is not None and devices != launched:
         raise ValueError(
@@ -105,17 +80,24 @@ def resolve_num_processes(devices: int | str | list[int], device_type: str, envi
     return devices
 
 
-def device_index(devices: Any, environment: Environment) -> int:
-    """Return the number of the GPU that this process computes on."""
-    numbers = device_numbers(devices, "cuda")
+def device_index(devices: Any, device_type: str, environment: Environment) -> int:
+    """Return the number of the device, of an accelerator, that this process computes on."""
+    numbers = device_numbers(devices, device_type)
     if numbers is not None:
         return numbers[environment.local_rank]
-    return 0 if _has_own_gpu(environment) else environment.local_rank
+    return 0 if _has_own_device(device_type, environment) else environment.local_rank
 
 
-def _has_own_gpu(environment: Environment) -> bool:
-    """Whether the cluster's launcher shows each process the one GPU that is its own (srun --gpus-per-task=1)."""
-    return environment.launched_by in ("slurm", "mpi") and torch.cuda.device_count() == 1
+def _has_own_device(device_type: str, environment: Environment) -> bool:
+    """Whether the cluster's launcher shows each process the one device that is its own (srun --gpus-per-task=1)."""
+    return environment.launched_by in ("slurm", "mpi") and count(device_type) == 1
+
+
+def _count_of(devices: Any) -> int:
+    """Return how many processes a setting asks for; 0 where it leaves that open, or is none."""
+    if isinstance(devices, str) and devices.isdigit():
+        devices = int(devices)
+    return devices if isinstance(devices, int) and not isinstance(devices, bool) else 0
 
 
 def check_nodes(num_nodes: int, environment: Environment) -> None:

@@ -28,11 +28,12 @@ from trainwright.checkpoint.writer import CheckpointWriter
 from trainwright.data.index_stream import Mode
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.seeding import rng_state
+from trainwright.devices.accelerator import resolve_device_type, use
 from trainwright.distributed import collectives
 from trainwright.distributed.environment import Environment, open_process_group, pick_backend
 from trainwright.engine.between_ranks import broadcast, first_here
 from trainwright.engine.command_line import fill_open
-from trainwright.engine.devices import check_nodes, device_index, resolve_device_type, resolve_num_processes
+from trainwright.engine.devices import check_nodes, device_index, resolve_num_processes
 from trainwright.engine.finiteness import Finiteness
 from trainwright.engine.handover import start_job
 from trainwright.engine.joined_state import describe_optimizers
@@ -75,7 +76,7 @@ class Engine:
         devices: processes on this node, one a device; a list of GPUs; "auto" is what was launched, else every GPU, else one.
         strategy: a name or a Strategy.
         precision: a name, 16 or 32, or a Precision.
-        accelerator: "auto", "cpu" or "cuda".
+        accelerator: "auto", "gpu", "cpu", or the name of an accelerator that torch has here.
         timeout_seconds: how long a rank waits for the others in a collective; None is the strategy's own, else half an hour.
         num_nodes: machines of the job that this process would start, each by its own start of the script.
         takes_handover: True for one who can hand work over to processes that are started for it: where a script cannot be run
@@ -109,19 +110,23 @@ class Engine:
         self.strategy.check(device_type, world_size, asked)
         self.num_workers = 0
         """The processes that are to be started for each piece of work; 0 where this process does it."""
+        needs_group = world_size > 1 or self.strategy.needs_group
+        on_host_too = self.strategy.communicates_on_host
+        backend = pick_backend(device_type, on_host_too=on_host_too) if needs_group else ""
         if alone and (num_processes > 1 or num_nodes != 1):
             self.num_workers = start_job(num_processes, num_nodes, strategy, takes_handover)
-            self.strategy, device_type = Strategy(), "cpu"
+            self.strategy, device_type, backend = Strategy(), "cpu", "gloo"
         self.environment = environment
         self.device = torch.device("cpu")
-        if device_type == "cuda":
-            self.device = torch.device(device_type, device_index(devices, environment))
-            torch.cuda.set_device(self.device)
+        if device_type != "cpu":
+            self.device = torch.device(device_type, device_index(devices, device_type, environment))
+            use(self.device)
+        asked.check(self.device)
         asked_seconds = timeout_seconds if timeout_seconds is not None else self.strategy.timeout_seconds
         self.timeout_seconds = 1800.0 if asked_seconds is None else asked_seconds
         self.connection = open_process_group(
             environment,
-            pick_backend(device_type, on_host_too=self.strategy.communicates_on_host),
+            backend,
             self.timeout_seconds,
             needs_group=self.strategy.needs_group,
         )

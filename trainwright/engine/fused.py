@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
+from trainwright.devices.abilities import fuses
+
 CLASSES = (Adam, SGD, Adagrad)  # AdamW is an Adam
-DEVICES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -36,7 +37,7 @@ def use_fused(optimizer: Optimizer, modules: Iterable[nn.Module] = ()) -> bool:
         if any(is_lazy(parameter) for parameter in group["params"]) and group.get("fused", False) is None:
             # For good: once its layers have run a later call would fuse it, in a resumed run at another step.
             group["fused"] = False
-        if _can_be_fused(group, sparse):
+        if _can_be_fused(group, kind, sparse):
             group["fused"] = True
             for parameter in group["params"]:
                 _move_step(parameter, optimizer.state.get(parameter, {}))
@@ -57,7 +58,7 @@ def _steps_as(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
     )
 
 
-def _can_be_fused(group: dict[str, Any], sparse: set[int]) -> bool:
+def _can_be_fused(group: dict[str, Any], kind: type[Optimizer], sparse: set[int]) -> bool:
     if group.get("fused", False) is not None or group.get("foreach", False) is not None:
         return False
     if group.get("capturable") or group.get("differentiable"):
@@ -66,16 +67,18 @@ def _can_be_fused(group: dict[str, Any], sparse: set[int]) -> bool:
         return False  # a kernel would round a tensor of float64
     if group.get("dampening"):
         return False  # see _Watch
-    return all(_is_fit(parameter, "momentum" in group) and id(parameter) not in sparse for parameter in group["params"])
+    return all(_is_fit(parameter, kind) and id(parameter) not in sparse for parameter in group["params"])
 
 
-def _is_fit(parameter: Tensor, is_sgd: bool) -> bool:
-    if type(parameter) not in (Tensor, nn.Parameter) or parameter.device.type not in DEVICES:
+def _is_fit(parameter: Tensor, kind: type[Optimizer]) -> bool:
+    if type(parameter) not in (Tensor, nn.Parameter) or parameter.is_meta:
         return False
     if parameter.dtype not in DTYPES or not _is_dense(parameter):
         return False
     # On the CPU torch 2.13's fused SGD leaves most elements of a half-precision tensor as they were.
-    return not (is_sgd and parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16))
+    if kind is SGD and parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16):
+        return False
+    return fuses(parameter.device.type, kind.__name__, parameter.dtype)
 
 
 def _is_dense(tensor: Tensor) -> bool:

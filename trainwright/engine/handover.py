@@ -14,6 +14,7 @@ import torch
 
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.data.seeding import rng_state, set_rng_state
+from trainwright.devices import accelerator
 from trainwright.distributed.environment import Environment
 from trainwright.strategies import HANDED_OVER, Strategy
 
@@ -78,7 +79,7 @@ def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), nu
             f"notebook_launcher was given a {type(function).__name__}; accepted is a function, with its arguments in args=."
         )
     if num_processes is None:
-        num_processes = max(1, torch.cuda.device_count())
+        num_processes = max(1, accelerator.count())
     if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 1:
         raise ValueError(
             f"num_processes={num_processes!r} is not accepted; pass a whole number from 1, or None for one a GPU."
@@ -125,5 +126,5 @@ def _settings() -> dict[str, Any]:
         "dtype": torch.get_default_dtype(),
         "matmul": torch.get_float32_matmul_precision(),
         "seed": torch.initial_seed(),
-        "rng": {**rng_state(), "cuda": []},  # a worker that set those of all devices would take memory on each
+        "rng": {**rng_state(), "device": None},  # each worker computes on a device of its own
     }

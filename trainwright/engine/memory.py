@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from trainwright.devices import accelerator
 from trainwright.engine.engine import Engine
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.sharing import ALONE, SHARING, WHOLLY_SHARED, Sharing
@@ -99,7 +100,7 @@ def estimate_memory(
         ValueError, TypeError: a number that is not positive, a module whose parameters have no shape yet, no optimizer.
     """
     if num_devices is None:
-        num_devices = torch.cuda.device_count() or 1
+        num_devices = accelerator.count() or 1
     if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
         raise ValueError(f"num_devices={num_devices!r} is not accepted; pass a whole number from 1.")
     if any(is_lazy(each) for each in (*module.parameters(), *module.buffers())):
@@ -150,10 +151,9 @@ def warn_of_memory(engine: Engine, module: nn.Module, optimizers: Sequence[Optim
 def available_memory(device: torch.device | None = None, processes: int = 1) -> int:
     """Return the bytes that this process may have: of its GPU what is free or its own, else its part of the machine's."""
     if device is None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device))
+        device = torch.device(accelerator.accelerator_type() or "cpu")
+    if device.type != "cpu" and (free := accelerator.free_memory(device)) is not None:
+        return free
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in CGROUP_LIMITS:
         try:

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from trainwright.checkpoint.store import Checkpoint
 from trainwright.data.generator_states import check_generator_states, is_generator_state
-from trainwright.data.seeding import derived_rng_state
+from trainwright.data.seeding import derive_seed, derived_rng_state
 from trainwright.data.source_state import SourceState
+from trainwright.devices.generators import derived_device_state, fits_device
 from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_info
 
@@ -47,6 +48,9 @@ def restored(checkpoint: Checkpoint, state: dict[str, Any], seed: int, rank: int
             world_size,
         )
         rng = rng if rank < saved else derived_rng_state(seed, int(checkpoint.header["step"]), rank)
+    if rng is not None and not fits_device(rng):
+        # Else the device would draw once more what the run has drawn from its seed on.
+        rng = {**rng, "device": derived_device_state(derive_seed(seed, int(checkpoint.header["step"]), rank))}
     first = own if saved == world_size else checkpoint.rank_state(0)
     check_generator_states(first, checkpoint.path)
     return Restored(state, rng, own if saved == world_size else None, (first or {}).get("sources", []))

@@ -168,13 +168,14 @@ def resolve(options: argparse.Namespace, variables: Mapping[str, str]) -> dict[s
             "this process is itself a rank of a job (the environment has RANK); a launcher is started once a machine. Start "
             "the script without trainwright launch here, or unset the variable."
         )
-    import torch
+    from trainwright.devices import accelerator
 
-    num_gpus = 0 if options.cpu else torch.cuda.device_count()
+    num_gpus = 0 if options.cpu else accelerator.count()
     settings = {
         "devices": _devices(options.devices, num_gpus),
         "accelerator": Setting(
-            "cuda" if num_gpus else "cpu", "--cpu" if options.cpu else f"default: {num_gpus} GPU(s) here"
+            (accelerator.accelerator_type() if num_gpus else None) or "cpu",
+            "--cpu" if options.cpu else f"default: {num_gpus} GPU(s) here",
         ),
         "strategy": _given(options.strategy, "--strategy", "auto"),
         "precision": _given(options.precision, "--precision", None),

@@ -1,7 +1,7 @@
 """Handing work over: a function runs in every worker of a new job, and what it returned on rank 0 comes back.
 
 For a process whose own command cannot be run again: a notebook, a REPL, a test runner. The workers are fresh interpreters
-under the same launcher as a script's (never forks: CUDA may be in use here); they do not run the user's script.
+under the same launcher as a script's (never forks: a device may be in use here); they do not run the user's script.
 """
 
 from __future__ import annotations

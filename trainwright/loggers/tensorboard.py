@@ -17,6 +17,7 @@ import torch
 from fsspec.core import url_to_fs
 from torch import nn
 
+from trainwright.devices.generators import forked_generators
 from trainwright.loggers.base import to_dict, to_numbers
 from trainwright.loggers.folder import FolderLogger, Row, is_local
 from trainwright.loggers.silent import SilentExperiment
@@ -212,7 +213,7 @@ class TensorBoardLogger(FolderLogger):
         try:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")  # the tracer is deprecated, and remarks on the model's code
-                with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                with forked_generators():
                     model.eval()
                     self._open().add_graph(_stand_in(model), tuple(part.to(device) for part in parts))
         except Exception as error:  # tracing runs the user's forward

@@ -48,6 +48,13 @@ class Precision:
     converts_batch = False
     """True where `convert_batch` has something to do."""
 
+    def check(self, device: torch.device) -> None:
+        """Refuse a device that does not compute in this precision's dtype.
+
+        Raises:
+            ValueError: which dtype it is, and which precisions the device has.
+        """
+
     def convert_module(self, module: nn.Module) -> None:
         """Give a module's parameters and buffers the dtype that it is trained in; nothing here."""
 

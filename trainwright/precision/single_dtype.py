@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.devices.abilities import computes_in
 from trainwright.metric_kinds import is_metric
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 
@@ -36,6 +37,14 @@ class SingleDtypePrecision(Precision):
         self.name = name
         self.dtype = DTYPES[name]
         self._context = _DefaultDtype(self.dtype)
+
+    def check(self, device: torch.device) -> None:
+        if not computes_in(device.type, self.dtype):
+            has = [repr(name) for name, dtype in DTYPES.items() if computes_in(device.type, dtype)]
+            raise ValueError(
+                f"precision={self.name!r} computes in {self.dtype}, which {device} does not have; pass one of "
+                f"{', '.join([repr('32-true'), *has])}, or accelerator='cpu'."
+            )
 
     def convert_module(self, module: nn.Module) -> None:
         """Convert floating-point parameters and buffers in place; complex ones and integers stay."""

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.autograd.profiler import emit_nvtx as nvtx_ranges
 from torch.autograd.profiler_util import EventList
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
+from trainwright.devices import cuda
 from trainwright.profilers.base import Profiler
 
 STEP_ACTIONS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -23,7 +24,7 @@ SORT_KEYS = (
     "count",
     *(
         key.format(device)
-        for device in ("cpu", "cuda", "xpu", "device")
+        for device in ("cpu", cuda.NAME, "xpu", "device")
         for key in ("{}_time", "{}_time_total", "{}_memory_usage", "self_{}_time_total", "self_{}_memory_usage")
     ),
 )
@@ -69,8 +70,10 @@ class PyTorchProfiler(Profiler):
             raise ValueError(_unknown("sort_by_key", sort_by_key, SORT_KEYS))
         if group_by_input_shapes and not profiler_kwargs.setdefault("record_shapes", True):
             raise ValueError("group_by_input_shapes=True excludes record_shapes=False; leave record_shapes out.")
-        if emit_nvtx and not torch.cuda.is_available():
-            raise ValueError("emit_nvtx=True needs CUDA, and there is none here; leave it out to record operators.")
+        if emit_nvtx and not cuda.is_available():
+            raise ValueError(
+                "emit_nvtx=True needs an NVIDIA GPU, and torch sees none; leave it out to record operators."
+            )
         self.group_by_input_shapes, self.emit_nvtx = group_by_input_shapes, emit_nvtx
         self.export_to_chrome, self.record_module_names = export_to_chrome, record_module_names
         self.row_limit, self.sort_by_key, self.table_kwargs = row_limit, sort_by_key, table_kwargs or {}
@@ -98,7 +101,7 @@ class PyTorchProfiler(Profiler):
             self._begin()
         if action == STEP_ACTIONS.get(self.stage or "fit", "training_step"):
             if self._batches and isinstance(self._recorder, profile):
-                self._recorder.step()
+                self._advance(self._recorder)
             self._batches += 1
         self._ranges.setdefault(action, []).append(_open_range(action))
 
@@ -135,6 +138,25 @@ class PyTorchProfiler(Profiler):
             recorder = profile(**{**self.profiler_kwargs, "on_trace_ready": self._take_recording})
         recorder.__enter__()
         self._recorder = recorder
+
+    def _advance(self, recorder: profile) -> None:
+        """Move the schedule on by a batch; drop a recorder that fails on the way.
+
+        It says then that it is in a state that it may never have begun, and torch crashes where such a one is left. So
+        what did begin is ended here.
+        """
+        before = recorder.current_action
+        try:
+            recorder.step()
+        except BaseException:  # a trace that cannot be written, a warning that is an error
+            self._recorder, self._has_ended = None, True
+            is_running = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+            if before == ProfilerAction.WARMUP and not is_running:
+                recorder.start_trace()  # what is prepared ends by running
+                recorder.stop_trace()
+            elif before in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE) and is_running:
+                recorder.stop_trace()
+            raise
 
     def _end(self) -> None:
         """End the recording, after a failure too; what was recorded up to here counts."""

@@ -62,7 +62,7 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
             name = "single_device" if num_processes == 1 else "ddp"
         if name.startswith("ddp_fork"):
             raise ValueError(
-                f"strategy={name!r} forks processes, which neither CUDA nor running threads survive, so it is not there; "
+                f"strategy={name!r} forks processes, which neither a GPU nor running threads survive, so it is not there; "
                 "choose 'ddp_notebook', which starts fresh ones."
             )
         name, options = VARIANTS.get(name, (name, {}))

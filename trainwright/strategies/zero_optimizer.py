@@ -83,7 +83,7 @@ class ZeroPrecision(Precision):
 
     Args:
         name: what is computed in.
-        device_type: "cpu" or "cuda".
+        device_type: "cpu", or the accelerator's.
         asked: the precision that the user asked for; it converts modules and batches, as long as the name is the same.
         scalers: returns the loss scalers of the engines.
     """

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainwright.devices.abilities import computes_in, has_pinned_memory, widest_float
 from trainwright.trainer.log_rules import LogSettings, choose_levels
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ class LoggedValue:
             return
         self._pending, self._weights = [], []
         device = pending[0].device
-        values = torch.stack([value.to(device) for value in pending]).double()
+        values = torch.stack([value.to(device) for value in pending]).to(widest_float(device.type))
         if self.reduce_fx == "min":
             self._combine(values.min())
         elif self.reduce_fx == "max":
@@ -222,11 +223,21 @@ def to_numbers(values: Mapping[str, Tensor | float]) -> dict[str, float]:
 
 
 def read_all(values: list[Tensor | float]) -> list[float]:
-    """Return the values as python numbers, the tensors among them in one transfer. NOTE: waits for the device."""
-    tensors = [value.detach().double() for value in values if isinstance(value, Tensor)]
-    stacked = torch.stack([tensor.to(tensors[0].device) for tensor in tensors]).tolist() if tensors else []
-    numbers = iter(stacked)
-    return [next(numbers) if isinstance(value, Tensor) else float(value) for value in values]
+    """Return the values as python numbers, the tensors among them in one transfer. NOTE: waits for the device.
+
+    On a device without float64 it is one transfer a dtype, so that none is rounded.
+    """
+    kinds: dict[torch.dtype, list[int]] = {}
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor):
+            has_float64 = computes_in(value.device.type, torch.float64)
+            kinds.setdefault(torch.float64 if has_float64 else value.dtype, []).append(place)
+    read = dict(enumerate(values))
+    for dtype, places in kinds.items():
+        tensors = [values[place].detach().to(dtype) for place in places]  # type: ignore[union-attr]
+        device = tensors[0].device
+        read.update(zip(places, torch.stack([each.to(device) for each in tensors]).tolist(), strict=True))
+    return [float(read[place]) for place in range(len(values))]
 
 
 def _suffix(loader: Loader | None) -> str:
@@ -237,8 +248,8 @@ def _suffix(loader: Loader | None) -> str:
 
 
 def _on_device(weights: list[float], device: torch.device) -> Tensor:
-    tensor = torch.tensor(weights, dtype=torch.float64)
-    if device.type != "cuda":
+    tensor = torch.tensor(weights, dtype=widest_float(device.type))
+    if not has_pinned_memory(device.type):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)  # NOTE: from pageable memory the copy would wait
 
@@ -248,9 +259,9 @@ def _extreme(one: Tensor | float, other: Tensor | float, is_minimum: bool) -> Te
     device = next((each.device for each in (one, other) if isinstance(each, Tensor)), None)
     if device is not None:
         pair = [
-            each.to(device, torch.float64)
+            each.to(device, widest_float(device.type))
             if isinstance(each, Tensor)
-            else torch.full((), each, dtype=torch.float64, device=device)
+            else torch.full((), each, dtype=widest_float(device.type), device=device)
             for each in (one, other)
         ]
         return torch.minimum(*pair) if is_minimum else torch.maximum(*pair)

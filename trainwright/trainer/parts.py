@@ -13,6 +13,7 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import ModelSummary
 from trainwright.callbacks.progress_bar import TQDMProgressBar
 from trainwright.callbacks.timer import Timer
+from trainwright.devices import cuda
 from trainwright.distributed.environment import prepare_deterministic
 from trainwright.engine.engine import Engine
 from trainwright.loggers.base import Logger
@@ -141,7 +142,7 @@ def set_switches(settings: Settings) -> None:
     if benchmark is None and settings.deterministic:
         benchmark = False
     if benchmark is not None:
-        torch.backends.cudnn.benchmark = benchmark
+        cuda.try_algorithms(benchmark)
 
 
 @contextmanager

@@ -95,7 +95,7 @@ def prepare_module(trainer: Trainer, module: Module) -> None:
     """Do to a module what the settings ask for before it is placed: synchronised batch norm, compilation."""
     settings, engine = trainer.settings, trainer.engine
     if settings.sync_batchnorm and engine.world_size > 1:
-        if engine.device.type != "cuda":
+        if engine.device.type == "cpu":
             raise ValueError(
                 "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not compute on the CPU; leave it at False."
             )

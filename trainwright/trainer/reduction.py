@@ -15,6 +15,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
+from trainwright.devices.abilities import computes_in
 from trainwright.distributed import collectives
 from trainwright.metric_kinds import is_metric
 from trainwright.trainer.logged_value import Key, LoggedValue, Reduced, read_all
@@ -109,6 +110,11 @@ def _pairs(keys: list[Key], totals: dict[Key, tuple[float, float]]) -> list[floa
 def _all_gather(numbers: list[float], length: int, device: torch.device) -> list[list[float]]:
     vector = torch.zeros(length, dtype=torch.float64)
     vector[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+    if not computes_in(device.type, torch.float64):  # its bytes travel as well
+        return [
+            row.cpu().view(torch.float64).tolist()
+            for row in collectives.all_gather(vector.view(torch.uint8).to(device))
+        ]
     return [row.tolist() for row in collectives.all_gather(vector.to(device))]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainwright.data.datamodule import DataModule
 from trainwright.data.transfer import to_device
+from trainwright.devices.abilities import copies_aside
 from trainwright.module import Module, is_overridden
 from trainwright.trainer.inputs import check_loader
 from trainwright.trainer.logbook import Logbook
@@ -119,7 +120,7 @@ class BatchTransfer:
     def may_go_ahead(self) -> bool:
         """Return whether the copy to the device may be made before the batch's turn: no hook of the user's is part of it."""
         moves = {"on_before_batch_transfer", "transfer_batch_to_device"}
-        return self._device.type == "cuda" and not moves & self._hooks.keys()
+        return not moves & self._hooks.keys() and copies_aside(self._device.type)
 
     def __call__(self, batch: Any, loader_index: int = 0) -> Any:
         hooks = self._hooks

@@ -7,7 +7,6 @@ import signal
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -17,6 +16,7 @@ from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumu
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.progress_bar import TQDMProgressBar
 from trainwright.data.datamodule import DataModule
+from trainwright.devices.abilities import has_pinned_memory
 from trainwright.distributed.appointments import Appointment
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
@@ -70,7 +70,7 @@ class Status:
 
     @property
     def accelerator(self) -> str:
-        """Return the kind of device: "cpu" or "cuda"."""
+        """Return the kind of device: "cpu", "cuda", "mps", "xpu" or another that torch has here."""
         return self.engine.device.type
 
     @property
@@ -367,5 +367,5 @@ class Status:
     @property
     def loader_options(self) -> dict[str, Any]:
         """Return how loaders are shared out."""
-        pins = self.engine.device.type == "cuda" and torch.cuda.is_available()
+        pins = has_pinned_memory(self.engine.device.type)
         return {"shard": self.settings.use_distributed_sampler, "pin_memory": pins}

@@ -59,7 +59,8 @@ class Trainer(Status):
     """Runs the loop around a Module, and everything beside it as parts.
 
     Args:
-        accelerator: "auto", "cpu", "gpu" or "cuda".
+        accelerator: "auto" and "gpu" are whichever accelerator torch has here ("auto" the CPU where it has none); or its
+            name, "cuda" (ROCm too), "mps", "xpu" or that of a registered backend; or "cpu".
         strategy: how processes share the work: "auto" (one: single_device, several: ddp), a name, or a Strategy.
         devices: processes on this node, one a device; a list of GPUs; -1 for all; "auto" is what was launched, else every
             GPU, else one.

@@ -1,0 +1,67 @@
+"""Which accelerator a name stands for, and what is asked of it. On a machine without one, and on any other."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from trainwright.devices import abilities, accelerator
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "accelerator_type", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_auto_is_the_accelerator_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert accelerator.resolve_device_type("auto") == "cpu"
+    assert accelerator.resolve_device_type("cpu") == "cpu"
+    monkeypatch.setattr(accelerator, "accelerator_type", lambda: "mps")
+    monkeypatch.setattr(torch.mps, "is_available", lambda: True)
+    assert {accelerator.resolve_device_type(name) for name in ("auto", "gpu", "mps")} == {"mps"}
+    assert accelerator.resolve_device_type("cpu") == "cpu"
+    with pytest.raises(
+        RuntimeError, match=r"accelerator='cuda' was asked for, but torch .* has 'mps' here; .*'auto' for 'mps', or"
+    ):
+        accelerator.resolve_device_type("cuda")
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda", "mps", "xpu"])
+def test_an_accelerator_that_is_not_here_is_refused(name: str) -> None:
+    text = f"accelerator='{name}' was asked for, but torch {torch.__version__} has no accelerator here"
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        accelerator.resolve_device_type(name)
+
+
+@pytest.mark.parametrize(("name", "close"), [("cudda", "cuda"), ("gpus", "gpu"), ("mpps", "mps"), ("meta", None)])
+def test_an_unknown_accelerator_is_refused_with_the_nearest_name(name: str, close: str | None) -> None:
+    hint = f" Did you mean '{close}'?" if close else ""
+    with pytest.raises(
+        ValueError,
+        match=rf"accelerator='{name}' is unknown; choose from auto, cpu, gpu, cuda, mps, xpu.*\.{re.escape(hint)}$",
+    ):
+        accelerator.resolve_device_type(name)
+    with pytest.raises(TypeError, match="accelerator=1 is a int; accepted are auto, cpu"):
+        accelerator.resolve_device_type(1)  # type: ignore[arg-type]
+
+
+def test_the_host_is_asked_what_it_can_do() -> None:
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    assert all(abilities.fuses("cpu", name, dtype) for name in ("Adam", "SGD", "Adagrad") for dtype in dtypes)
+    assert all(abilities.autocasts("cpu", dtype) for dtype in (torch.bfloat16, torch.float16))
+    assert not abilities.autocasts("cpu", torch.float64)
+    assert abilities.widest_float("cpu") == torch.float64
+    assert not abilities.has_pinned_memory("cpu")
+    assert not abilities.copies_aside("cpu")
+    assert abilities.collective_backend("cpu") == "gloo"
+
+
+def test_a_device_that_cannot_is_believed() -> None:
+    """The meta device has no numbers: what reads one of it fails, as on a device that lacks the operator."""
+    assert abilities.collective_backend("mps") is None
+    assert abilities.collective_backend("meta") is None
+    assert not abilities.has_streams("meta")
+    assert not abilities.autocasts("meta", torch.bfloat16)

@@ -1,0 +1,132 @@
+"""Abilities: what a kind of device can do. Each is asked of the device once, by trying, and never guessed from its name."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CAUGHT = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError)
+"""What a device raises that cannot do what it is asked for; each kind has its own way."""
+
+
+@functools.cache
+def computes_in(device_type: str, dtype: torch.dtype) -> bool:
+    """Return whether a device has tensors of a dtype, and adds them."""
+    try:
+        one = torch.ones(1, dtype=dtype, device=device_type)
+        return (one + one).dtype == dtype
+    except CAUGHT:
+        return False
+
+
+def widest_float(device_type: str) -> torch.dtype:
+    """Return float64, or float32 on a device that has no other (MPS)."""
+    return torch.float64 if computes_in(device_type, torch.float64) else torch.float32
+
+
+@functools.cache
+def autocasts(device_type: str, dtype: torch.dtype) -> bool:
+    """Return whether torch.autocast computes in a dtype on a device."""
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("error")  # torch warns, and computes in float32, where it has no such autocast
+            one = torch.ones(1, 1, device=device_type)
+            with torch.autocast(device_type, dtype):
+                return torch.mm(one, one).dtype == dtype
+    except (*CAUGHT, Warning):
+        return False
+
+
+@functools.cache
+def has_pinned_memory(device_type: str) -> bool:
+    """Return whether there is page-locked memory on the host that a device copies from by itself."""
+    if device_type == "cpu":
+        return False
+    try:
+        return torch.empty(1, pin_memory=True).to(device_type, non_blocking=True).device.type == device_type and bool(
+            torch.empty(1, pin_memory=True).is_pinned()
+        )
+    except CAUGHT:
+        return False
+
+
+@functools.cache
+def has_streams(device_type: str) -> bool:
+    """Return whether a device does work in several streams, beside one another."""
+    if device_type == "cpu":
+        return False
+    try:
+        side = torch.Stream(torch.device(device_type, torch.accelerator.current_device_index()))
+        with side:
+            copy = torch.zeros(1, device=device_type)
+        torch.accelerator.current_stream().wait_event(side.record_event())
+        copy.record_stream(torch.accelerator.current_stream())
+        return True
+    except CAUGHT:
+        return False
+
+
+def copies_aside(device_type: str) -> bool:
+    """Return whether a device copies a batch over one stream while it computes on another."""
+    return has_pinned_memory(device_type) and has_streams(device_type)
+
+
+@functools.cache
+def fuses(device_type: str, optimizer: str, dtype: torch.dtype) -> bool:
+    """Return whether torch has a fused step of "Adam", "SGD" or "Adagrad" for parameters of a dtype on a device."""
+    try:
+        weight, gradient, *moments = (torch.ones(2, dtype=dtype, device=device_type) for _ in range(5))
+        step = torch.ones((), dtype=torch.float32, device=device_type)
+        with torch.no_grad():
+            _STEPS[optimizer]([weight], [gradient], [[each] for each in moments], [step])
+        return True
+    except CAUGHT:
+        return False
+
+
+def collective_backend(device_type: str) -> str | None:
+    """Return the backend of torch.distributed for tensors on a device; None where torch has none."""
+    try:
+        backend = str(dist.get_default_backend_for_device(device_type))
+    except (ValueError, RuntimeError):
+        return None
+    # MPS is given gloo by default, which takes no tensor of it.
+    takes = dist.Backend.backend_capability.get(backend)
+    return backend if takes is None or device_type in takes else None
+
+
+def _adam(weights: list[Tensor], gradients: list[Tensor], moments: list[list[Tensor]], steps: list[Tensor]) -> None:
+    from torch.optim.adam import adam
+
+    settings: dict[str, Any] = {
+        "beta1": 0.9,
+        "beta2": 0.9,
+        "lr": 0.1,
+        "weight_decay": 0.0,
+        "eps": 1e-8,
+        "amsgrad": False,
+    }
+    adam(weights, gradients, moments[0], moments[1], [], steps, fused=True, maximize=False, **settings)
+
+
+def _sgd(weights: list[Tensor], gradients: list[Tensor], moments: list[list[Tensor]], steps: list[Tensor]) -> None:
+    from torch.optim.sgd import sgd
+
+    settings: dict[str, Any] = {"momentum": 0.9, "lr": 0.1, "weight_decay": 0.0, "dampening": 0.0, "nesterov": False}
+    sgd(weights, gradients, list(moments[0]), fused=True, maximize=False, **settings)
+
+
+def _adagrad(weights: list[Tensor], gradients: list[Tensor], moments: list[list[Tensor]], steps: list[Tensor]) -> None:
+    from torch.optim.adagrad import adagrad
+
+    settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, "lr_decay": 0.0, "eps": 1e-8}
+    adagrad(weights, gradients, moments[0], steps, fused=True, has_sparse_grad=False, maximize=False, **settings)
+
+
+_STEPS: dict[str, Callable[..., None]] = {"Adam": _adam, "SGD": _sgd, "Adagrad": _adagrad}

@@ -1,0 +1,106 @@
+"""Accelerator: the one kind of device beside the CPU that torch has here, whichever it is."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch
+
+from trainwright.devices import cuda
+
+GENERAL = "gpu"
+"""The name that stands for whatever accelerator torch has."""
+HOST = torch.device("cpu")
+
+
+def names() -> tuple[str, ...]:
+    """Return the names that `accelerator=` accepts beside "auto", and beside those of backends that torch has no word for."""
+    own = torch._C._get_privateuse1_backend_name()
+    return ("cpu", GENERAL, cuda.NAME, "mps", "xpu", *([] if own == "privateuseone" else [own]))
+
+
+def accelerator_type() -> str | None:
+    """Return the kind of accelerator that is here ("cuda", "mps", "xpu", ...); None where there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def is_available(device_type: str) -> bool:
+    """Return whether torch can compute on this kind of device here."""
+    if device_type == "cpu":
+        return True
+    try:
+        return bool(torch.get_device_module(device_type).is_available())
+    except (RuntimeError, AttributeError):  # no such kind, or one without a module
+        return False
+
+
+def resolve_device_type(accelerator: str) -> str:
+    """Return the kind of device that a name stands for; "auto" is the accelerator that is here, else the CPU.
+
+    Raises:
+        ValueError: the name is unknown.
+        TypeError: it is no name.
+        RuntimeError: an accelerator is asked for and torch has it not here.
+    """
+    accepted = ", ".join(("auto", *names()))
+    if not isinstance(accelerator, str):
+        raise TypeError(f"accelerator={accelerator!r} is a {type(accelerator).__name__}; accepted are {accepted}.")
+    here = accelerator_type()
+    if accelerator == "auto":
+        return here or "cpu"
+    wanted = here if accelerator == GENERAL else accelerator
+    if wanted is not None and is_available(wanted):
+        return wanted
+    if accelerator not in names():
+        close = difflib.get_close_matches(accelerator, names(), n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"accelerator={accelerator!r} is unknown; choose from {accepted}.{hint}")
+    has = "no accelerator" if here is None else f"{here!r}"
+    other = "'cpu'" if here is None else f"'auto' for {here!r}, or 'cpu'"
+    raise RuntimeError(
+        f"accelerator={accelerator!r} was asked for, but torch {torch.__version__} has {has} here; check the driver and the "
+        f"torch build, or pass accelerator={other}."
+    )
+
+
+def count(device_type: str | None = None) -> int:
+    """Return how many devices of a kind torch sees, of the accelerator that is here by default; 0 for the CPU."""
+    device_type = accelerator_type() if device_type is None else device_type
+    if device_type in (None, "cpu"):
+        return 0
+    return int(torch.get_device_module(device_type).device_count())
+
+
+def use(device: torch.device) -> None:
+    """Make a device the one that this process computes on."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+
+
+def current() -> torch.device | None:
+    """Return the accelerator's device that this process computes on; None where it has used none so far."""
+    here = accelerator_type()
+    if here is None:
+        return None
+    is_initialized = getattr(torch.get_device_module(here), "is_initialized", None)
+    if is_initialized is not None and not is_initialized():
+        return None
+    return torch.device(here, torch.accelerator.current_device_index())
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return the bytes of a device's memory that this process may have: what is free, and what its allocator keeps.
+
+    None where the device does not tell.
+    """
+    module: Any = torch.get_device_module(device)
+    try:
+        if hasattr(module, "mem_get_info"):
+            return int(module.mem_get_info(device)[0] + module.memory_reserved(device))
+        if hasattr(module, "recommended_max_memory"):  # MPS: the host's memory, of which it takes a part
+            return int(module.recommended_max_memory() - module.current_allocated_memory())
+        return int(torch.accelerator.get_memory_info(device)[0] + torch.accelerator.memory_reserved(device))
+    except (RuntimeError, NotImplementedError):
+        return None

@@ -1,0 +1,35 @@
+"""CUDA: what no other accelerator has. ROCm is the same to torch, under the same name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME = "cuda"
+GENERATOR_BYTES = 16
+"""A seed and an offset."""
+
+
+def is_available() -> bool:
+    """Return whether torch sees a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def try_algorithms(enabled: bool) -> None:
+    """Let cuDNN try which algorithm is the fastest for each shape, or take its usual one."""
+    torch.backends.cudnn.benchmark = enabled
+
+
+def check_generator_state(state: Tensor) -> None:
+    """Refuse what is no state of a CUDA generator (ValueError); looked at on any machine."""
+    numel, offset = state.numel(), int(state[8:].view(torch.int64)[0]) if len(state) == GENERATOR_BYTES else 0
+    if numel != GENERATOR_BYTES or offset < 0 or offset % 4:
+        raise ValueError(f"{numel} bytes, with the offset {offset}")
+
+
+def earlier_generators(state: Mapping[str, Any]) -> list[Tensor]:
+    """Return the states of generators as checkpoints held them before: those of all devices that were visible, by number."""
+    return list(state.get(NAME) or ())
