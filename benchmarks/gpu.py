@@ -68,14 +68,13 @@ class Run:
             is_small=options.small,
             with_transformers=environment["with_transformers"],
             compiler=options.compiler or ("aot_eager" if options.small else "inductor"),
-            imports=tuple(options.imports),
             logs=logs,
             environment=child_environment(environment),
         )
         self.records = Records(self.folder / "records.jsonl", environment, options.resume)
         self.began = time.monotonic()
         self.deadline = float("inf") if options.minutes is None else self.began + 60 * options.minutes - SAFETY_SECONDS
-        self.most_visits = 1 if options.minutes is None else MOST_VISITS
+        self.most_visits = options.visits or (1 if options.minutes is None else MOST_VISITS)
         self._lasted: dict[tuple[str, ...], float] = {}
         self._visit: Visit | None = None
 
@@ -178,15 +177,17 @@ def parse() -> tuple[argparse.Namespace, list[Case], list[str]]:
         "--small", action="store_true", help="tiny models, to try it; --minutes is 2 then, and peers run in mlp alone"
     )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each process; the median counts")
+    parser.add_argument("--visits", type=int, default=0, help="of each case at most; else 3 with --minutes, 1 without")
     parser.add_argument("--cases", default="", help="names or patterns (distilbert-12-*), comma-separated")
     parser.add_argument("--implementations", default="", help="names or patterns, comma-separated")
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "out"), help="where tables and logs go")
     parser.add_argument("--resume", action="store_true", help="add to what --out holds of this machine")
     parser.add_argument("--compiler", default="", help="torch.compile's backend; inductor, aot_eager with --small")
-    parser.add_argument("--import", dest="imports", action="append", default=[], help="a module that brings the device")
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: 1 or more")
+    if options.visits < 0:
+        parser.error(f"--visits {options.visits}: 1 or more")
     if options.small and options.minutes is None:
         options.minutes = SMALL_MINUTES
     if options.minutes is not None and options.minutes <= 0:
@@ -204,7 +205,7 @@ def main() -> None:
     options, cases, names = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes are ended, and the table written
     try:
-        environment = describe(options.device, tuple(options.imports), child_environment({}))
+        environment = describe(options.device, child_environment({}))
     except JobFailed as error:
         sys.exit(f"--device {options.device or 'of this machine'}: {error}")
     if not environment["device"]:

@@ -34,12 +34,11 @@ class Place:
     is_small: bool
     with_transformers: bool
     compiler: str
-    imports: tuple[str, ...]
     logs: Path
     environment: dict[str, str]
 
     def command(self, **settings: Any) -> list[str]:
-        return [sys.executable, str(HERE / "gpu_process.py"), json.dumps({"imports": self.imports, **settings})]
+        return [sys.executable, str(HERE / "gpu_process.py"), json.dumps(settings)]
 
 
 class Job:
@@ -141,14 +140,14 @@ class Job:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def describe(device: str, imports: tuple[str, ...], environment: dict[str, str]) -> dict[str, Any]:
+def describe(device: str, environment: dict[str, str]) -> dict[str, Any]:
     """Return what a process of its own has found on this machine.
 
     Raises:
         JobFailed: torch cannot be imported there, or does not know the device.
     """
     reading, writing = os.pipe()
-    settings = {"imports": imports, "describe": device, "descriptor": writing}
+    settings = {"describe": device, "descriptor": writing}
     command = [sys.executable, str(HERE / "gpu_process.py"), json.dumps(settings)]
     try:
         done = subprocess.run(

@@ -128,8 +128,6 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     warnings.filterwarnings("ignore")  # the peers' advice on logging intervals and loader workers
     logging.disable(logging.WARNING)
-    for each in settings.get("imports", []):
-        __import__(each)
     if "describe" in settings:
         os.write(settings["descriptor"], json.dumps(describe(settings["describe"])).encode())
     else:
