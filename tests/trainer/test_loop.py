@@ -265,7 +265,7 @@ def flags(length: int, start: int = 0) -> DataLoader[Any]:
 class Pairs(Diary):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.trained.append((batch_idx, batch))
-        return self.net(torch.ones(1, 8)).sum()
+        return self.net(torch.ones(1, 8, device=self.device)).sum()
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
         accelerator.save_state(path, overwrite=True, blocking=step % 2 == 0)
         accelerator.finish_save()
         assert open_checkpoint(path).step == step
-        accelerator.backward(net(torch.ones(1, 2)).sum())
+        accelerator.backward(net(torch.ones(1, 2, device=accelerator.device)).sum())
         optimizer.step()
     with pytest.raises(
         tw.CheckpointError, match="exists already; a checkpoint is overwritten with overwrite=True alone"
