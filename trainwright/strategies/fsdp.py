@@ -30,6 +30,7 @@ from trainwright.strategies.base import Optimization, Strategy, broadcast_tensor
 from trainwright.strategies.late_reduction import LateReduction
 from trainwright.strategies.low_layers import Float32, allow_float32, find_float32
 from trainwright.strategies.materialize import innermost_first, materialize
+from trainwright.strategies.placement import move
 from trainwright.strategies.row_probe import refuse_sharded_steps
 from trainwright.strategies.sharded_access import explain, open_methods, refuse_sharded_loss
 from trainwright.strategies.sharded_root import ROOT, Root, gather_for_call, let_go_after_call, refuse_copy
@@ -194,7 +195,7 @@ class FSDPStrategy(Strategy):
         self, group: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, is_root: bool = False
     ) -> None:
         """Give one group's parameters rank 0's values, and keep this rank's shard of them. Collective."""
-        group.to(self.device)
+        move(group, self.device)
         whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
         broadcast_tensors((*whole, *(group.buffers() if is_root else ())))
         # FSDP2 shards rows, and cannot reduce what is empty.
