@@ -24,8 +24,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import MappingKey, tree_map, tree_map_with_path
 
 from trainwright.checkpoint.tensors import TensorEntry
 from trainwright.compiled_names import clean_name, own_name
@@ -146,16 +148,55 @@ def check_optimizer(
         )
 
 
-def restore_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], described: Mapping[str, Any]) -> None:
-    """Set the parameter groups' values and the plain values of the state; tensors are read into the pieces."""
+def restore_optimizer(
+    optimizer: Optimizer, names: Mapping[Tensor, str], described: Mapping[str, Any], model: Mapping[str, TensorEntry]
+) -> None:
+    """Set the parameter groups' values and the plain values of the state; tensors are read into the pieces.
+
+    Tensors among plain values (LBFGS keeps lists of them) are put where the parameter is, as torch's own load_state_dict does.
+    """
     for group, stored in zip(optimizer.param_groups, described["groups"], strict=True):
         for key, value in stored.items():
             if key != "params":
-                group[key] = value
+                group[key] = _placed_as(value, group.get(key))
         for parameter in group["params"]:
             if plain := described["plain"].get(names[parameter]):
-                optimizer.state[parameter].update(plain)
-    optimizer.state.update(described.get("shared", {}))
+                was = model.get(names[parameter])
+                optimizer.state[parameter].update(placed(plain, parameter, was.dtype if was is not None else None))
+    if shared := described.get("shared", {}):
+        device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+        # It is no parameter's, and may hold counts, or the state of a generator, that belong on the host.
+        optimizer.state.update(tree_map(lambda each: each.to(device) if _is_computed_with(each) else each, shared))
+
+
+def placed(value: Any, parameter: Tensor, was: torch.dtype | None) -> Any:
+    """Return plain state of a parameter with the tensors in it on its device, in its dtype where they had that which it had.
+
+    Args:
+        value: plain data with tensors in it.
+        parameter: what the optimizer steps.
+        was: the dtype that the parameter had when the state was saved; None leaves the tensors' dtypes as they are.
+    """
+
+    def place(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or path[-1:] == (MappingKey("step"),):
+            return leaf
+        return leaf.to(parameter.device, parameter.dtype if leaf.dtype == was else leaf.dtype)
+
+    return tree_map_with_path(place, value)
+
+
+def _placed_as(value: Any, present: Any) -> Any:
+    """Return a stored value of a group with its tensors where those are that stand there now (a learning rate's, say)."""
+    if isinstance(value, Tensor) and isinstance(present, Tensor):
+        return value.to(present.device)
+    if isinstance(value, (list, tuple)) and isinstance(present, (list, tuple)) and len(value) == len(present):
+        return type(value)(_placed_as(one, other) for one, other in zip(value, present, strict=True))
+    return value
+
+
+def _is_computed_with(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
 
 
 def with_dtypes_of(

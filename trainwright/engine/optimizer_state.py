@@ -32,13 +32,14 @@ def check_optimizers(checkpoint: Checkpoint, state: dict[str, Any], named: Named
 def load_optimizers(checkpoint: Checkpoint, state: dict[str, Any], strategy: Strategy, named: Named) -> None:
     """Give the optimizers their state, each process its part."""
     described = state["optimizers"]
+    model = checkpoint.tensors("model")
     entries = checkpoint.tensors("optimizer") if "optimizer" in checkpoint.sections else {}
     for number, (optimizer, names) in enumerate(named):
         own: dict[str, TensorEntry] = {
             name.split("/", 1)[1]: entry for name, entry in entries.items() if name.startswith(f"{number}/")
         }
-        own = with_dtypes_of(names, own, checkpoint.tensors("model"))
+        own = with_dtypes_of(names, own, model)
         strategy.allocate_optimizer_state(optimizer, names, own)
-        restore_optimizer(optimizer, names, described[number])
+        restore_optimizer(optimizer, names, described[number], model)
     if pieces := optimizer_pieces(strategy, named):  # plain SGD has no state at all
         checkpoint.read_into("optimizer", pieces)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -102,16 +102,37 @@ class MixedPrecision(Precision):
         looked = looked or Looked(optimizer)
         self._looked[id(optimizer)] = looked
         looked.is_divided = True
-        for part in _by_kind(optimizer):
-            self.scaler.unscale_(part)
-            for device, value in self.scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].items():
-                looked.found[device] = torch.maximum(looked.found[device], value) if device in looked.found else value
+        for part, device in _by_kind(optimizer):
+            with self._scale_on(device):
+                self.scaler.unscale_(part)
+            for place, value in self.scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].items():
+                looked.found[place] = torch.maximum(looked.found[place], value) if place in looked.found else value
         if agree is not None:
-            if not looked.found:  # this rank has no gradient of its own
-                assert self.scaler._scale is not None
-                looked.found[self.scaler._scale.device] = torch.zeros_like(self.scaler._scale).reshape(1)
+            # One tensor: a rank without a gradient of its own does not know where the others' lie.
+            any_found = looked.found.pop(self._scale.device, None)
+            if any_found is None:
+                any_found = torch.zeros_like(self._scale).reshape(1)
             for value in looked.found.values():
-                agree(value)
+                any_found = torch.maximum(any_found, value.to(any_found.device))
+            agree(any_found)
+            looked.found = {any_found.device: any_found}
+
+    @contextmanager
+    def _scale_on(self, device: torch.device) -> Iterator[None]:
+        """Let the scaler divide gradients that lie elsewhere than its scale (in host memory, offloaded) by a copy of it.
+
+        By itself it would copy its scale to the host without waiting for the copy, and the division would not wait either.
+        """
+        scale = self._scale
+        if device == scale.device:
+            yield
+            return
+        assert self.scaler is not None
+        self.scaler._scale = scale.to(device)
+        try:
+            yield
+        finally:
+            self.scaler._scale = scale
 
     def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
         """Unscale, clip, and step unless a gradient is not finite; outside of autocast, in which a closure runs as before.
@@ -287,14 +308,16 @@ class _Outside(AbstractContextManager[None]):
             torch.clear_autocast_cache()
 
 
-def _by_kind(optimizer: Optimizer) -> list[Any]:
-    """Return what the scaler divides at a time: gradients that are DTensors apart from those that are not."""
-    kinds: dict[type, list[Tensor]] = {}
+def _by_kind(optimizer: Optimizer) -> list[tuple[Any, torch.device]]:
+    """Return what the scaler divides at a time, and where it lies: DTensors apart from other gradients."""
+    kinds: dict[tuple[type, torch.device], list[Tensor]] = {}
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-        kinds.setdefault(type(parameter.grad), []).append(parameter)
-    if len(kinds) < 2:
-        return [optimizer]
-    return [SimpleNamespace(param_groups=[{"params": parameters}]) for parameters in kinds.values()]
+        kinds.setdefault((type(parameter.grad), parameter.grad.device), []).append(parameter)
+    if len(kinds) == 1:
+        return [(optimizer, next(iter(kinds))[1])]
+    return [
+        (SimpleNamespace(param_groups=[{"params": parameters}]), device) for (_, device), parameters in kinds.items()
+    ]
 
 
 _hooked: list[Any] = []

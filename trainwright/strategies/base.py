@@ -311,11 +311,20 @@ def made_state(parameter: Tensor, key: str, entry: TensorEntry, group: Mapping[s
     """Return a state tensor for a load to fill: like the parameter where it has an element for each, else as it was stored."""
     if is_part:
         return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
-    on_device = bool(group.get("fused") or group.get("capturable"))
-    device = parameter.device if on_device or key != "step" else torch.device("cpu")
-    # A fused kernel reads its step as float32; a run in float64 may have stored a wider one.
-    dtype = torch.float32 if on_device and key == "step" else entry.dtype
+    device, dtype = place_of_state(parameter, key, entry.dtype, group)
     return torch.zeros(entry.shape, dtype=dtype, device=device)
+
+
+def place_of_state(
+    parameter: Tensor, key: str, dtype: torch.dtype, group: Mapping[str, Any]
+) -> tuple[torch.device, torch.dtype]:
+    """Return the device and the dtype that a step wants a parameter's state in, where that is no part of the parameter."""
+    if key != "step":
+        return parameter.device, dtype
+    if group.get("fused") or group.get("capturable"):
+        # The kernel reads the count where the parameter is, as float32; a run in float64 may have stored a wider one.
+        return parameter.device, torch.float32
+    return torch.device("cpu"), dtype
 
 
 def refuse_sharded(module: nn.Module, name: str) -> None:

@@ -383,6 +383,8 @@ class DeepSpeedStrategy(Strategy):
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
     ) -> None:
         trained = {share.parameter for engine in self._engines.values() for share in self._shares(engine)}
+        for facade in self._engines:
+            zero_state.place_plain(facade.master)
         with paused():
             zero_state.refresh([p for module in modules for p in module.parameters() if p not in trained])
             for engine in self._engines.values():

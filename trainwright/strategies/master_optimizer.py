@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainwright.strategies.base import place_of_state
 from trainwright.strategies.group_view import GroupView
 from trainwright.strategies.reached_parameters import ReachedParameters
 
@@ -106,9 +107,9 @@ class MasterOptimizer(Optimizer):
         """Return this rank's part of a whole parameter's state."""
         share, cut = view.share, {}
         for key, value in state.items():
-            if not isinstance(value, Tensor) or key == "step":
+            if not isinstance(value, Tensor):
                 cut[key] = value
-            elif tuple(value.shape) == share.shape:
+            elif tuple(value.shape) == share.shape and key != "step":
                 part = value.detach().reshape(-1)[share.start : share.start + share.numel]
                 dtype = view.tensor.dtype if value.dtype == share.parameter.dtype else value.dtype
                 cut[key] = part.to(view.tensor.device, dtype, copy=True)
@@ -119,8 +120,8 @@ class MasterOptimizer(Optimizer):
                     f"{type(self.own).__name__} makes its state ({key!r}) when it is constructed, and an earlier run has left "
                     "the parameters sharded by then. Make the module anew and load a checkpoint."
                 )
-            else:
-                cut[key] = value
+            else:  # the master may lie elsewhere than the parameter did
+                cut[key] = value.to(*place_of_state(view.tensor, key, value.dtype, group))
         return cut
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainwright.checkpoint.contents import placed
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import made_state
@@ -69,6 +70,15 @@ def allocate(master: MasterOptimizer, names: Mapping[Tensor, str], entries: Mapp
                 if is_part and entry.dtype == view.share.parameter.dtype:
                     entry = replace(entry, dtype=view.tensor.dtype)  # what is like its parameter is like its master
                 state[key] = made_state(view.tensor, key, entry, group, is_part)
+
+
+def place_plain(master: MasterOptimizer) -> None:
+    """Let tensors in what else a load has put into the state (lists of them) lie where the masters do, in their dtype."""
+    for parameter, view in master.views.items():
+        state = master.own.state.get(view.tensor, {})
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                state[key] = placed(value, view.tensor, parameter.dtype)
 
 
 def warn_of_shards(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
