@@ -2,6 +2,8 @@
 #
 #   make demo              train and test examples/digits.py; DEVICES=2 for two processes, ARGS="--precision bf16-mixed"
 #   make test              the fast tests; make test-slow the others, make test-all both
+#   make test-gpu          the tests of a GPU, on the interpreter that PYTHON names as it is (.venv without it); where there is no
+#                          GPU they are skipped
 #   make test-device       tests on the simulated accelerator of tests/simulated_device, which the first run compiles
 #   make check             formatting, lint, types; make format mends the first two
 #   make bench             benchmarks/overhead.py (ARGS), benchmarks/strategies.py (STRATEGY_ARGS) and benchmarks/checkpoint.py
@@ -30,7 +32,7 @@ BIN := $(VENV)/bin
 # Without build isolation, or the packages that come as source would each build against a torch of their own.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt
 
-.PHONY: demo test test-slow test-all test-device check format bench soak fuzz clean
+.PHONY: demo test test-slow test-all test-device test-gpu check format bench soak fuzz clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/digits.py --devices $(DEVICES) $(ARGS)
@@ -45,7 +47,11 @@ test-all: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m "not gpu and not device" $(ARGS)
 
 test-device: $(VENV)/test.stamp
-	PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pytest -m device $(if $(ARGS),$(ARGS),tests/device)
+	PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pytest -m "device or gpu" $(if $(ARGS),$(ARGS),tests/device)
+
+# A machine with a GPU comes with its own torch: PYTHON=python3 takes it as it is, and nothing is installed.
+test-gpu: $(if $(filter file,$(origin PYTHON)),$(VENV)/test.stamp)
+	$(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON)) tests/gpu_session.py $(ARGS)
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .

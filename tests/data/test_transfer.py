@@ -82,7 +82,7 @@ class RecordingStream:
         self.events.append("keep")
 
     def wait_for_training(self) -> None:
-        assert self.is_open
+        assert not self.is_open  # within, the current stream is the copies' own
         self.events.append("after training")
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -23,47 +23,53 @@ def device() -> torch.device:
 def cuda(device: torch.device) -> torch.device:
     """The device, where it is CUDA's."""
     if device.type != "cuda":
-        pytest.skip(f"{device.type} has nothing like it: CUDA alone")
+        pytest.skip(f"it is of CUDA alone, and {device.type} is here")
     return device
-
-
-@pytest.fixture
-def is_real(device: torch.device) -> bool:
-    """Whether a GPU computes, not a simulation of one on the host."""
-    return device.type != "sim"
 
 
 @pytest.fixture
 def clean_memory(device: torch.device) -> Iterator[None]:
     """Let go of what earlier tests have left on the device, and of what this one leaves."""
-    gc.collect()
-    torch.accelerator.empty_cache()
+    _let_go()
     yield
-    gc.collect()
-    torch.accelerator.empty_cache()
+    _let_go()
 
 
 @pytest.fixture
-def refusing_reads(device: torch.device) -> Any:
-    """A context within which the host may not wait for the device."""
-    module = torch.get_device_module(device)
-    if device.type == "cuda":
-
-        def refuse(yes: bool) -> None:
-            torch.cuda.set_sync_debug_mode("error" if yes else "default")
-
-    elif hasattr(module, "refuse_sync"):
-        refuse = module.refuse_sync
-    else:
+def refusing_reads(device: torch.device) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Return what makes a context within which the host may not wait for the device."""
+    module: Any = torch.get_device_module(device)
+    if not hasattr(module, "set_sync_debug_mode"):
         pytest.skip(f"{device.type} does not tell when the host waits for it")
 
     @contextmanager
     def refusing() -> Iterator[None]:
-        refuse(True)
+        module.set_sync_debug_mode("error")
         try:
             yield
         finally:
-            refuse(False)
+            module.set_sync_debug_mode("default")
 
-    refusing.refuse = refuse  # type: ignore[attr-defined]
-    return refusing
+    yield refusing
+    module.set_sync_debug_mode("default")
+
+
+@pytest.fixture(autouse=True)
+def _no_violations(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail where the simulated device has found memory that was used too early, too late or by two."""
+    watches = request.node.get_closest_marker("gpu") is not None and hasattr(torch, "sim")
+    if watches:
+        torch.sim.synchronize()  # type: ignore[attr-defined]
+        torch.sim.clear_violations()  # type: ignore[attr-defined]
+    yield
+    if watches:
+        torch.sim.synchronize()  # type: ignore[attr-defined]
+        found = torch.sim.violations()  # type: ignore[attr-defined]
+        torch.sim.clear_violations()  # type: ignore[attr-defined]
+        assert found == []
+
+
+def _let_go() -> None:
+    gc.collect()
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()

@@ -139,7 +139,9 @@ class Players(tw.Module):
         made = self.maker(batch[0])
         with self.toggled_optimizer(critic):
             critic.zero_grad()
-            self.manual_backward(F.softplus(-self.critic(batch[0])).mean() + F.softplus(self.critic(made.detach())).mean())
+            self.manual_backward(
+                F.softplus(-self.critic(batch[0])).mean() + F.softplus(self.critic(made.detach())).mean()
+            )
             critic.step()
         with self.toggled_optimizer(maker):
             maker.zero_grad()
@@ -193,10 +195,13 @@ def test_a_device_that_is_not_there_is_refused(device: torch.device) -> None:
     count = torch.accelerator.device_count()
     with pytest.raises(ValueError, match=rf"devices=\[{count}\] names .* not there \(torch sees {count}\)"):
         tw.Trainer(**{**ON_DEVICE, "devices": [count]})
-    with pytest.raises(ValueError, match=rf"devices={count + 1} GPUs were asked for, but torch sees {count}"):
+    more = rf"devices={count + 1} GPUs were asked for, but torch sees {count}|has no process group"
+    with pytest.raises(ValueError, match=more):
         tw.Trainer(**{**ON_DEVICE, "devices": count + 1})
     other = "xpu" if device.type != "xpu" else "mps"
-    with pytest.raises(RuntimeError, match=rf"accelerator='{other}' was asked for, but torch .* has '{device.type}' here"):
+    with pytest.raises(
+        RuntimeError, match=rf"accelerator='{other}' was asked for, but torch .* has '{device.type}' here"
+    ):
         tw.Trainer(**{**ON_DEVICE, "accelerator": other})
 
 
