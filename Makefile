@@ -2,6 +2,8 @@
 #
 #   make demo              train and test examples/digits.py; DEVICES=2 for two processes, ARGS="--precision bf16-mixed"
 #   make test              the fast tests; make test-slow the others, make test-all both
+#   make test-versions     the fast tests with the oldest and the newest torch on each Python that is here (noxfile.py): 5 GB a torch;
+#                          ARGS="--list", ARGS="--python 3.12 -k oldest", ARGS="-- tests/trainer -x"
 #   make check             formatting, lint, types; make format mends the first two
 #   make bench             benchmarks/overhead.py (ARGS), benchmarks/strategies.py (STRATEGY_ARGS) and benchmarks/checkpoint.py
 #                          (CHECKPOINT_ARGS), beside other frameworks
@@ -29,7 +31,7 @@ BIN := $(VENV)/bin
 # Without build isolation, or the packages that come as source would each build against a torch of their own.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt
 
-.PHONY: demo test test-slow test-all check format bench soak fuzz clean
+.PHONY: demo test test-slow test-all test-versions check format bench soak fuzz clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/digits.py --devices $(DEVICES) $(ARGS)
@@ -42,6 +44,9 @@ test-slow: $(VENV)/test.stamp
 
 test-all: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+test-versions: $(VENV)/versions.stamp
+	$(BIN)/nox $(ARGS)
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .
@@ -82,6 +87,10 @@ $(VENV)/test.stamp: $(VENV)/base.stamp
 	# DeepSpeed and FairScale come as source, which looks for the torch that is there.
 	$(INSTALL) -e ".[test,deepspeed,fairscale]"
 	touch $@ $(VENV)/examples.stamp
+
+$(VENV)/versions.stamp: $(VENV)/base.stamp
+	$(INSTALL) "nox[uv]"
+	touch $@
 
 $(VENV)/bench.stamp: $(VENV)/base.stamp
 	# First torch: DeepSpeed and FairScale come as source, which looks for the one that is there.
