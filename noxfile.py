@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PYTHONS = [each.rpartition(" ")[2] for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)]
 OLDEST = next(each for each in PROJECT["dependencies"] if each.startswith("torch>=")).replace(">=", "==")
+FAST = re.search(r'^test:.*\n.* -m "(.+?)"', (ROOT / "Makefile").read_text(), re.MULTILINE)[1]  # type: ignore[index]
 OF_TORCH = ("torch", "setuptools")
 """Pins that are those of one torch: other versions of it ask for other setuptools."""
 ROWS: list[str] = []
@@ -47,9 +48,7 @@ def tests(session: nox.Session, torch: str) -> None:
         row[1] = install(session, torch)
         start = time.monotonic()
         try:
-            session.run(
-                "python", "-m", "pytest", "-m", "not slow and not gpu", f"--junitxml={results}", *session.posargs
-            )
+            session.run("python", "-m", "pytest", "-m", FAST, f"--junitxml={results}", *session.posargs)
         finally:
             row[2:] = [*counts(results), f"{time.monotonic() - start:.0f}"]
     finally:
