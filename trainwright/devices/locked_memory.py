@@ -11,6 +11,9 @@ from torch import Tensor
 
 from trainwright.devices import cuda
 
+KEPT_BY_TORCH = (cuda.NAME, "xpu")
+"""Devices of whose freed memory torch keeps blocks for the next; asked to let go of another's, it ends the process."""
+
 
 class LockedMemory:
     """Bytes of page-locked host memory, until they are given back.
@@ -24,6 +27,7 @@ class LockedMemory:
     """
 
     def __init__(self, size: int, device_type: str) -> None:
+        self._device_type = device_type
         self._unlock: weakref.finalize[..., LockedMemory] | None = None
         area = _pages(size) if device_type == cuda.NAME and size else None
         self.tensor: Tensor = torch.empty(0, dtype=torch.uint8)
@@ -43,7 +47,7 @@ class LockedMemory:
         self.tensor = torch.empty(0, dtype=torch.uint8)
         if self._unlock is not None:
             self._unlock()
-        elif hasattr(torch.accelerator, "empty_host_cache"):
+        elif self._device_type in KEPT_BY_TORCH and hasattr(torch.accelerator, "empty_host_cache"):
             torch.accelerator.empty_host_cache()
 
 
