@@ -2,6 +2,7 @@
 #
 #   make demo              train and test examples/digits.py; DEVICES=2 for two processes, ARGS="--precision bf16-mixed"
 #   make test              the fast tests; make test-slow the others, make test-all both
+#   make test-device       tests on the simulated accelerator of tests/simulated_device, which the first run compiles
 #   make check             formatting, lint, types; make format mends the first two
 #   make bench             benchmarks/overhead.py (ARGS), benchmarks/strategies.py (STRATEGY_ARGS) and benchmarks/checkpoint.py
 #                          (CHECKPOINT_ARGS), beside other frameworks
@@ -29,19 +30,22 @@ BIN := $(VENV)/bin
 # Without build isolation, or the packages that come as source would each build against a torch of their own.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt
 
-.PHONY: demo test test-slow test-all check format bench soak fuzz clean
+.PHONY: demo test test-slow test-all test-device check format bench soak fuzz clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/digits.py --devices $(DEVICES) $(ARGS)
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not device" $(ARGS)
 
 test-slow: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu and not device" $(ARGS)
 
 test-all: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not device" $(ARGS)
+
+test-device: $(VENV)/test.stamp
+	PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pytest -m device $(if $(ARGS),$(ARGS),tests/device)
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .

@@ -259,7 +259,7 @@ class Color(enum.Enum):
     BLUE = ("b", 2)
 
 
-class Mode(str, enum.Enum):
+class Mode(str, enum.Enum):  # noqa: UP042, what programs of older Pythons write
     FAST = "fast"
 
 

@@ -83,7 +83,8 @@ def test_a_failed_example_is_a_note() -> None:
     module.example_input_array = torch.zeros(1, 3)  # type: ignore[assignment]
     lines = summarize(module).splitlines()
     assert lines[0].split() == ["Name", "Type", "Parameters", "Mode"]
-    assert lines[-1].startswith("(no sizes: the forward of example_input_array failed with RuntimeError: mat1")
+    assert lines[-1].startswith("(no sizes: the forward of example_input_array failed with RuntimeError: ")
+    assert "mat1 and mat2 shapes cannot be multiplied" in lines[-1]
 
 
 def test_lazy_parameters_are_not_counted() -> None:

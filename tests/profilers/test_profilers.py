@@ -11,8 +11,10 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from jobs import run_alone
 from small import loss_of, make_data, make_net
 from torch import nn
+from torch.profiler import ProfilerAction
 from torch.utils.data import DataLoader
 
 from trainwright.profilers import (
@@ -224,6 +226,68 @@ def test_the_pytorch_profiler_with_other_settings(tmp_path: Path, capsys: pytest
     assert averages is not None
     for key in SORT_KEYS:
         averages.table(sort_by=key)
+
+
+def recorded_once_more() -> bool:
+    """Tell whether torch's profiler still works in this process."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorder:
+        torch.ones(2) + 1
+    return any(event.key == "aten::add" for event in recorder.key_averages())
+
+
+def refuse(recorder: Any) -> None:
+    raise OSError("no space left")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        # Raised between two cycles, after the end of the first one and before the second is prepared.
+        (
+            {"on_trace_ready": refuse, "schedule": torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=2)},
+            OSError,
+            "no space left",
+        ),
+        # Raised where a recording would have ended.
+        (
+            {"schedule": lambda step: [ProfilerAction.RECORD, ProfilerAction.NONE][step % 2]},
+            UserWarning,
+            "RECORD followed by NONE",
+        ),
+        # Raised before what was prepared has begun.
+        (
+            {"schedule": lambda step: [ProfilerAction.WARMUP, ProfilerAction.NONE][step % 2]},
+            UserWarning,
+            "WARMUP followed by NONE",
+        ),
+    ],
+)
+def test_a_recorder_that_fails_on_its_way_is_not_left(
+    arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        train(PyTorchProfiler(**arguments), batches=8)
+    assert recorded_once_more()
+
+
+def test_a_warning_raised_as_a_recording_begins_is_an_error_alone(tmp_path: Path) -> None:
+    # torch 2.11 warns before the first recording of a process, later versions before its second one.
+    script = """
+import torch
+from trainwright.profilers import PyTorchProfiler
+profiler = PyTorchProfiler(schedule=torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=2), export_to_chrome=False)
+profiler.setup("fit")
+raised = ""
+try:
+    for _ in range(8):
+        with profiler.profile("training_step"):
+            torch.ones(2) + 1
+except UserWarning as warning:
+    raised = str(warning)
+profiler.teardown("fit")
+assert "clears events" in raised, raised
+"""
+    run_alone(script, tmp_path)
 
 
 def test_named_modules_leave_a_compiled_forward_alone(capsys: pytest.CaptureFixture[str]) -> None:

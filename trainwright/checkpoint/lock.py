@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from trainwright.checkpoint.discovery import machine, process_lives, process_start
@@ -206,7 +206,7 @@ def _write(descriptor: int) -> None:
     holder = {
         "host": socket.gethostname(),
         "pid": pid,
-        "since": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
+        "since": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
         "machine": machine(),
         "start": process_start(pid),
     }

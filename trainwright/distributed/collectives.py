@@ -177,9 +177,9 @@ def count_issued() -> int | None:
 def set_timeout(seconds: float) -> None:
     """Let collectives from now on wait so long for the other ranks."""
     if _world_size() > 1:
-        from torch.distributed.distributed_c10d import _set_pg_timeout
-
-        _set_pg_timeout(timedelta(seconds=seconds))
+        # torch 2.15 has a public call, and warns at each use of the private one; before it there is the private one alone.
+        public = getattr(dist, "set_timeout", None)
+        (public or dist.distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds))
 
 
 class _GatherWithGradients(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -29,8 +30,10 @@ class Compiled:
 
     def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
         self.options = dict(options)
-        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-            # Else all layers of one class share a limit of 8 graphs, and run eagerly beyond it.
+        # The compiler makes at most 8 graphs of one piece of code, and runs eagerly beyond it: all layers of a class would
+        # share them. torch 2.11 has no option against that; there each function that is compiled gets code of its own.
+        self._has_isolation = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+        if self._has_isolation:
             self.options.setdefault("isolate_recompiles", True)
         try:
             torch.compile(_call, **self.options)
@@ -57,7 +60,8 @@ class Compiled:
         if kind not in self._functions:
             # The compiler enters no frame of torch's own layers, so those get one around them.
             is_torchs = type(module).forward.__module__.startswith("torch.")
-            self._functions[kind] = torch.compile(_call if is_torchs else type(module)._call_impl, **self.options)
+            function = _call if is_torchs else type(module)._call_impl
+            self._functions[kind] = torch.compile(function if self._has_isolation else _copy_of_call(), **self.options)
         return self._functions[kind]
 
     def undo(self) -> None:
@@ -96,6 +100,11 @@ class _Call:
 
 def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def _copy_of_call() -> Callable[..., Any]:
+    """Return `_call` with a code object of its own, which the compiler counts graphs by."""
+    return types.FunctionType(_call.__code__.replace(), _call.__globals__, _call.__name__)
 
 
 def _submodules(module: nn.Module) -> list[nn.Module]:

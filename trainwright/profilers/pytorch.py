@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.profiler import emit_nvtx as nvtx_ranges
 from torch.autograd.profiler_util import EventList
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
 from trainwright.devices import cuda
 from trainwright.profilers.base import Profiler
@@ -101,7 +101,7 @@ class PyTorchProfiler(Profiler):
             self._begin()
         if action == STEP_ACTIONS.get(self.stage or "fit", "training_step"):
             if self._batches and isinstance(self._recorder, profile):
-                self._recorder.step()
+                self._advance(self._recorder)
             self._batches += 1
         self._ranges.setdefault(action, []).append(_open_range(action))
 
@@ -138,6 +138,25 @@ class PyTorchProfiler(Profiler):
             recorder = profile(**{**self.profiler_kwargs, "on_trace_ready": self._take_recording})
         recorder.__enter__()
         self._recorder = recorder
+
+    def _advance(self, recorder: profile) -> None:
+        """Move the schedule on by a batch; drop a recorder that fails on the way.
+
+        It says then that it is in a state that it may never have begun, and torch crashes where such a one is left. So
+        what did begin is ended here.
+        """
+        before = recorder.current_action
+        try:
+            recorder.step()
+        except BaseException:  # a trace that cannot be written, a warning that is an error
+            self._recorder, self._has_ended = None, True
+            is_running = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+            if before == ProfilerAction.WARMUP and not is_running:
+                recorder.start_trace()  # what is prepared ends by running
+                recorder.stop_trace()
+            elif before in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE) and is_running:
+                recorder.stop_trace()
+            raise
 
     def _end(self) -> None:
         """End the recording, after a failure too; what was recorded up to here counts."""

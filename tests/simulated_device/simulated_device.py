@@ -1,0 +1,282 @@
+"""The simulated accelerator "sim", as `torch.sim`: what torch expects of a device's module, and what tests ask of it.
+
+torch calls `register` at its own import, wherever this folder is on the module path. README.md says what the device is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_native: Any = None
+nvtx = None
+
+
+def register() -> None:
+    """Make "sim" a device of torch, with `torch.sim`, tensor.sim(), autocast and a collective backend."""
+    global _native
+    if _native is not None:
+        return
+    import simulated_build
+
+    torch.utils.rename_privateuse1_backend("sim")
+    _native = simulated_build.load_native()
+    torch._register_device_module("sim", sys.modules[__name__])
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+# ---- devices
+
+
+def is_available() -> bool:
+    return device_count() > 0
+
+
+def is_initialized() -> bool:
+    return bool(_native.is_initialized())
+
+
+def init() -> None:
+    pass
+
+
+def device_count() -> int:
+    return int(_native.device_count())
+
+
+def current_device() -> int:
+    return int(_native.current_device())
+
+
+def _index(device: Any = None) -> int:
+    if device is None:
+        return current_device()
+    if isinstance(device, int):
+        return device if device >= 0 else current_device()
+    device = torch.device(device)
+    if device.type != "sim":
+        raise ValueError(f"expected a device of type sim, got {device}")
+    return current_device() if device.index is None else int(device.index)
+
+
+def set_device(device: Any) -> None:
+    _native.set_device(_index(device))
+
+
+@contextlib.contextmanager
+def device(of: Any) -> Iterator[None]:
+    """Make another device the current one."""
+    before = current_device()
+    set_device(of)
+    try:
+        yield
+    finally:
+        set_device(before)
+
+
+def get_device_name(device: Any = None) -> str:
+    return f"Simulated device {_index(device)}"
+
+
+def synchronize(device: Any = None) -> None:
+    torch._C._accelerator_synchronizeDevice(_index(device))
+
+
+def _is_in_bad_fork() -> bool:
+    return bool(_native.is_in_bad_fork())
+
+
+# ---- random numbers
+
+
+def manual_seed(seed: int) -> None:
+    _native.default_generator(current_device()).manual_seed(int(seed))
+
+
+def manual_seed_all(seed: int) -> None:
+    for index in range(device_count()):
+        _native.default_generator(index).manual_seed(int(seed))
+
+
+def seed_all() -> None:
+    for index in range(device_count()):
+        _native.default_generator(index).seed()
+
+
+def initial_seed() -> int:
+    return int(_native.default_generator(current_device()).initial_seed())
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    state: torch.Tensor = _native.default_generator(_index(device)).get_state()
+    return state
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    return [get_rng_state(index) for index in range(device_count())]
+
+
+def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    _native.default_generator(_index(device)).set_state(state)
+
+
+def set_rng_state_all(states: list[torch.Tensor]) -> None:
+    for index, state in enumerate(states):
+        set_rng_state(state, index)
+
+
+# ---- streams and events
+
+
+class Stream(torch.Stream):
+    """A stream of a device: `torch.sim.Stream()`."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **kept: int) -> Stream:
+        if kept:
+            return super().__new__(cls, priority=priority, **kept)  # type: ignore[call-overload,no-any-return]
+        return super().__new__(cls, device=torch.device("sim", _index(device)), priority=priority)  # type: ignore[call-overload,no-any-return]
+
+
+class Event(torch.Event):
+    """An event of the device: `torch.sim.Event()`."""
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
+        return super().__new__(
+            cls, device="sim", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
+        )
+
+
+def current_stream(device: Any = None) -> torch.Stream:
+    return torch.accelerator.current_stream(torch.device("sim", _index(device)))
+
+
+def default_stream(device: Any = None) -> torch.Stream:
+    index = _index(device)
+    return torch.Stream(stream_id=0, device_index=index, device_type=int(torch._C._autograd.DeviceType.PrivateUse1))
+
+
+def set_stream(stream: torch.Stream) -> None:
+    torch.accelerator.set_stream(stream)
+
+
+@contextlib.contextmanager
+def stream(to: torch.Stream | None) -> Iterator[None]:
+    """Make another stream the current one."""
+    if to is None:
+        yield
+        return
+    with to:
+        yield
+
+
+# ---- memory
+
+
+def set_memory_limit(limit: int, device: Any = None) -> None:
+    """Let no more than `limit` bytes be in use on the device; 0 takes the limit off."""
+    _native.set_memory_limit(limit, _index(device))
+
+
+def memory_stats(device: Any = None) -> OrderedDict[str, Any]:
+    return torch.accelerator.memory_stats(_index(device))
+
+
+def _bytes(kind: str, moment: str, device: Any) -> int:
+    return int(memory_stats(device).get(f"{kind}_bytes.all.{moment}", 0))
+
+
+def memory_allocated(device: Any = None) -> int:
+    return _bytes("allocated", "current", device)
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    return _bytes("allocated", "peak", device)
+
+
+def memory_reserved(device: Any = None) -> int:
+    return _bytes("reserved", "current", device)
+
+
+def max_memory_reserved(device: Any = None) -> int:
+    return _bytes("reserved", "peak", device)
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    torch.accelerator.reset_peak_memory_stats(_index(device))
+
+
+def empty_cache() -> None:
+    torch.accelerator.empty_cache()
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """Return the free and the total bytes of the device."""
+    free, total = _native.mem_get_info(_index(device))
+    return int(free), int(total)
+
+
+# ---- precision
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.float16, torch.bfloat16] if is_bf16_supported() else [torch.float16]
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    return os.environ.get("SIM_BF16", "1") != "0"
+
+
+def refuse_float64(on: bool) -> None:
+    """With True, making or copying a float64 tensor on the device raises TypeError, as on MPS."""
+    _native.refuse_float64(on)
+
+
+# ---- what tests ask
+
+
+def counts() -> tuple[int, int, int, int, int]:
+    """Return (copies to the device, copies to the host, scalars read by the host, bytes in, bytes out) so far."""
+    return _native.counts()  # type: ignore[no-any-return]
+
+
+def refuse_sync(on: bool) -> None:
+    """With True, every read of the device by the host, and every other wait for it, raises until called with False."""
+    _native.refuse(int(on), False)
+
+
+def set_sync_debug_mode(mode: int | str) -> None:
+    """Take "default", "warn" or "error", as `torch.cuda` does; copies to the device that are not non_blocking count too."""
+    number = {"default": 0, "warn": 1, "error": 2}.get(mode, mode) if isinstance(mode, str) else mode
+    if number not in (0, 1, 2):
+        raise RuntimeError(f"invalid value of the debug mode, {mode!r}; expected 'default', 'warn' or 'error'")
+    _native.refuse(2 if number == 2 else 0, number == 1)
+
+
+def get_sync_debug_mode() -> int:
+    refused, warns = _native.refused()
+    return 2 if refused == 2 else int(warns)
+
+
+def violations() -> list[str]:
+    """Return what was found so far: races between streams, and pinned memory or freed memory that is used too early."""
+    return _native.violations()  # type: ignore[no-any-return]
+
+
+def clear_violations() -> None:
+    _native.clear_violations()
+
+
+def raise_violations(on: bool) -> None:
+    """Say whether the operator, copy or wait after a violation raises (the default), or `violations()` alone tells of it."""
+    _native.raise_violations(on)
+
+
+def pending(device: Any = None) -> int:
+    """Return how many copies the device's streams have not carried out."""
+    return int(_native.pending(_index(device)))
