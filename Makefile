@@ -6,6 +6,8 @@
 #   make check             formatting, lint, types; make format mends the first two
 #   make bench             benchmarks/overhead.py (ARGS), benchmarks/strategies.py (STRATEGY_ARGS) and benchmarks/checkpoint.py
 #                          (CHECKPOINT_ARGS), beside other frameworks
+#   make bench-gpu         benchmarks/gpu.py: on a machine with a GPU, ARGS="--minutes 9"; on its own torch with PYTHON=python3, which makes no
+#                          .venv and installs nothing; anywhere, ARGS="--device cpu --small"
 #   make soak              kill training runs at random and compare their ends; KILLS=200 SEED=0, SOAK_ARGS="--strategies ddp"
 #   make fuzz              random runs: resumed, cut, on other strategies and ranks; SEEDS=20 START=0 KINDS="resume cuts", MINUTES=60 a kind,
 #                          FUZZ_ARGS="--jobs 2"; FUZZ_ARGS="--config '{...}'" KINDS=resume for one configuration
@@ -30,7 +32,15 @@ BIN := $(VENV)/bin
 # Without build isolation, or the packages that come as source would each build against a torch of their own.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt
 
-.PHONY: demo test test-slow test-all test-device check format bench soak fuzz clean
+# Targets for a machine with a GPU take an interpreter that they are given as it is, with the torch that it has.
+ifeq ($(origin PYTHON),file)
+GPU_PYTHON := $(BIN)/python
+BENCH_GPU_STAMP := $(VENV)/bench.stamp
+else
+GPU_PYTHON := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
+endif
+
+.PHONY: demo test test-slow test-all test-device check format bench bench-gpu soak fuzz clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/digits.py --devices $(DEVICES) $(ARGS)
@@ -60,6 +70,9 @@ bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
 	$(BIN)/python benchmarks/strategies.py $(STRATEGY_ARGS)
 	$(BIN)/python benchmarks/checkpoint.py $(CHECKPOINT_ARGS)
+
+bench-gpu: $(BENCH_GPU_STAMP)
+	$(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
 
 soak: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/soak.py --kills $(KILLS) --seed $(SEED) $(SOAK_ARGS)
