@@ -38,7 +38,7 @@ def earlier_generators(state: Mapping[str, Any]) -> list[Tensor]:
 
 def lock_pages(address: int, size: int) -> bool:
     """Lock host memory where it lies, so that every device copies from and into it by itself; return whether that was done."""
-    runtime: Any = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     portable = 1
     if int(runtime.cudaHostRegister(address, size, portable)) == 0:
         return True
@@ -49,5 +49,5 @@ def lock_pages(address: int, size: int) -> bool:
 
 def unlock_pages(address: int) -> None:
     """Unlock what `lock_pages` has locked."""
-    runtime: Any = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     runtime.cudaHostUnregister(address)

@@ -220,6 +220,14 @@ class FSDPStrategy(Strategy):
         if not is_root:
             group.register_forward_pre_hook(note_gathered_before)
 
+    def _move_whole(self, group: nn.Module) -> None:
+        """Move what is not sharded to the device: shards may be in host memory, and are to stay there."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor if isinstance(tensor, DTensor) else tensor.to(self.device)
+
+        group._apply(move)  # type: ignore[no-untyped-call]
+
     def _refuse_mixed(self, group: nn.Module, whole: list[nn.Parameter]) -> None:
         dtypes = {parameter.dtype for parameter in whole if parameter.requires_grad}
         if len(dtypes) > 1:
