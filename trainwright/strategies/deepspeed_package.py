@@ -11,6 +11,9 @@ import torch
 
 from trainwright.distributed.environment import announced
 
+ACCELERATORS = {"cpu": "CPU_Accelerator", "cuda": "CUDA_Accelerator", "xpu": "XPU_Accelerator"}
+"""DeepSpeed's classes for the devices that torch has itself."""
+
 
 def import_deepspeed(device: torch.device) -> Any:
     """Return the package, set to this device, and silent but for warnings.
@@ -41,14 +44,13 @@ def _accelerator(deepspeed: Any, device_type: str) -> Any:
     present = deepspeed.accelerator.get_accelerator()
     if present.device_name() == device_type:
         return present
-    try:
-        module = importlib.import_module(f"deepspeed.accelerator.{device_type}_accelerator")
-    except ImportError:
+    if device_type not in ACCELERATORS:
         raise ValueError(
-            f"strategy='deepspeed' on {device_type!r}: DeepSpeed computes on {present.device_name()!r} here and knows no "
-            f"{device_type!r}; give it an accelerator of that name by deepspeed.accelerator.set_accelerator, or choose 'fsdp'."
-        ) from None
-    deepspeed.accelerator.set_accelerator(getattr(module, f"{device_type.upper()}_Accelerator")())
+            f"strategy='deepspeed' on {device_type!r}: DeepSpeed is set to {present.device_name()!r} here; give it a class for "
+            f"{device_type!r} by deepspeed.accelerator.set_accelerator before, or choose 'fsdp'."
+        )
+    module = importlib.import_module(f"deepspeed.accelerator.{device_type}_accelerator")
+    deepspeed.accelerator.set_accelerator(getattr(module, ACCELERATORS[device_type])())
     return deepspeed.accelerator.get_accelerator()
 
 

@@ -195,9 +195,7 @@ class FSDPStrategy(Strategy):
     ) -> None:
         """Give one group's parameters rank 0's values, and keep this rank's shard of them. Collective."""
         self.precision.convert_module(group)  # what had no values before
-        group._apply(
-            lambda each: each if isinstance(each, DTensor) else each.to(self.device)
-        )  # shards may be in host memory
+        self._move_whole(group)
         whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
         broadcast_tensors((*whole, *(group.buffers() if is_root else ())))
         # FSDP2 shards rows, and cannot reduce what is empty.
