@@ -2,10 +2,16 @@
 #
 #   make demo              train and test examples/digits.py; DEVICES=2 for two processes, ARGS="--precision bf16-mixed"
 #   make test              the fast tests; make test-slow the others, make test-all both
+#   make test-gpu          the tests of a GPU, on the interpreter that PYTHON names as it is (.venv without it); where there is no
+#                          GPU they are skipped
+#   make test-versions     the fast tests with the oldest and the newest torch on each Python that is here (noxfile.py): 5 GB a torch;
+#                          ARGS="--list", ARGS="--python 3.12 -k oldest", ARGS="-- tests/trainer -x"
 #   make test-device       tests on the simulated accelerator of tests/simulated_device, which the first run compiles
 #   make check             formatting, lint, types; make format mends the first two
 #   make bench             benchmarks/overhead.py (ARGS), benchmarks/strategies.py (STRATEGY_ARGS) and benchmarks/checkpoint.py
 #                          (CHECKPOINT_ARGS), beside other frameworks
+#   make bench-gpu         benchmarks/gpu.py: on a machine with a GPU, ARGS="--minutes 9"; on its own torch with PYTHON=python3, which makes no
+#                          .venv and installs nothing; anywhere, ARGS="--device cpu --small"
 #   make soak              kill training runs at random and compare their ends; KILLS=200 SEED=0, SOAK_ARGS="--strategies ddp"
 #   make fuzz              random runs: resumed, cut, on other strategies and ranks; SEEDS=20 START=0 KINDS="resume cuts", MINUTES=60 a kind,
 #                          FUZZ_ARGS="--jobs 2"; FUZZ_ARGS="--config '{...}'" KINDS=resume for one configuration
@@ -30,7 +36,16 @@ BIN := $(VENV)/bin
 # Without build isolation, or the packages that come as source would each build against a torch of their own.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt
 
-.PHONY: demo test test-slow test-all test-device check format bench soak fuzz clean
+# Targets for a machine with a GPU take an interpreter that they are given as it is, with the torch that it has.
+ifeq ($(origin PYTHON),file)
+GPU_PYTHON := $(BIN)/python
+TEST_GPU_STAMP := $(VENV)/test.stamp
+BENCH_GPU_STAMP := $(VENV)/bench.stamp
+else
+GPU_PYTHON := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
+endif
+
+.PHONY: demo test test-slow test-all test-device test-gpu test-versions check format bench bench-gpu soak fuzz clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/digits.py --devices $(DEVICES) $(ARGS)
@@ -45,7 +60,13 @@ test-all: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m "not gpu and not device" $(ARGS)
 
 test-device: $(VENV)/test.stamp
-	PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pytest -m device $(if $(ARGS),$(ARGS),tests/device)
+	PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pytest -m "device or gpu" $(if $(ARGS),$(ARGS),tests/device)
+
+test-gpu: $(TEST_GPU_STAMP)
+	$(GPU_PYTHON) tests/gpu_session.py $(ARGS)
+
+test-versions: $(VENV)/versions.stamp
+	$(BIN)/nox $(ARGS)
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .
@@ -60,6 +81,9 @@ bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
 	$(BIN)/python benchmarks/strategies.py $(STRATEGY_ARGS)
 	$(BIN)/python benchmarks/checkpoint.py $(CHECKPOINT_ARGS)
+
+bench-gpu: $(BENCH_GPU_STAMP)
+	$(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
 
 soak: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/soak.py --kills $(KILLS) --seed $(SEED) $(SOAK_ARGS)
@@ -86,6 +110,10 @@ $(VENV)/test.stamp: $(VENV)/base.stamp
 	# DeepSpeed and FairScale come as source, which looks for the torch that is there.
 	$(INSTALL) -e ".[test,deepspeed,fairscale]"
 	touch $@ $(VENV)/examples.stamp
+
+$(VENV)/versions.stamp: $(VENV)/base.stamp
+	$(INSTALL) "nox[uv]"
+	touch $@
 
 $(VENV)/bench.stamp: $(VENV)/base.stamp
 	# First torch: DeepSpeed and FairScale come as source, which looks for the one that is there.

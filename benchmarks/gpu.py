@@ -1,0 +1,226 @@
+"""What training costs on this machine's GPU beside a loop written by hand, and beside every other framework that is installed.
+
+Each case is a model with its batches, its precision, and eager or compiled; a save of a checkpoint; or a process's start. Each
+implementation of a case is a process of its own. Those of one case start together, warm up, and then take turns of about a
+second, in an order that is reversed each round, so that a noisy moment hits all; the ratio is the median of those within the
+rounds. All train the same weights on the same batches, and their losses are compared.
+
+The table (table.md, table.csv) and the picture are written after each process that has finished, so that a run that is cut
+short keeps what it has. With --minutes every case is visited once before any is visited again, the most important first, and
+nothing is begun that would not fit.
+
+    python benchmarks/gpu.py --minutes 9                        # on one GPU
+    python benchmarks/gpu.py --device cpu --small               # the same code on a CPU, in two minutes
+    python benchmarks/gpu.py --cases 'distilbert-12-*,mlp' --implementations by_hand,trainwright --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from gpu_cases import LABELS, PACKAGES, Case, all_cases
+from gpu_job import JobFailed, Place, describe
+from gpu_picture import draw
+from gpu_records import Record, Records
+from gpu_table import write
+from gpu_visit import Visit
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL_MINUTES = 2.0
+MOST_VISITS = 3
+SAFETY_SECONDS = 3.0
+"""What is kept back of the time, for the last table."""
+
+
+class Run:
+    """A run of the benchmark: what is measured on what, and for how long.
+
+    Args:
+        options: of the command line.
+        cases: what is to be measured, the most important first.
+        names: the implementations that are asked for.
+        environment: what `describe` has found.
+    """
+
+    def __init__(
+        self, options: argparse.Namespace, cases: list[Case], names: list[str], environment: dict[str, Any]
+    ) -> None:
+        self.options, self.cases = options, cases
+        missing = {
+            each: PACKAGES[each] for each in names if PACKAGES.get(each) not in (None, *environment["installed"])
+        }
+        self.names = [each for each in names if each not in missing]
+        self.missing = sorted(set(missing.values()))
+        self.folder = Path(options.out)
+        self.environment = environment
+        logs = self.folder / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        self.place = Place(
+            device=environment["device"],
+            is_small=options.small,
+            with_transformers=environment["with_transformers"],
+            compiler=options.compiler or ("aot_eager" if options.small else "inductor"),
+            logs=logs,
+            environment=child_environment(environment),
+        )
+        self.records = Records(self.folder / "records.jsonl", environment, options.resume)
+        self.began = time.monotonic()
+        self.deadline = float("inf") if options.minutes is None else self.began + 60 * options.minutes - SAFETY_SECONDS
+        self.most_visits = options.visits or (1 if options.minutes is None else MOST_VISITS)
+        self._lasted: dict[tuple[str, ...], float] = {}
+        self._visit: Visit | None = None
+
+    def run(self) -> None:
+        """Visit cases as long as one fits into the time."""
+        try:
+            while (case := self._next_case()) is not None:
+                began = time.monotonic()
+                self._visit_case(case)
+                lasted = time.monotonic() - began
+                self._lasted[case.like] = max(lasted, self._lasted.get(case.like, 0.0))
+                left = f", {self.deadline - time.monotonic():.0f} s left" if self.options.minutes is not None else ""
+                print(f"{case.name}: {lasted:.0f} s{left}", flush=True)
+        finally:
+            self.write()
+
+    def _next_case(self) -> Case | None:
+        left = self.deadline - time.monotonic()
+        waiting = [case for case in self.cases if self.records.visits(case) < self.most_visits]
+        waiting.sort(key=self.records.visits)  # stable: within as many visits the most important stays first
+        if waiting and left == float("inf"):
+            return waiting[0]
+        if not waiting or left <= 0:
+            return None
+        fewest = self.records.visits(waiting[0])
+        fitting = [case for case in waiting if self._seconds_of(case) <= left]
+        # A second visit of one case is not worth the first of another, unless that would not fit any more.
+        return next((case for case in fitting if self.records.visits(case) == fewest), next(iter(fitting), None))
+
+    def _seconds_of(self, case: Case) -> float:
+        if case.like in self._lasted:
+            return 1.15 * self._lasted[case.like]
+        guess = case.first_guess_seconds * (0.5 if self.options.small else 1.0)
+        whole = 60 * (self.options.minutes or 0.0)
+        return min(guess, 0.9 * whole)  # a short time is given to the first case whole
+
+    def _visit_case(self, case: Case) -> None:
+        names = [each for each in case.implementations if each in self.names]
+        if self.options.small and not self.options.implementations and case.name != "mlp":
+            names = [
+                each for each in names if PACKAGES.get(each, "trainwright") == "trainwright"
+            ]  # peers take long to import
+        self._visit = Visit(
+            self.place,
+            case,
+            names,
+            number=self.records.visits(case),
+            rounds=self.options.rounds,
+            turn_seconds=0.1 if self.options.small else 0.7,
+            memory_gib=0.0 if self.options.small else self.environment["memory_gib"],
+            deadline=self.deadline,
+            finish=self._finish,
+            progress=self.write,
+        )
+        self._visit.run()
+        self._visit = None
+
+    def _finish(self, record: Record) -> None:
+        self.records.add(record)
+        told = record.reason or f"{1e3 * sorted(record.seconds)[len(record.seconds) // 2]:.3f} ms"
+        print(f"  {record.case} {record.implementation}: {told}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Write the table and the picture of what is there."""
+        unfinished = [] if self._visit is None else list(self._visit.records.values())
+        rows = self.records.rows(self.cases, (each for each in unfinished if each.seconds))
+        not_run = [case.name for case in self.cases if not any(row.case == case.name for row in rows)]
+        notes = [f"Not installed: {', '.join(self.missing)}."] if self.missing else []
+        notes += [f"Not run: {', '.join(not_run)}."] if not_run else []
+        write(self.folder, rows, self.environment, notes)
+        draw(self.folder, rows, self.environment)
+
+
+def child_environment(environment: dict[str, Any]) -> dict[str, str]:
+    """Return the variables of the processes: one device is enough, which some frameworks have to be told."""
+    path = os.environ.get("PYTHONPATH", "")
+    found = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT), "PYTHONUNBUFFERED": "1"}
+    if environment.get("device") == "cpu":
+        found["OMP_NUM_THREADS"] = "1"
+    if environment.get("device") == "cuda" and environment.get("count", 1) > 1:
+        found["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    return found
+
+
+def chosen(parser: argparse.ArgumentParser, option: str, given: str, known: Sequence[str]) -> list[str]:
+    """Return those of the known names that a comma-separated list of patterns names; all where it is empty."""
+    patterns = [each.strip() for each in given.split(",") if each.strip()] or ["*"]
+    for each in patterns:
+        if not any(fnmatchcase(name, each) for name in known):
+            parser.error(f"{option} {each!r} is unknown; choose from {', '.join(known)}")
+    return [name for name in known if any(fnmatchcase(name, each) for each in patterns)]
+
+
+def parse() -> tuple[argparse.Namespace, list[Case], list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=None, help="how long it may take; without, each case once")
+    parser.add_argument("--device", default="", help="cpu, or an accelerator's type; else the one that torch sees")
+    parser.add_argument(
+        "--small", action="store_true", help="tiny models, to try it; --minutes is 2 then, and peers run in mlp alone"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each process; the median counts")
+    parser.add_argument("--visits", type=int, default=0, help="of each case at most; else 3 with --minutes, 1 without")
+    parser.add_argument("--cases", default="", help="names or patterns (distilbert-12-*), comma-separated")
+    parser.add_argument("--implementations", default="", help="names or patterns, comma-separated")
+    parser.add_argument("--out", default=str(ROOT / "benchmarks" / "out"), help="where tables and logs go")
+    parser.add_argument("--resume", action="store_true", help="add to what --out holds of this machine")
+    parser.add_argument("--compiler", default="", help="torch.compile's backend; inductor, aot_eager with --small")
+    options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: 1 or more")
+    if options.visits < 0:
+        parser.error(f"--visits {options.visits}: 1 or more")
+    if options.small and options.minutes is None:
+        options.minutes = SMALL_MINUTES
+    if options.minutes is not None and options.minutes <= 0:
+        parser.error(f"--minutes {options.minutes:g}: more than 0")
+    cases = all_cases()
+    wanted = chosen(parser, "--cases", options.cases, [case.name for case in cases])
+    names = chosen(parser, "--implementations", options.implementations, list(LABELS))
+    cases = [case for case in cases if case.name in wanted and set(case.implementations) & set(names)]
+    if not cases:
+        parser.error(f"--implementations {options.implementations}: no case of --cases {options.cases} has one of them")
+    return options, cases, names
+
+
+def main() -> None:
+    options, cases, names = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes are ended, and the table written
+    try:
+        environment = describe(options.device, child_environment({}))
+    except JobFailed as error:
+        sys.exit(f"--device {options.device or 'of this machine'}: {error}")
+    if not environment["device"]:
+        print("torch sees no accelerator here: pass --device cpu --small to try the same code on the CPU.")
+        return
+    environment["with_transformers"] = "transformers" in environment["installed"]
+    environment["small"] = options.small
+    try:
+        run = Run(options, cases, names, environment)
+    except ValueError as error:
+        sys.exit(str(error))
+    run.run()
+    print((run.folder / "table.md").read_text())
+    print(f"written to {run.folder}: table.md, table.csv and the picture")
+
+
+if __name__ == "__main__":
+    main()

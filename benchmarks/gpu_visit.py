@@ -1,0 +1,156 @@
+"""A visit of benchmarks/gpu.py: the processes of one case, which start together and then take turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+from gpu_cases import Case
+from gpu_job import Job, JobFailed, Place
+from gpu_records import Record
+
+START_SECONDS = 150.0
+WARM_SECONDS = 120.0
+COMPILED_WARM_SECONDS = 300.0
+TURN_SECONDS = 90.0
+"""How long a process may be silent, while it imports, warms up and takes a turn, before it is taken to hang."""
+LOADER_STEPS = 15_000
+"""The most steps that the turns of a visit take; the loaders hold more."""
+
+
+class Visit:
+    """One visit of one case.
+
+    Args:
+        place: where the processes compute.
+        case: the case.
+        names: its implementations.
+        number: how often it was visited before.
+        rounds: turns of each.
+        turn_seconds: about how long a turn of the loop by hand is to take.
+        memory_gib: the device's memory; 0 where it is not known.
+        deadline: when all has to be over, on the monotonic clock.
+        finish: called with each record that is done.
+        progress: called after each round.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        case: Case,
+        names: list[str],
+        *,
+        number: int,
+        rounds: int,
+        turn_seconds: float,
+        memory_gib: float,
+        deadline: float,
+        finish: Callable[[Record], None],
+        progress: Callable[[], None],
+    ) -> None:
+        self.place, self.case, self.rounds = place, case, rounds
+        self.turn_seconds, self.deadline = turn_seconds, deadline
+        self._finish, self._progress = finish, progress
+        room = int(0.8 * memory_gib / case.gib)
+        self.is_crowded = place.device != "cpu" and memory_gib > 0 and room < len(names)
+        self.at_once = max(room, 1) if self.is_crowded else len(names)
+        self.records = {name: Record(case.name, name, number) for name in names}
+        """Of those that are under way."""
+        self._jobs: dict[str, Job] = {}
+
+    def run(self) -> None:
+        """Run the case, and end every process that was started, whatever happens."""
+        try:
+            if self.case.kind == "start":
+                self._time_starts()
+            else:
+                self._take_turns()
+        finally:
+            for job in self._jobs.values():
+                job.end()
+            for name in list(self.records):  # of processes that were left in the middle
+                self._close(name, "cut short")
+
+    def _close(self, name: str, reason: str = "") -> None:
+        record = self.records.pop(name)
+        record.reason = reason
+        if name in self._jobs:
+            self._jobs.pop(name).end()
+        self._finish(record)
+
+    def _left(self, seconds: float) -> float:
+        return max(min(seconds, self.deadline - time.monotonic()), 0.1)
+
+    def _each(self, names: list[str], action: Callable[[str], None]) -> None:
+        """Do something with each of the processes; one that fails is closed with the reason, and the others go on."""
+        for name in names:
+            if name in self.records:
+                try:
+                    action(name)
+                except JobFailed as error:
+                    is_over = time.monotonic() >= self.deadline
+                    self._close(name, "cut short, the time was up" if is_over else str(error))
+
+    def _start(self, name: str) -> None:
+        try:
+            self._jobs[name] = Job(self.place, self.case, name, self.is_crowded)
+        except OSError as error:
+            raise JobFailed(f"could not be started: {error}") from error
+
+    def _take_turns(self) -> None:
+        names = list(self.records)
+        self._each(names, self._start)
+        self._each(names, lambda name: self._ask(name, "imported", START_SECONDS))
+        patience = COMPILED_WARM_SECONDS if self.case.compiled else WARM_SECONDS
+        speeds: dict[str, float] = {}
+
+        def take_warm(name: str) -> None:
+            told = self._ask(name, "warm", patience)
+            speeds[name] = told["seconds"]
+            self.records[name].take_warm(told)
+
+        for first in range(0, len(names), self.at_once):
+            group = names[first : first + self.at_once]
+            self._each(group, lambda name: self._jobs[name].tell("go"))
+            self._each(group, take_warm)
+        if not speeds:
+            return
+        speed = speeds.get("by_hand") or statistics.median(speeds.values())
+        steps = max(4, min(int(self.turn_seconds / speed), LOADER_STEPS // (self.rounds + 1), 1000))
+        lead = max(
+            3, steps // 8, 4 * self.case.num_workers
+        )  # what workers have made ready while they waited is used up
+
+        def take_turn(name: str) -> None:
+            self._jobs[name].tell("turn", steps=steps, lead=lead)
+            self.records[name].take_turn(self._ask(name, "turn", TURN_SECONDS))
+
+        for turn in range(self.rounds):
+            self._each(names if turn % 2 == 0 else names[::-1], take_turn)
+            self._progress()
+
+        def take_probe(name: str) -> None:
+            self._jobs[name].tell("probe", steps=min(steps, 10))
+            self.records[name].probe = self._ask(name, "probe", TURN_SECONDS)
+            self._close(name)
+
+        self._each(names, take_probe)
+
+    def _ask(self, name: str, event: str, seconds: float) -> dict[str, float]:
+        return self._jobs[name].wait_for(event, self._left(seconds))
+
+    def _time_starts(self) -> None:
+        names = list(self.records)
+
+        def time_start(name: str) -> None:
+            self._start(name)
+            told = self._ask(name, "first", START_SECONDS)
+            self.records[name].take_turn({"seconds": time.monotonic() - self._jobs[name].began})
+            self.records[name].first = told["seconds"]
+            self._jobs.pop(name).end()
+
+        for turn in range(self.rounds):
+            self._each(names if turn % 2 == 0 else names[::-1], time_start)
+            self._progress()
+        self._each(names, lambda name: self._close(name))
