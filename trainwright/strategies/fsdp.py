@@ -143,18 +143,18 @@ class FSDPStrategy(Strategy):
         for each in innermost_first(module):
             constructed.append(each)
             if each in chosen and each is not module:
-                materialize(module, self.device, constructed)
+                materialize(module, constructed)
                 kind = type(each)
                 each.register_forward_hook(_without_views)  # before FSDP's
                 self._shard_group(each, mesh, MixedPrecisionPolicy() if each in self._float32.groups else low)
                 open_methods(each, kind, lambda: root.depth > 0)
             elif each in self._float32.groups and each is not module:
-                materialize(module, self.device, constructed)
+                materialize(module, constructed)
                 self._shard_group(each, mesh, MixedPrecisionPolicy())
             else:
                 continue
             constructed = []
-        materialize(module, self.device, constructed)
+        materialize(module, constructed)
         for each in to_checkpoint:
             each.forward = partial(checkpoint, each.forward, use_reentrant=False)
         is_float32 = module in self._float32.groups  # a layer by itself
@@ -194,7 +194,8 @@ class FSDPStrategy(Strategy):
         self, group: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, is_root: bool = False
     ) -> None:
         """Give one group's parameters rank 0's values, and keep this rank's shard of them. Collective."""
-        group.to(self.device)
+        self.precision.convert_module(group)  # what had no values before
+        self._move_whole(group)
         whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
         broadcast_tensors((*whole, *(group.buffers() if is_root else ())))
         # FSDP2 shards rows, and cannot reduce what is empty.
@@ -216,6 +217,14 @@ class FSDPStrategy(Strategy):
         type(group).__deepcopy__ = refuse_copy  # type: ignore[attr-defined]
         if not is_root:
             group.register_forward_pre_hook(note_gathered_before)
+
+    def _move_whole(self, group: nn.Module) -> None:
+        """Move what is not sharded to the device: shards may be in host memory, and are to stay there."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor if isinstance(tensor, DTensor) else tensor.to(self.device)
+
+        group._apply(move)  # type: ignore[no-untyped-call]
 
     def _refuse_mixed(self, group: nn.Module, whole: list[nn.Parameter]) -> None:
         dtypes = {parameter.dtype for parameter in whole if parameter.requires_grad}
