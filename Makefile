@@ -2,6 +2,10 @@
 #
 #   make demo              train and test examples/digits.py; DEVICES=2 for two processes, ARGS="--precision bf16-mixed"
 #   make test              the fast tests; make test-slow the others, make test-all both
+#   make test-gpu          the tests of a GPU, on the interpreter that PYTHON names as it is (.venv without it); where there is no
+#                          GPU they are skipped
+#   make test-versions     the fast tests with the oldest and the newest torch on each Python that is here (noxfile.py): 5 GB a torch;
+#                          ARGS="--list", ARGS="--python 3.12 -k oldest", ARGS="-- tests/trainer -x"
 #   make test-device       tests on the simulated accelerator of tests/simulated_device, which the first run compiles
 #   make check             formatting, lint, types; make format mends the first two
 #   make bench             benchmarks/overhead.py (ARGS), benchmarks/strategies.py (STRATEGY_ARGS) and benchmarks/checkpoint.py
@@ -35,12 +39,13 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-build-i
 # Targets for a machine with a GPU take an interpreter that they are given as it is, with the torch that it has.
 ifeq ($(origin PYTHON),file)
 GPU_PYTHON := $(BIN)/python
+TEST_GPU_STAMP := $(VENV)/test.stamp
 BENCH_GPU_STAMP := $(VENV)/bench.stamp
 else
 GPU_PYTHON := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 endif
 
-.PHONY: demo test test-slow test-all test-device check format bench bench-gpu soak fuzz clean
+.PHONY: demo test test-slow test-all test-device test-gpu test-versions check format bench bench-gpu soak fuzz clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/digits.py --devices $(DEVICES) $(ARGS)
@@ -55,7 +60,13 @@ test-all: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m "not gpu and not device" $(ARGS)
 
 test-device: $(VENV)/test.stamp
-	PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pytest -m device $(if $(ARGS),$(ARGS),tests/device)
+	PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pytest -m "device or gpu" $(if $(ARGS),$(ARGS),tests/device)
+
+test-gpu: $(TEST_GPU_STAMP)
+	$(GPU_PYTHON) tests/gpu_session.py $(ARGS)
+
+test-versions: $(VENV)/versions.stamp
+	$(BIN)/nox $(ARGS)
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .
@@ -99,6 +110,10 @@ $(VENV)/test.stamp: $(VENV)/base.stamp
 	# DeepSpeed and FairScale come as source, which looks for the torch that is there.
 	$(INSTALL) -e ".[test,deepspeed,fairscale]"
 	touch $@ $(VENV)/examples.stamp
+
+$(VENV)/versions.stamp: $(VENV)/base.stamp
+	$(INSTALL) "nox[uv]"
+	touch $@
 
 $(VENV)/bench.stamp: $(VENV)/base.stamp
 	# First torch: DeepSpeed and FairScale come as source, which looks for the one that is there.

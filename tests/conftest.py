@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,22 @@ def _names(function: Callable[..., Any]) -> set[str]:
         if getattr(called, "__module__", None) == function.__module__ and hasattr(called, "__code__"):
             names |= set(called.__code__.co_names)
     return names
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    if importlib.util.find_spec("pytest_timeout") is None:  # machines with a GPU come with packages of their own
+        parser.addini("timeout", "seconds of a test: pytest-timeout's, which is not installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if importlib.util.find_spec("pytest_timeout") is None:
+        config.addinivalue_line("markers", "timeout(seconds): pytest-timeout's, which is not installed")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # All of them at one place, so that the summary has one line for them.
+    if item.get_closest_marker("gpu") is not None and not torch.accelerator.is_available():
+        pytest.skip(f"torch {torch.__version__} sees no accelerator here")
 
 
 @pytest.fixture(autouse=True)

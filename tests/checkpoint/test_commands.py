@@ -173,6 +173,7 @@ def test_an_export_is_read_by_the_safetensors_library(
     assert "model.safetensors exists already; nothing is overwritten. Choose another name." in err
 
 
+@pytest.mark.host
 def test_an_export_with_other_names_and_dtypes(
     saved: Path, origin: tuple[Path, Tied], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

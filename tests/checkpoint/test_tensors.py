@@ -349,7 +349,6 @@ def test_a_damaged_or_hostile_header_is_refused(data: bytes) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 def test_tensors_on_a_device_come_back(tmp_path: Path) -> None:
     device = torch.accelerator.current_accelerator()
     tensors = {"plain": torch.randn(4, 3, device=device), "strided": torch.randn(4, 6, device=device)[:, ::2]}

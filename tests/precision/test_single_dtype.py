@@ -97,6 +97,7 @@ def test_the_default_dtype_within_a_step_and_while_a_module_is_made() -> None:
     assert torch.ones(1).dtype == torch.float32
 
 
+@pytest.mark.host
 @pytest.mark.parametrize(("name", "dtype"), DTYPES.items())
 def test_a_loop_of_ones_own_trains_in_it(name: str, dtype: torch.dtype) -> None:
     accelerator = tw.Accelerator(cpu=ON_HOST, precision=name)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trainwright.engine.engine import Engine
+from trainwright.precision import resolve_precision
+from trainwright.strategies.base import Optimization
 from trainwright.strategies.materialize import innermost_first, materialize
-
-CPU = torch.device("cpu")
 
 
 class Scaled(nn.Module):
@@ -55,7 +56,7 @@ def test_values_are_those_of_real_modules(make: Callable[[], nn.Module]) -> None
     with torch.device("meta"):
         module = make()
     torch.manual_seed(3)
-    materialize(module, CPU)
+    materialize(module)
     assert torch.equal(torch.rand(1), after)
     assert module.state_dict().keys() == real.state_dict().keys()
     for name, value in real.state_dict().items():
@@ -65,10 +66,39 @@ def test_values_are_those_of_real_modules(make: Callable[[], nn.Module]) -> None
         assert (left.requires_grad, left.shape) == (right.requires_grad, right.shape)
 
 
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])
+def test_values_are_those_of_real_modules_in_each_precision(precision: str) -> None:
+    """They are drawn in the dtype in which the module was made, and converted then."""
+    states, numbers = [], []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(3)
+        with torch.device(device):
+            module = mixture()
+        if device == "meta":
+            torch.manual_seed(3)
+        engine = Engine(accelerator="cpu", precision=precision)
+        engine.prepare_module(module, Optimization())
+        states.append(module.state_dict())
+        numbers.append(torch.rand(1))
+    assert torch.equal(*numbers)
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
+        assert value.dtype == states[1][name].dtype, name
+
+
+def test_a_module_that_a_precision_converts_keeps_what_has_no_values() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    module[0].bias = nn.Parameter(torch.ones(2))
+    resolve_precision("bf16-true", "cpu").convert_module(module)
+    kept = {str(each.dtype) for each in module.parameters() if each.is_meta}
+    assert (kept, module[0].bias.dtype) == ({"torch.float32"}, torch.bfloat16)
+
+
 def test_tied_tensors_stay_tied() -> None:
     with torch.device("meta"):
         net = tied()
-    materialize(net, CPU)
+    materialize(net)
     assert net[0].weight is net[2].weight
 
 
@@ -82,10 +112,10 @@ def test_parts_are_made_one_after_another() -> None:
     order = list(innermost_first(module))
     assert order[-1] is module
     half = order.index(module[1]) + 1
-    materialize(module, CPU, order[:half])
+    materialize(module, order[:half])
     assert torch.equal(module[1].linear1.weight, real[1].linear1.weight)
     assert all(parameter.is_meta for parameter in (*module[2].parameters(), *module[3].parameters()))
-    materialize(module, CPU, order[half:])
+    materialize(module, order[half:])
     assert torch.equal(module[3].weight, real[3].weight)
 
 
@@ -94,12 +124,12 @@ def test_real_tensors_keep_their_values() -> None:
         line = nn.Linear(3, 2)
     weight = torch.ones(2, 3)
     line.weight = nn.Parameter(weight)
-    materialize(line, CPU)
+    materialize(line)
     assert torch.equal(line.weight, weight)
     assert not line.bias.is_meta
     real = nn.Linear(3, 2)
     before = real.weight
-    materialize(real, CPU)
+    materialize(real)
     assert real.weight is before
 
 
@@ -133,11 +163,11 @@ def test_values_that_are_lost_are_refused(make: Callable[[], nn.Module], text: s
     with torch.device("meta"):
         module = make()
     with pytest.raises(ValueError, match=text):
-        materialize(module, CPU)
+        materialize(module)
 
 
 def test_a_module_without_tensors() -> None:
     net = nn.Tanh()
-    materialize(net, CPU)
+    materialize(net)
     x: Tensor = torch.ones(1)
     assert torch.equal(net(x), x.tanh())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from trainwright.checkpoint.shards import check_storable
 from trainwright.checkpoint.tensors import Piece, tied_groups
 from trainwright.devices.abilities import has_pinned_memory
+from trainwright.devices.accelerator import HOST
+from trainwright.devices.locked_memory import LockedMemory
 
 ALIGNMENT = 64
 
@@ -20,16 +22,19 @@ class HostMemory:
     """Host memory for the pieces of one checkpoint at a time, kept for the next.
 
     Fresh pages cost more than the copy itself, so it grows only where the next checkpoint is larger. It is page-locked where
-    a piece lies on a GPU, so that the device copies by itself.
+    a piece lies on a device that then copies by itself.
     """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._is_pinned = False
+        self._locked: LockedMemory | None = None
 
     def release(self) -> None:
         """Give the memory back."""
         self._memory = torch.empty(0, dtype=torch.uint8)
+        if self._locked is not None:
+            self._locked.release()
+            self._locked = None
 
     def copy(self, parts: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
         """Return the pieces with copies of their tensors; tied ones stay tied. What the call before returned is overwritten.
@@ -41,27 +46,32 @@ class HostMemory:
         for group in groups:
             check_storable(group[0].name, group[0].tensor)
         copied: dict[int, Piece] = {}
+        devices = {group[0].tensor.device for group in groups}
         with torch.inference_mode(False), torch.no_grad():  # a save may be asked for within a validation
-            self._reserve(sum(_room(group[0].tensor) for group in groups), [group[0].tensor for group in groups])
+            self._reserve(sum(_room(group[0].tensor) for group in groups), {device.type for device in devices})
             offset = 0
             for group in groups:
                 tensor = group[0].tensor
                 room = self._memory[offset : offset + tensor.numel() * tensor.element_size()]
                 copy = room.view(tensor.dtype).view(tensor.shape) if tensor.numel() else tensor.new_empty(tensor.shape)
-                copy.copy_(tensor, non_blocking=True)
+                copy.copy_(tensor, non_blocking=self._locked is not None)  # MPS would not wait for other memory either
                 offset += _room(tensor)
                 copied.update((id(piece), replace(piece, tensor=copy)) for piece in group)
-        if self._is_pinned:
-            torch.accelerator.synchronize()
+        if self._locked is not None:
+            for device in devices - {HOST}:
+                torch.accelerator.synchronize(device)
         return [[copied[id(piece)] for piece in pieces] for pieces in parts]
 
-    def _reserve(self, size: int, tensors: Iterable[Tensor]) -> None:
-        is_pinned = any(has_pinned_memory(device_type) for device_type in {tensor.device.type for tensor in tensors})
-        if size > self._memory.numel() or is_pinned != self._is_pinned:
+    def _reserve(self, size: int, device_types: Collection[str]) -> None:
+        locking = next((each for each in sorted(device_types) if has_pinned_memory(each)), None)
+        if size > self._memory.numel() or (locking is None) != (self._locked is None):
             self.release()  # before the larger one is there
             more = size // 16 + (1 << 20)  # metrics and the like grow a little from save to save
-            self._memory = torch.empty(size + more, dtype=torch.uint8, pin_memory=is_pinned)
-            self._is_pinned = is_pinned
+            if locking is None:
+                self._memory = torch.empty(size + more, dtype=torch.uint8)
+            else:
+                self._locked = LockedMemory(size + more, locking)
+                self._memory = self._locked.tensor
 
 
 def _room(tensor: Tensor) -> int:

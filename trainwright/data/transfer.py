@@ -14,12 +14,14 @@ from torch import Tensor
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch with each tensor in it on the device; other leaves as they are.
 
-    An object with a `to(device)` of its own is asked to move itself. Copies from pinned memory do not wait.
+    An object with a `to(device)` of its own is asked to move itself. Copies from pinned memory do not wait; those to the host
+    do, as it may read them at once.
     """
+    to_host = device.type == "cpu"
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf.to(device, non_blocking=True)
+            return leaf.to(device, non_blocking=not to_host)
         return leaf.to(device) if callable(getattr(leaf, "to", None)) and not isinstance(leaf, type) else leaf
 
     return map_leaves(moved, batch)
@@ -103,7 +105,7 @@ class CopyStream:
         leaf.record_stream(torch.accelerator.current_stream(self._device))
 
     def wait_for_training(self) -> None:
-        """Let the copies that follow wait for what the training's stream has been given."""
+        """Let the copies that follow wait for what the training's stream has been given; outside of `copying` alone."""
         self._side.wait_stream(torch.accelerator.current_stream(self._device))
 
 
@@ -160,9 +162,9 @@ class Prefetcher:
         """Start a batch's copy; return the copy, and the mark that comes when it is done."""
         stream = self._stream
         batch = stream.pin(batch)
+        if _holds_own_memory(batch):
+            stream.wait_for_training()
         with stream.copying():
-            if _holds_own_memory(batch):
-                stream.wait_for_training()
             moved = self._transfer(batch, self.device)
             return moved, stream.mark()
 

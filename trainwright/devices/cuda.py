@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -33,3 +34,20 @@ def check_generator_state(state: Tensor) -> None:
 def earlier_generators(state: Mapping[str, Any]) -> list[Tensor]:
     """Return the states of generators as checkpoints held them before: those of all devices that were visible, by number."""
     return list(state.get(NAME) or ())
+
+
+def lock_pages(address: int, size: int) -> bool:
+    """Lock host memory where it lies, so that every device copies from and into it by itself; return whether that was done."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    portable = 1
+    if int(runtime.cudaHostRegister(address, size, portable)) == 0:
+        return True
+    with suppress(RuntimeError):
+        torch.ones(1, device=NAME)  # else the refusal would be raised by whatever kernel is launched next
+    return False
+
+
+def unlock_pages(address: int) -> None:
+    """Unlock what `lock_pages` has locked."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime.cudaHostUnregister(address)

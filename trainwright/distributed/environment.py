@@ -13,8 +13,8 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
@@ -138,10 +138,21 @@ def requeue_job() -> str:
     return requeue(job) if job else ""
 
 
-def announce_place(local_rank: int, **more: str) -> None:
-    """Tell a library that reads the environment this process's local rank, and what else is given, where it is not there."""
-    for name, value in {"LOCAL_RANK": str(local_rank), **more}.items():
-        os.environ.setdefault(name, value)
+def announce_place(local_rank: int) -> None:
+    """Tell libraries that read the environment this process's local rank, where it is not there."""
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+
+
+@contextmanager
+def announced(**variables: str) -> Iterator[None]:
+    """Tell a library that reads the environment what is given, where it is not there, within the block."""
+    new = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)
 
 
 # The first reader that finds itself at home wins: torchrun and our launcher may run within SLURM or MPI.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainwright.devices.abilities import computes_in
@@ -47,16 +48,25 @@ class SingleDtypePrecision(Precision):
             )
 
     def convert_module(self, module: nn.Module) -> None:
-        """Convert floating-point parameters and buffers in place; complex ones and integers stay."""
+        """Convert floating-point parameters and buffers in place; complex ones and integers stay.
+
+        What is on the meta device waits until it has values, which it draws in the dtype that it was made in.
+        """
         if is_metric(module):
             return
         own_way = "recurse" not in inspect.signature(module._apply).parameters  # it converts its children by itself
         for child in () if own_way else module.children():
             self.convert_module(child)
-        own = chain(module._parameters.values(), module._buffers.values())
-        is_done = all(each is None or each.dtype == self.dtype or not each.dtype.is_floating_point for each in own)
-        if is_done and (type(module)._apply is nn.Module._apply or isinstance(module, nn.RNNBase)):
-            return  # torch cannot swap the parameters that fsdp has sharded, for equal ones either
+        tables = (module._parameters.values(), module._buffers.values())
+        own = [
+            each
+            for each in chain(*(tables if not own_way else (module.parameters(), module.buffers())))
+            if each is not None
+        ]
+        is_done = all(each.is_meta or each.dtype == self.dtype or not each.dtype.is_floating_point for each in own)
+        is_sharded = any(isinstance(each, DTensor) for each in own)  # which torch cannot swap, for equal ones either
+        if is_done and (is_sharded or type(module)._apply is nn.Module._apply or isinstance(module, nn.RNNBase)):
+            return
         module._apply(self._converted, **({} if own_way else {"recurse": False}))  # type: ignore[no-untyped-call]
 
     def convert_batch(self, batch: Any) -> Any:
@@ -112,7 +122,7 @@ class SingleDtypePrecision(Precision):
         return call
 
     def _converted(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(self.dtype) if tensor.is_floating_point() and not tensor.is_meta else tensor
 
 
 class _DefaultDtype(AbstractContextManager[None]):

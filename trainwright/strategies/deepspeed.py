@@ -256,7 +256,7 @@ class DeepSpeedStrategy(Strategy):
     def _initialize(self, part: Part, optimizer: MasterOptimizer | None, trained: Any = None) -> Any:
         self._traces.append(zero_traces.ZeroTraces(list(part.members)))
         with self._traces[-1]:
-            engine = make_engine(part, optimizer, trained, self._config(), self.device.type, self._refuse_optimizer)
+            engine = make_engine(part, optimizer, trained, self._config(), self.device, self._refuse_optimizer)
         self._writes.follow(engine.optimizer, self.stage, self.rank, part, self.wrapped)
         if self.precision.name == "16-mixed" and (optimizer is not None or trained is not None):
             scale_losses(engine)

@@ -1,12 +1,10 @@
-"""DeepSpeed's engine, made around a module, and the package itself, kept from what a user can do nothing about."""
+"""DeepSpeed's engine, made around a module, and kept from what a user can do nothing about."""
 
 from __future__ import annotations
 
-import importlib
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.distributed.environment import Environment, announce_place
+from trainwright.strategies.deepspeed_package import import_deepspeed
 from trainwright.strategies.master_optimizer import MasterOptimizer
 
 
@@ -22,7 +21,7 @@ def make_engine(
     optimizer: MasterOptimizer | None,
     trained: Any,
     config: dict[str, Any],
-    device_type: str,
+    device: torch.device,
     check: Callable[[Optimizer], None],
 ) -> Any:
     """Return DeepSpeed's engine around a module whose weights are rank 0's on every rank already. Collective.
@@ -32,8 +31,8 @@ def make_engine(
     Raises:
         ValueError: DeepSpeed refuses a setting, or cannot train a parameter.
     """
-    announce_place(Environment.detect().local_rank, **({"DS_ACCELERATOR": "cpu"} if device_type == "cpu" else {}))
-    deepspeed = import_deepspeed(device_type)
+    announce_place(Environment.detect().local_rank)
+    deepspeed = import_deepspeed(device)
     is_sharding = config["zero_optimization"]["stage"] == 3
     refuse_what_cannot_be_sharded(part, config["zero_optimization"]["stage"])
     whole = [p for p in part.parameters() if not hasattr(p, "ds_id")] if is_sharding else []
@@ -46,7 +45,12 @@ def make_engine(
     try:
         with _own_ways(deepspeed.DeepSpeedEngine, check):
             engine = deepspeed.initialize(
-                model=part, optimizer=optimizer, model_parameters=trained, config=config, dist_init_required=False
+                args=None if device.type == "cpu" else SimpleNamespace(device_rank=device.index),
+                model=part,
+                optimizer=optimizer,
+                model_parameters=trained,
+                config=config,
+                dist_init_required=False,
             )[0]
     except pydantic_error() as error:
         raise ValueError(
@@ -170,35 +174,8 @@ def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:
         )
 
 
-def _is_worth_telling(record: logging.LogRecord) -> bool:
-    told = record.getMessage()
-    return not any(
-        text in told for text in ("untested optimizer", "learning rate from scheduler before it has started")
-    )
-
-
 def pydantic_error() -> type[Exception]:
     """Return what DeepSpeed's settings are refused with."""
     from pydantic import ValidationError
 
     return ValidationError
-
-
-def import_deepspeed(device_type: str) -> Any:
-    """Return the package, set to this kind of device, and silent but for warnings."""
-    import deepspeed
-
-    logger = logging.getLogger("DeepSpeed")
-    logger.setLevel(logging.WARNING)
-    if _is_worth_telling not in logger.filters:
-        logger.addFilter(_is_worth_telling)
-    # DeepSpeed calls collectives by names that torch has others for by now; a user can do nothing about it.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    if device_type == "cpu":
-        if deepspeed.accelerator.get_accelerator().device_name() != "cpu":
-            from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-            deepspeed.accelerator.set_accelerator(CPU_Accelerator())
-        # Its own collectives for the CPU want a compiler, and leave shared memory behind when they are killed.
-        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
-    return deepspeed

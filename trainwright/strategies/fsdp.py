@@ -144,18 +144,18 @@ class FSDPStrategy(Strategy):
         for each in innermost_first(module):
             constructed.append(each)
             if each in chosen and each is not module:
-                materialize(module, self.device, constructed)
+                materialize(module, constructed)
                 kind = type(each)
                 each.register_forward_hook(_without_views)  # before FSDP's
                 self._shard_group(each, mesh, MixedPrecisionPolicy() if each in self._float32.groups else low)
                 open_methods(each, kind, lambda: root.depth > 0)
             elif each in self._float32.groups and each is not module:
-                materialize(module, self.device, constructed)
+                materialize(module, constructed)
                 self._shard_group(each, mesh, MixedPrecisionPolicy())
             else:
                 continue
             constructed = []
-        materialize(module, self.device, constructed)
+        materialize(module, constructed)
         for each in to_checkpoint:
             each.forward = partial(checkpoint, each.forward, use_reentrant=False)
         is_float32 = module in self._float32.groups  # a layer by itself
@@ -195,7 +195,9 @@ class FSDPStrategy(Strategy):
         self, group: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, is_root: bool = False
     ) -> None:
         """Give one group's parameters rank 0's values, and keep this rank's shard of them. Collective."""
-        move(group, self.device)
+        self.precision.convert_module(group)  # what had no values before
+        # Shards may be in host memory, and are to stay there.
+        move(group, self.device, stays=lambda each: isinstance(each, DTensor))
         whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
         broadcast_tensors((*whole, *(group.buffers() if is_root else ())))
         # FSDP2 shards rows, and cannot reduce what is empty.

@@ -15,8 +15,11 @@ Places = dict[Tensor, list[tuple[dict[str, Any], str]]]
 """Where each meta tensor stands: in which tables of which modules, by which name."""
 
 
-def materialize(module: nn.Module, device: torch.device, parts: Sequence[nn.Module] | None = None) -> None:
-    """Replace the module's meta tensors by real ones, initialised as its constructors would have.
+def materialize(module: nn.Module, parts: Sequence[nn.Module] | None = None) -> None:
+    """Replace the module's meta tensors by real ones in host memory, initialised as its constructors would have.
+
+    They are drawn on the host whatever device they go to: the numbers of its generator are those of a module that was made on
+    the host, and every device draws others.
 
     Each submodule's own `reset_parameters` is called, innermost first, which draws the numbers in the order in which
     constructors draw them, as long as modules are registered as they are made; copies of a module draw numbers of their
@@ -26,7 +29,6 @@ def materialize(module: nn.Module, device: torch.device, parts: Sequence[nn.Modu
 
     Args:
         module: what the tensors are named after, and where tied ones are looked for.
-        device: where the real tensors are made.
         parts: the submodules whose own tensors are replaced, in that order; all of them where it is not given.
 
     Raises:
@@ -42,7 +44,7 @@ def materialize(module: nn.Module, device: torch.device, parts: Sequence[nn.Modu
     counts: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
         for each in innermost_first(module) if parts is None else parts:
-            for old, new in _initialise(each, places, device):
+            for old, new in _initialise(each, places):
                 counts[id(new)] = (old, new)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if id(tensor) not in counts:
@@ -55,13 +57,13 @@ def materialize(module: nn.Module, device: torch.device, parts: Sequence[nn.Modu
             )
 
 
-def _initialise(module: nn.Module, places: Places, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def _initialise(module: nn.Module, places: Places) -> Iterator[tuple[Tensor, Tensor]]:
     """Replace one module's own meta tensors wherever they stand, and reset it; yield the old and new ones."""
     made: list[tuple[Tensor, Tensor]] = []
     others: list[tuple[dict[str, Any], str, Tensor]] = []
     for table, name, tensor in list(_own_tensors(module)):
         if tensor in places:
-            made.append((tensor, _empty(tensor, device)))
+            made.append((tensor, _empty(tensor)))
             for its_table, its_name in places.pop(tensor):
                 its_table[its_name] = made[-1][1]
         elif not any(tensor is new for _, new in made):
@@ -69,15 +71,15 @@ def _initialise(module: nn.Module, places: Places, device: torch.device) -> Iter
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if made and callable(reset):
         for table, name, tensor in others:  # tied to a module before, or real: what a reset draws for it is dropped
-            table[name] = _empty(tensor, device)
+            table[name] = _empty(tensor)
         reset()
         for table, name, tensor in others:
             table[name] = tensor
     yield from made
 
 
-def _empty(tensor: Tensor, device: torch.device) -> Tensor:
-    empty = torch.empty_like(tensor, device=device)
+def _empty(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="cpu")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 

@@ -133,7 +133,10 @@ def _refuse_low(part: Any, is_elsewhere: bool, mine: Tensor, shard: Tensor) -> N
 
 def _gathered(group: Any) -> Iterator[Any]:
     """Yield what FSDP keeps of each parameter of a group's own that is gathered."""
-    for parts in group._get_fsdp_state()._fsdp_param_groups:
+    state = group._get_fsdp_state()
+    # torch 2.11 keeps one group of parameters a module, or none; later versions keep a list, by mesh.
+    kept = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else filter(None, [state._fsdp_param_group])
+    for parts in kept:
         if parts.is_unsharded:
             yield from parts.fsdp_params
 

@@ -97,6 +97,7 @@ def _take_weights(trainer: Trainer, call: str, module: Module, path: str, buffer
             module.configure_model()
     if any(each.is_meta for each in (*module.parameters(), *module.buffers())):
         module.to_empty(device=engine.device)
+        engine.precision.convert_module(module)
     try:
         engine.load(path, weights_only=True)
     except CheckpointError as error:

@@ -1,0 +1,181 @@
+"""Memory on an accelerator: no more than by hand and one batch; and a run that is out of it leaves a process that works."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from by_hand import ON_DEVICE, adamw
+from small import Classifier, assert_close, make_loader, weights
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import trainwright as tw
+from trainwright.data.transfer import to_device
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_memory")]
+
+WIDTH, ROWS, BATCHES = 512, 512, 6
+BATCH_BYTES = ROWS * WIDTH * 4
+SLACK = 256 << 10
+"""Losses, metrics and what the allocator rounds up."""
+
+
+class Random(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return ROWS * BATCHES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((WIDTH,), float(index % 7))
+
+
+def make_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+
+class Wide(tw.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_layers()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+def loader() -> DataLoader[Tensor]:
+    return DataLoader(Random(), batch_size=ROWS)
+
+
+def by_hand(device: torch.device, precision: str, accumulate: int) -> None:
+    net = make_layers().to(device)
+    optimizer = adamw(net)
+    dtype = {"bf16-mixed": torch.bfloat16}.get(precision)
+    for _ in range(2):
+        for index, batch in enumerate(loader()):
+            batch = batch.to(device)
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                loss = net(batch).square().mean() / accumulate
+            loss.backward()
+            if (index + 1) % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def peak(run: Callable[[], Any]) -> int:
+    """Return how many bytes of the device a run takes at most."""
+    for _ in range(2):  # at first libraries take their workspaces
+        gc.collect()
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        run()
+        torch.accelerator.synchronize()
+        taken = torch.accelerator.max_memory_allocated() - before
+        gc.collect()
+    return int(taken)
+
+
+@pytest.mark.parametrize(("precision", "accumulate"), [("32-true", 1), ("32-true", 2), ("bf16-mixed", 1)])
+def test_a_run_takes_what_the_loop_by_hand_takes_and_one_batch(
+    device: torch.device, precision: str, accumulate: int
+) -> None:
+    def run() -> None:
+        settings = {"precision": precision, "accumulate_grad_batches": accumulate, "max_epochs": 2}
+        tw.Trainer(**settings, **ON_DEVICE).fit(Wide(), loader())
+
+    allowed = peak(lambda: by_hand(device, precision, accumulate)) + BATCH_BYTES + SLACK
+    assert peak(run) <= allowed
+
+
+def test_a_loop_of_ones_own_takes_what_it_takes_by_hand(device: torch.device) -> None:
+    def run() -> None:
+        accelerator = tw.Accelerator(devices=1)
+        net = make_layers()
+        model, optimizer, batches = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), fused=True), loader())
+        for _ in range(2):
+            for batch in batches:
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert peak(run) <= peak(lambda: by_hand(device, "32-true", 1)) + BATCH_BYTES + SLACK
+
+
+def test_evaluation_keeps_no_graphs(device: torch.device) -> None:
+    def run() -> None:
+        tw.Trainer(**ON_DEVICE).validate(Wide(), loader(), verbose=False)
+
+    def plain() -> None:
+        net = make_layers().to(device)
+        with torch.no_grad():
+            for batch in loader():
+                net(to_device(batch, device)).square().mean()
+
+    assert peak(run) <= peak(plain) + BATCH_BYTES + SLACK
+
+
+def test_a_save_takes_no_memory_of_the_device(device: torch.device, tmp_path: Any) -> None:
+    module = Wide()
+    trainer = tw.Trainer(max_epochs=1, **ON_DEVICE)
+    trainer.fit(module, loader())
+    saves = iter(range(9))
+
+    def save() -> None:
+        trainer.save_checkpoint(str(tmp_path / f"{next(saves)}.ckpt"))
+
+    assert peak(save) <= SLACK
+
+
+class Greedy(Classifier):
+    """Asks for more than there is in one of its steps."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == self.step:
+            free, _ = torch.get_device_module(self.device).mem_get_info()
+            kept = [torch.ones(free // 8, device=self.device) for _ in range(64)]  # half of it each
+            loss = loss + sum(each.sum() for each in kept)
+        return loss
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_run_out_of_memory_says_so_and_the_process_goes_on(device: torch.device, step: int) -> None:
+    module = torch.get_device_module(device)
+    if hasattr(module, "set_memory_limit"):  # the simulated device has none of its own
+        module.set_memory_limit(64 << 20)
+    try:
+        expected, _ = Classifier(), tw.Trainer(max_epochs=1, **ON_DEVICE)
+        tw.Trainer(max_epochs=1, **ON_DEVICE).fit(expected, make_loader())
+        gc.collect()
+        before = torch.accelerator.memory_allocated()
+
+        def fail() -> None:
+            greedy = Greedy(step)
+            with pytest.raises(torch.OutOfMemoryError):
+                tw.Trainer(max_epochs=1, **ON_DEVICE).fit(greedy, make_loader())
+
+        fail()
+        gc.collect()
+        assert torch.accelerator.memory_allocated() - before < 1 << 20
+        after = Classifier()
+        tw.Trainer(max_epochs=1, **ON_DEVICE).fit(after, make_loader())
+        assert_close(weights(after), weights(expected), 1e-6)
+    finally:
+        if hasattr(module, "set_memory_limit"):
+            module.set_memory_limit(1 << 62)

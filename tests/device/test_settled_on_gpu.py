@@ -1,0 +1,184 @@
+"""What no run on the CPU can show: where state lies after a resume, copies that are late, what memory of the host is taken."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import QUIET, Classifier, make_loader
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer
+
+import trainwright as tw
+from trainwright.checkpoint.host_copy import HostMemory
+from trainwright.checkpoint.tensors import Piece
+from trainwright.devices.abilities import has_pinned_memory
+from trainwright.engine.engine import Engine
+from trainwright.precision import resolve_precision
+from trainwright.strategies.base import Optimization
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch has no accelerator here"),
+]
+ON_DEVICE: dict[str, Any] = {**QUIET, "accelerator": "gpu", "devices": 1}
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The device that this process computes on."""
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def busy(device: torch.device) -> None:
+    """Have the device work for a while, so that what is asked of it next is late."""
+    big = torch.ones(2048, 2048, device=device) if device.type == "cuda" else torch.ones(8, 8, device=device)
+    for _ in range(40):
+        big = big @ big * 1e-4
+
+
+# -- state after a resume ------------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "lbfgs": lambda p: LBFGS(p, 0.1, max_iter=3, history_size=4),
+    "adamw": lambda p: AdamW(p, 0.01),
+    "unfused": lambda p: Adam(p, 0.01, foreach=True),
+    "nadam": lambda p: NAdam(p, 0.01),
+    "adagrad": lambda p: Adagrad(p, 0.01),
+    "sgd": lambda p: SGD(p, 0.1, momentum=0.9),
+}
+
+
+class Stepped(Classifier):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS[self.name](self.parameters())
+
+
+def assert_equal_states(left: nn.Module, right: nn.Module) -> None:
+    for name, value in left.state_dict().items():
+        assert torch.equal(value.cpu(), right.state_dict()[name].cpu()), name
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resumed_run_is_the_uninterrupted_one(device: torch.device, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "half.ckpt"
+    whole = Stepped(name)
+    tw.Trainer(**ON_DEVICE, max_steps=9).fit(whole, make_loader())
+    half = tw.Trainer(**ON_DEVICE, max_steps=4)
+    half.fit(Stepped(name), make_loader())
+    half.save_checkpoint(path)
+    resumed = Stepped(name)
+    trainer = tw.Trainer(**ON_DEVICE, max_steps=9)
+    trainer.fit(resumed, make_loader(), ckpt_path=path)
+    assert_equal_states(whole, resumed)
+
+
+# -- late copies ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [3.0, float("inf")])
+def test_gradients_in_host_memory_are_unscaled_by_a_scale_that_has_arrived(device: torch.device, value: float) -> None:
+    """As under fsdp with cpu_offload=True: the loss is on the device, the shards' gradients on the host."""
+    precision = resolve_precision("16-mixed", device.type)
+    offloaded = nn.Parameter(torch.zeros(300))
+    whole = nn.Parameter(torch.zeros((), device=device))
+    optimizer = SGD([offloaded, whole], 1.0)
+    precision.backward(whole * 2.0)
+    scale = precision.state_dict()["scale"]
+    offloaded.grad = torch.full((300,), value * scale)
+    busy(device)
+    precision.unscale(optimizer)
+    assert torch.equal(offloaded.grad, torch.full((300,), value))
+    assert precision.step(optimizer, None).skipped == (value == float("inf"))
+    assert precision.state_dict()["scale"] == (scale if value == 3.0 else scale / 2)
+    assert whole.item() == (-2.0 if value == 3.0 else 0.0)
+
+
+# -- values of modules without any -----------------------------------------------------------------------------------------
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(7, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LSTM(4, 3), nn.MultiheadAttention(4, 2)
+    )
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_meta_module_starts_as_a_plain_one(device: torch.device, precision: str) -> None:
+    """With the values that it would have had, and the host's generator where it would have been."""
+    states, numbers = [], []
+    for place in ("cpu", "meta"):
+        torch.manual_seed(3)
+        with torch.device(place):
+            module = layers()
+        if place == "meta":
+            torch.manual_seed(3)
+        before = torch.get_device_module(device).get_rng_state()
+        engine = Engine(accelerator="gpu", devices=1, precision=precision)
+        engine.prepare_module(module, Optimization())
+        assert torch.equal(torch.get_device_module(device).get_rng_state(), before)
+        assert {each.device for each in (*module.parameters(), *module.buffers())} == {engine.device}
+        states.append({name: each.cpu() for name, each in module.state_dict().items()})
+        numbers.append(torch.rand(1))
+    assert torch.equal(*numbers)
+    for name, each in states[0].items():
+        assert torch.equal(each, states[1][name]), name
+
+
+# -- memory of the host ------------------------------------------------------------------------------------------------------
+
+
+def test_a_background_save_takes_as_much_memory_as_it_writes(device: torch.device) -> None:
+    """Page-locked, so that the device copies by itself; the next save of the same size takes none."""
+    if not has_pinned_memory(device.type):
+        pytest.skip(f"{device.type} has no page-locked memory")
+    pieces = [Piece("w", (5_000_003,), 0, torch.randn(5_000_003, device=device)), Piece("n", (), 0, torch.tensor(3))]
+    memory = HostMemory()
+    stats = torch.cuda.host_memory_stats if device.type == "cuda" else dict
+    before = stats().get("allocated_bytes.current", 0)
+    copies = memory.copy([pieces])[0]
+    place = copies[0].tensor.data_ptr()
+    assert copies[0].tensor.is_pinned()
+    assert stats().get("allocated_bytes.current", 0) == before  # not from torch's own, which rounds up
+    kept = pieces[0].tensor.clone()
+    busy(device)
+    pieces[0].tensor.mul_(2.0)
+    again = memory.copy([pieces])[0][0].tensor
+    pieces[0].tensor.zero_()
+    assert again.data_ptr() == place
+    assert torch.equal(again, (kept * 2.0).cpu())
+    larger = [Piece("w", (9_000_001,), 0, torch.ones(9_000_001, device=device))]
+    del copies, again
+    assert memory.copy([larger])[0][0].tensor.sum().item() == 9_000_001
+    memory.release()
+    gc.collect()
+    assert memory.copy([pieces])[0][1].tensor.item() == 3
+    memory.release()
+
+
+def test_a_fit_that_saves_in_the_background_is_that_of_one_that_does_not(device: torch.device, tmp_path: Path) -> None:
+    states: list[dict[str, Tensor]] = []
+    for background in (False, True):
+        module = Classifier()
+        keep = tw.ModelCheckpoint(
+            tmp_path / str(background), every_n_train_steps=2, save_top_k=-1, async_save=background
+        )
+        settings = {**ON_DEVICE, "enable_checkpointing": True, "callbacks": [keep], "max_steps": 7}
+        tw.Trainer(**settings).fit(module, make_loader())
+        for path in sorted((tmp_path / str(background)).glob("*.ckpt")):
+            loaded = Classifier.load_from_checkpoint(path)
+            states.append({f"{path.name} {name}": each.cpu() for name, each in loaded.state_dict().items()})
+    assert len(states) % 2 == 0
+    for one, other in zip(states[: len(states) // 2], states[len(states) // 2 :], strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)

@@ -1,0 +1,172 @@
+"""Between two log points the host does not wait for the device: it only gives it work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from by_hand import DTYPES, ON_DEVICE
+from small import Classifier, make_loader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import trainwright as tw
+from trainwright.devices.abilities import autocasts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
+
+Refusing = Callable[[], AbstractContextManager[None]]
+FIRST, LAST = 2, 18
+"""The batches of an epoch between which nothing is to be read; before them kernels are loaded and memory is taken."""
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "norm": {"gradient_clip_val": 0.1},
+    "value": {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+    "accumulation": {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1},
+    "unfused": {"fused_optimizers": False},
+}
+
+
+class Reads(tw.Callback):
+    """Refuses every read of the device by the host, from the start of one batch to the end of another."""
+
+    def __init__(self, refusing: Refusing) -> None:
+        self.refusing, self.open = refusing, ExitStack()
+        self.batches = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == FIRST:
+            self.open.enter_context(self.refusing())
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches += FIRST <= batch_idx <= LAST
+        if batch_idx == LAST:
+            self.open.close()
+
+
+class Logging(Classifier):
+    """Logs what is usual: tensors and numbers, each step and each epoch, reduced in each way."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log_dict({"worst": loss, "best": -loss}, reduce_fx="max", on_step=False, on_epoch=True)
+        self.log("count", len(batch[0]), on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log("bar", loss.detach(), prog_bar=True, batch_size=len(batch[0]))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters())
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_read_between_log_points(device: torch.device, refusing_reads: Refusing, name: str) -> None:
+    settings = CASES[name]
+    precision = settings.get("precision")
+    if precision is not None and not autocasts(device.type, DTYPES[precision]):
+        pytest.skip(f"{device.type} has no autocast in {DTYPES[precision]}")
+    reads = Reads(refusing_reads)
+    try:
+        trainer = tw.Trainer(max_epochs=2, log_every_n_steps=1000, callbacks=[reads], **settings, **ON_DEVICE)
+        trainer.fit(Logging(dropout=0.2), make_loader(84))
+    finally:
+        reads.open.close()
+    assert reads.batches == 2 * (LAST - FIRST + 1)
+
+
+def test_the_check_finds_a_read(refusing_reads: Refusing) -> None:
+    class Looks(Logging):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == FIRST + 1:
+                loss.item()
+            return loss
+
+    reads = Reads(refusing_reads)
+    try:
+        trainer = tw.Trainer(max_epochs=1, log_every_n_steps=1000, callbacks=[reads], **ON_DEVICE)
+        with pytest.raises(RuntimeError):
+            trainer.fit(Looks(), make_loader(84))
+    finally:
+        reads.open.close()
+    assert reads.batches == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_are_copied_without_waiting(refusing_reads: Refusing, num_workers: int) -> None:
+    reads = Reads(refusing_reads)
+    try:
+        trainer = tw.Trainer(max_epochs=1, log_every_n_steps=1000, callbacks=[reads], **ON_DEVICE)
+        trainer.fit(Logging(), make_loader(84, num_workers=num_workers))
+    finally:
+        reads.open.close()
+    assert reads.batches == LAST - FIRST + 1
+
+
+def test_a_validation_reads_nothing_batch_by_batch(refusing_reads: Refusing) -> None:
+    reads = _ValidationReads(refusing_reads)
+    try:
+        trainer = tw.Trainer(max_epochs=1, log_every_n_steps=1000, callbacks=[reads], **ON_DEVICE)
+        trainer.fit(Logging(), make_loader(8), make_loader(84))
+    finally:
+        reads.open.close()
+    assert reads.batches == LAST - FIRST + 1
+
+
+class _ValidationReads(Reads):
+    def on_validation_batch_start(
+        self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.on_train_batch_start(trainer, module, batch, batch_idx)
+
+    def on_validation_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_loop_of_ones_own_reads_nothing(refusing_reads: Refusing, accumulate: int) -> None:
+    accelerator = tw.Accelerator(devices=1, gradient_accumulation_steps=accumulate)
+    module = Classifier()
+    data = DataLoader(make_loader(84).dataset, batch_size=4, pin_memory=True)
+    model, optimizer, loader = accelerator.prepare(
+        module.net, torch.optim.AdamW(module.net.parameters(), fused=True), data
+    )
+    total = torch.zeros((), device=accelerator.device)
+    with ExitStack() as stack:
+        for index, batch in enumerate(loader):
+            if index == FIRST:
+                stack.enter_context(refusing_reads())
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            total += loss.detach()
+            if index == LAST:
+                stack.close()
+    assert float(total) > 0
+
+
+def test_a_loss_scale_is_read_once_a_step(device: torch.device) -> None:
+    """The host has to know whether to step; nothing else under 16-mixed has to wait."""
+    module: Any = torch.get_device_module(device)
+    if not hasattr(module, "counts"):
+        pytest.skip(f"{device.type} does not count the host's reads")
+    counts: list[int] = []
+
+    class Counts(tw.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            counts.append(module.counts()[2])
+
+    trainer = tw.Trainer(max_epochs=1, precision="16-mixed", log_every_n_steps=1000, callbacks=[Counts()], **ON_DEVICE)
+    trainer.fit(Logging(), make_loader(84))
+    assert {after - before for before, after in pairwise(counts[2:])} == {1}

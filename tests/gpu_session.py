@@ -1,0 +1,96 @@
+"""Runs every test marked `gpu` on the accelerator that is here, with the interpreter and the packages that are here.
+
+    python tests/gpu_session.py [pytest's arguments]
+
+Nothing is installed: tests of packages that are missing skip with the reason. Only the files that hold such tests are
+imported. Warnings do not fail a test here, apart from Trainwright's own: what a driver or another torch warns of cannot be
+known beforehand. After ten minutes the tests that are left are skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+NEEDED = ("torch", "numpy", "safetensors", "fsspec", "tqdm", "pytest")
+"""Without which no test can be imported."""
+MINUTES = 9.5
+SECONDS = 150
+"""Of one test."""
+FILTERS = ("default", r"error:::trainwright\b")
+
+
+def missing() -> list[str]:
+    """Return what the package or the tests cannot be imported without."""
+    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+
+
+def files() -> list[str]:
+    """Return the files that hold tests marked `gpu`."""
+    return sorted(str(path) for path in TESTS.rglob("test_*.py") if re.search(r"\bmark\.gpu\b", path.read_text()))
+
+
+class Clock:
+    """Skips what would begin after the session's time, and tells how long it took."""
+
+    def __init__(self, minutes: float) -> None:
+        self.minutes, self.start = minutes, time.monotonic()
+
+    def pytest_runtest_setup(self, item: Any) -> None:
+        import pytest
+
+        if time.monotonic() - self.start > 60 * self.minutes:
+            pytest.skip(f"the session's {self.minutes:g} minutes were over")
+
+    def pytest_report_header(self) -> str:
+        import torch
+
+        kind = torch.accelerator.current_accelerator(check_available=True)
+        if kind is None:
+            return f"torch {torch.__version__} sees no accelerator here: every test is skipped"
+        module: Any = torch.get_device_module(kind)
+        name = module.get_device_name(0) if hasattr(module, "get_device_name") else kind.type
+        return f"torch {torch.__version__} on {torch.accelerator.device_count()} x {name}"
+
+
+def main(arguments: list[str]) -> int:
+    """Run the tests; return pytest's exit code, 0 where there was none to run."""
+    if absent := missing():
+        print(
+            f"the tests on a GPU need {', '.join(absent)}, which {sys.executable} does not have; install what is missing, or "
+            "put it on PYTHONPATH."
+        )
+        return 2
+    for place in (str(ROOT), str(TESTS)):
+        if place not in sys.path:
+            sys.path.insert(0, place)
+    # For the processes that the tests start; some of them run in a folder of their own.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    try:
+        import trainwright  # noqa: F401
+    except ImportError as error:
+        print(f"trainwright cannot be imported here: {error}")
+        return 2
+    import pytest
+
+    options = ["-m", "gpu", "-ra", "--continue-on-collection-errors", "-p", "no:cacheprovider", "--tb=short"]
+    options += ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+    options += ["-o", "filterwarnings=" + "\n".join(FILTERS), "--durations=10"]
+    if importlib.util.find_spec("pytest_timeout") is not None:
+        options += ["--timeout", str(SECONDS)]
+    given = (
+        [] if any(not each.startswith("-") and Path(each.split("::")[0]).exists() for each in arguments) else files()
+    )
+    code = int(pytest.main([*options, *arguments, *given], plugins=[Clock(MINUTES)]))
+    return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,417 @@
+"""Every name that the package takes from inside its dependencies, where no version promises it, and what it is for.
+
+The first to look at when a new version of torch, DeepSpeed, FairScale or torchmetrics comes out: `test_private_names.py`
+says which of them are gone, and that none is missing here. Names with an underscore are private by their makers' word; ZeRO's
+have none, but its optimizers are documented nowhere.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Use(NamedTuple):
+    """Names that one owner has, and why the package needs them."""
+
+    owner: str
+    """The module or class, by its full path."""
+    names: str
+    """Separated by spaces."""
+    purpose: str
+    instead: str = ""
+    """The public name that some promised versions have in its place."""
+
+
+TORCH = (
+    Use("torch", "_foreach_norm", "check all gradients for NaN and infinity in one call (engine/finiteness.py)"),
+    Use("torch", "_foreach_mul_", "rescale all gradients in one call (strategies/base.py)"),
+    Use(
+        "torch",
+        "_foreach_copy_",
+        "keep what a step wrote into gathered parameters in one call (strategies/written_shards.py)",
+    ),
+    Use("torch._C", "DisableTorchFunctionSubclass", "look at a tensor subclass without its own __torch_function__"),
+    Use("torch._C", "_get_privateuse1_backend_name", "name the out-of-tree backend that `accelerator=` accepts"),
+    Use(
+        "torch._dynamo",
+        "disable",
+        "keep fsdp's checks for writes out of a compiled graph (strategies/written_shards.py)",
+    ),
+    Use("torch._dynamo.eval_frame.OptimizedModule", "_orig_mod", "keep what torch.compile wraps under its plain names"),
+    Use(
+        "torch.autograd",
+        "_profiler_enabled",
+        "leave torch's profiler whole when a recording fails (profilers/pytorch.py)",
+    ),
+    Use("torch.Tensor", "_version", "see that a step wrote to a parameter or a buffer in place"),
+    Use("torch.Tensor", "_is_view", "hand out results that are no views of fsdp's buffers (strategies/fsdp.py)"),
+    Use(
+        "torch.Tensor",
+        "_backward_hooks _post_accumulate_grad_hooks",
+        "run a backward that is no step's without the hooks of gradients (strategies/ddp.py)",
+    ),
+    Use(
+        "torch.nn.Module",
+        "_parameters _buffers _modules",
+        "replace and walk a module's own tensors without its methods",
+    ),
+    Use("torch.nn.Module", "_apply", "convert a module to one dtype, layer by layer (precision/single_dtype.py)"),
+    Use(
+        "torch.nn.Module",
+        "_call_impl _compiled_call_impl",
+        "compile submodules in place, so that a state_dict keeps its names (engine/compilation.py)",
+    ),
+    Use("torch.nn.Module", "_forward_pre_hooks", "put hooks in order: the engines' before the user's, and each once"),
+    Use("torch.nn.Module", "_state_dict_hooks", "warn once of a state_dict of shards (strategies/deepspeed.py)"),
+    Use(
+        "torch.nn.Module",
+        "_load_from_state_dict _load_state_dict_pre_hooks _load_state_dict_post_hooks",
+        "tell modules that load themselves from those that are filled in place (engine/module_state.py)",
+    ),
+    Use("torch.nn.Module", "_metadata", "keep the versions of modules that a state_dict carries"),
+    Use("torch.nn.modules.module", "_extra_state", "store what a module keeps beside tensors (checkpoint/contents.py)"),
+    Use("torch.nn.MultiheadAttention", "_reset_parameters", "initialize layers that were built on the meta device"),
+    Use("torch.nn.modules.batchnorm", "_BatchNorm", "keep normalizations in float32 under fsdp (strategies/fsdp.py)"),
+    Use(
+        "torch.nn.modules.batchnorm",
+        "_NormBase",
+        "leave running statistics out of a check for NaN (engine/finiteness.py)",
+    ),
+    Use(
+        "torch.nn.parallel.distributed",
+        "_find_tensors",
+        "prepare DDP's reducer for a manual backward (strategies/ddp.py)",
+    ),
+    Use(
+        "torch.nn.parallel.DistributedDataParallel",
+        "_static_graph_delay_allreduce_enqueued",
+        "synchronize the first backward of a static graph, which DDP learns from (strategies/ddp.py)",
+    ),
+    Use(
+        "torch.nn.parallel.DistributedDataParallel",
+        "_ddp_params_and_buffers_to_ignore",
+        "keep each rank's own parameters and buffers out of DDP (strategies/ddp.py)",
+    ),
+    Use(
+        "torch._C._distributed_c10d.Reducer",
+        "_rebuild_buckets",
+        "prepare DDP's reducer for a manual backward (strategies/ddp.py)",
+    ),
+    Use(
+        "torch.distributed",
+        "_broadcast_coalesced",
+        "send rank 0's buffers in few messages (strategies/shared_buffers.py)",
+    ),
+    Use(
+        "torch.distributed.distributed_c10d",
+        "_get_default_store",
+        "join the store of a process group that the user opened",
+    ),
+    Use(
+        "torch.distributed.distributed_c10d",
+        "_set_pg_timeout",
+        "give collectives a timeout of their own (distributed/collectives.py)",
+        instead="torch.distributed.set_timeout",
+    ),
+    Use(
+        "torch.distributed.distributed_c10d",
+        "_world",
+        "count the collectives that a step has made (distributed/collectives.py)",
+    ),
+    Use(
+        "torch.distributed.ProcessGroup",
+        "_get_backend _device_types",
+        "count the collectives that a step has made (distributed/collectives.py)",
+    ),
+    Use(
+        "torch._C._distributed_c10d.Backend",
+        "_get_sequence_number_for_group",
+        "count the collectives that a step has made (distributed/collectives.py)",
+    ),
+    Use(
+        "torch.distributed.tensor._utils",
+        "compute_local_shape_and_global_offset",
+        "find this rank's range of a sharded parameter (strategies/fsdp.py)",
+    ),
+    Use("torch.distributed.tensor.DTensor", "_local_tensor", "read a shard without a graph of its own"),
+    Use("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "reach what fsdp keeps of a group's parameters"),
+    Use(
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
+        "_fsdp_param_groups",
+        "keep what a step wrote into gathered parameters (strategies/written_shards.py)",
+        instead="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group",
+    ),
+    Use(
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
+        "_fsdp_param_group",
+        "keep what a step wrote into gathered parameters, on torch 2.11 (strategies/written_shards.py)",
+        instead="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups",
+    ),
+    Use(
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
+        "_register_pre_backward_hook",
+        "gather for the backward of a loss that was made outside of a forward (strategies/fsdp.py)",
+    ),
+    Use(
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
+        "_sharded_param_data _unsharded_param _orig_size _contiguous_orig_stride",
+        "keep what a step wrote into gathered parameters (strategies/written_shards.py)",
+    ),
+    Use(
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
+        "_param_fqn _module_info",
+        "name the parameter that was written in a low precision (strategies/written_shards.py)",
+    ),
+    Use(
+        "torch.distributed.fsdp._fully_shard._fully_shard",
+        "_is_fsdp_managed_module _fsdp_use_orig_params",
+        "leave fsdp's marks out of a whole copy of a module (strategies/whole_module.py)",
+    ),
+    Use("torch.amp.GradScaler", "_scale", "set, read and keep the loss scale (precision/mixed.py)"),
+    Use(
+        "torch.amp.GradScaler",
+        "_per_optimizer_states",
+        "share found infinities between optimizers and ranks (precision/mixed.py)",
+    ),
+    Use("torch.amp.GradScaler", "_growth_tracker", "carry a loss scale from DeepSpeed to others, and back"),
+    Use(
+        "torch.optim.Optimizer",
+        "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
+        "watch a fused step once, and know optimizers that step by themselves",
+    ),
+    Use(
+        "torch.optim.optimizer",
+        "_global_optimizer_pre_hooks _global_optimizer_post_hooks",
+        "try an optimizer's step without the hooks of all optimizers (strategies/step_probe.py)",
+    ),
+    Use("torch.optim.Adam", "_init_group", "know a subclass that steps as torch's own class does"),
+    Use("torch.optim.lr_scheduler", "_opt_called", "resume a scheduler without torch's warning of its first step"),
+    Use(
+        "torch.utils._pytree",
+        "tree_leaves tree_map tree_map_only tree_map_with_path MappingKey",
+        "walk nested results and states",
+    ),
+    Use(
+        "torch.utils.data.DataLoader",
+        "_iterator _get_iterator",
+        "start a loader's workers anew, and know them (data/loaders.py)",
+    ),
+    Use(
+        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
+        "_shutdown_workers",
+        "end the workers of an epoch that was left (data/workers.py)",
+    ),
+    Use(
+        "torch.utils.data._utils.worker",
+        "_worker_loop",
+        "find the `done_event` by which a loader tells a worker to end (data/workers.py)",
+    ),
+    Use(
+        "torch.utils.tensorboard.SummaryWriter",
+        "_get_file_writer",
+        "flush and place the file of events (loggers/tensorboard.py)",
+    ),
+    Use(
+        "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent",
+        "_start_workers _stop_workers _restart_workers _monitor_workers _exit_barrier _construct_event _worker_group "
+        "_remaining_restarts _pcontext",
+        "start, watch and end the ranks of a job in our order (launch/agent.py)",
+    ),
+    Use(
+        "torch.distributed.elastic.multiprocessing.api.PContext",
+        "_close",
+        "end ranks in less than the fixed 30 seconds (launch/agent.py)",
+    ),
+    Use(
+        "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler",
+        "_stdout _stderr",
+        "close the files of the ranks' output that the launcher holds (launch/agent.py)",
+    ),
+)
+
+TORCHMETRICS = (
+    Use("torchmetrics.Metric", "_update_count _computed _defaults", "save, restore and merge the state of a metric"),
+    Use("torchmetrics.Metric", "_copy_state_dict", "run a batch whose results are dropped (trainer/uneven_round.py)"),
+    Use("torchmetrics.Metric", "_forward_cache", "log a metric's value of this batch (trainer/metric_objects.py)"),
+    Use("torchmetrics.Metric", "_reductions", "merge what ranks have counted (trainer/metric_merging.py)"),
+)
+
+FAIRSCALE = (
+    Use(
+        "fairscale.optim.OSS",
+        "_broadcast_params",
+        "send this rank's parameters after a load (strategies/ddp_sharded.py)",
+    ),
+    Use("fairscale.optim.OSS", "_param_to_rank", "know which rank steps a parameter (strategies/ddp_sharded.py)"),
+    Use(
+        "fairscale.optim.OSS",
+        "_partition_parameters",
+        "deal the largest parameters out first (strategies/ddp_sharded.py)",
+    ),
+    Use(
+        "fairscale.nn.data_parallel.ShardedDataParallel",
+        "_should_bucket_grad _trainable_params",
+        "drop the gradients of one of several optimizers (strategies/ddp_sharded.py)",
+    ),
+    Use(
+        "fairscale.nn.data_parallel.ShardedDataParallel",
+        "_detect_train_change _reference_trainable_mask _all_params _grad_to_be_reduced",
+        "follow a change of what is trained, once (strategies/ddp_sharded.py)",
+    ),
+    Use(
+        "fairscale.nn.data_parallel.ShardedDataParallel",
+        "_should_accumulate_grads",
+        "accumulate gradients without a context (strategies/ddp_sharded.py)",
+    ),
+    Use(
+        "fairscale.nn.data_parallel.ShardedDataParallel",
+        "_grad_hooks",
+        "take FairScale off a module (strategies/ddp_sharded.py)",
+    ),
+)
+
+ZERO_12 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+ZERO_3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+DEEPSPEED = (
+    Use("deepspeed.accelerator.cpu_accelerator", "CPU_Accelerator", "run on the CPU (strategies/deepspeed_package.py)"),
+    Use("deepspeed.accelerator.cuda_accelerator", "CUDA_Accelerator", "run on CUDA after a run on the CPU"),
+    Use("deepspeed.accelerator.xpu_accelerator", "XPU_Accelerator", "run on an XPU after a run on the CPU"),
+    Use("deepspeed.comm.torch", "build_shm_op", "run on the CPU without a compiler (strategies/deepspeed_package.py)"),
+    Use(
+        "deepspeed.runtime.engine.DeepSpeedEngine",
+        "_broadcast_model _configure_basic_optimizer _do_optimizer_sanity_check",
+        "make an engine around the user's own optimizer (strategies/deepspeed_engine.py)",
+    ),
+    Use(
+        "deepspeed.runtime.engine.DeepSpeedEngine",
+        "_backward_prologue scale",
+        "run one backward through several engines (strategies/deepspeed.py)",
+    ),
+    Use(
+        "deepspeed.runtime.engine.DeepSpeedEngine",
+        "_running_engine_step allreduce_gradients enable_backward_allreduce",
+        "reduce gradients before the step, to clip them (strategies/zero_gradients.py)",
+    ),
+    Use(
+        "deepspeed.runtime.fp16.loss_scaler",
+        "CreateLossScaler",
+        "scale losses where the weights stay float32 (strategies/deepspeed_engine.py)",
+    ),
+    Use(
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "cur_scale cur_iter last_overflow_iter cur_hysteresis scale_factor scale_window",
+        "save and restore the loss scale (strategies/zero_optimizer.py)",
+    ),
+    Use(
+        "deepspeed.runtime.base_optimizer.ZeROOptimizer",
+        "_backward_hook_state clear_backward_seen_flag",
+        "run one backward through several engines (strategies/deepspeed.py)",
+    ),
+    Use(
+        ZERO_12,
+        "_use_compact_grad_partition_buffer params_in_partition cpu_offload gradient_accumulation_dtype setup_buckets "
+        "get_all_grad_tensors",
+        "step with zeros where no loss reached a parameter (strategies/zero_gradients.py)",
+    ),
+    Use(
+        ZERO_12,
+        "all_grad_tensors averaged_gradients finalize_gradient_accumulation_boundary",
+        "clip and drop this rank's share of the gradients (strategies/zero_gradients.py)",
+    ),
+    Use(
+        ZERO_12,
+        "bit16_groups single_partition_of_fp32_groups parallel_partitioned_bit16_groups update_lp_params",
+        "read and write this rank's share of the masters (strategies/zero_state.py)",
+    ),
+    Use(ZERO_12, "clip_grad overflow loss_scaler _global_grad_norm", "clip in the step, and tell how it went"),
+    Use(
+        ZERO_3,
+        "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition averaged_gradients offload_optimizer",
+        "clip, drop and fill in this rank's share of the gradients (strategies/zero_gradients.py)",
+    ),
+    Use(
+        ZERO_3,
+        "fp16_groups fp32_partitioned_groups_flat grad_position get_param_id",
+        "read and write this rank's share of the masters (strategies/zero_state.py)",
+    ),
+    Use(
+        ZERO_3,
+        "_partition_all_parameters _reassign_or_swap_out_partitioned_parameters persistent_parameters",
+        "let the weights follow masters that a load has written (strategies/zero_state.py)",
+    ),
+    Use(ZERO_3, "clip_grad overflow loss_scaler _global_grad_norm", "clip in the step, and tell how it went"),
+    Use(
+        ZERO_3,
+        "_grad_acc_hooks _leaf_module_hooks ipg_buckets",
+        "free an engine's buffers with its module (strategies/zero_traces.py)",
+    ),
+    Use(
+        "deepspeed.utils.mixed_precision_linkage",
+        "_hp_mapping",
+        "find this rank's share of a parameter in the masters (strategies/zero_state.py)",
+    ),
+    Use(
+        "deepspeed.utils.tensor_fragment.tensor_fragment",
+        "lp_fragment_address hp_fragment_address",
+        "find this rank's share of a parameter in the masters (strategies/zero_state.py)",
+    ),
+    Use(
+        "deepspeed.runtime.zero.partition_parameters",
+        "ds_id ds_shape ds_numel ds_tensor ds_status ds_process_group",
+        "read what stage 3 has sharded",
+    ),
+    Use(
+        "deepspeed.runtime.zero.partition_parameters",
+        "_external_params ds_external_parameters all_parameters",
+        "leave DeepSpeed's marks out of a whole copy of a module (strategies/whole_module.py)",
+    ),
+    Use(
+        "deepspeed.runtime.zero.parameter_offload",
+        "_original_parameters ds_inflight_param_registry ds_grads_remaining ds_recompute_parameters "
+        "applied_pre_backward_ref_cnt post_bwd_fn pre_bwd_fn",
+        "leave DeepSpeed's marks out of a whole copy of a module (strategies/whole_module.py)",
+    ),
+    Use(
+        "deepspeed.runtime.zero.parameter_offload",
+        "FWD_MODULE_STACK",
+        "let DeepSpeed go of a module that is not trained any more (strategies/zero_traces.py)",
+    ),
+    Use(
+        "deepspeed.runtime.zero.partitioned_param_coordinator",
+        "PartitionedParameterCoordinator",
+        "let DeepSpeed go of a module that is not trained any more (strategies/zero_traces.py)",
+    ),
+)
+
+PYTHON = (
+    Use(
+        "subprocess",
+        "_args_from_interpreter_flags",
+        "start a notebook's processes with this one's flags (launch/notebook.py)",
+    ),
+    Use(
+        "multiprocessing.util",
+        "_exit_function",
+        "remove a worker's temporary folder when a signal ends it (data/workers.py)",
+    ),
+    Use(
+        "multiprocessing.synchronize.Event",
+        "_flag",
+        "see without a lock whether a worker was told to end (data/workers.py)",
+    ),
+    Use(
+        "multiprocessing.context.ForkServerProcess",
+        "_start_method",
+        "know a worker whose parent is the fork server (data/workers.py)",
+    ),
+    Use("argparse.ArgumentParser", "_actions", "list the options of the launcher's help (launch/cli.py)"),
+)
+
+OTHERS = (
+    Use(
+        "omegaconf.base.Node", "_get_parent", "know a part of a configuration that refers to the rest (plain_forms.py)"
+    ),
+    Use("_pytest", "__name__", "know a script that a test runner runs (launch/command.py)"),
+)
+
+USES = (*TORCH, *TORCHMETRICS, *FAIRSCALE, *DEEPSPEED, *PYTHON, *OTHERS)

@@ -1,0 +1,218 @@
+"""The names that the package takes from inside its dependencies are there, and the list of them is complete."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from private_names import USES, Use
+
+import trainwright
+
+PACKAGE = Path(trainwright.__file__).parent
+LISTED = {name for use in USES for name in (*use.names.split(), *use.owner.split("."), *use.instead.split("."))}
+DOCUMENTED = {"_exit", "_getframe", "_fields", "_replace", "_asdict"}
+"""Of os, sys and named tuples, whose underscores hide nothing."""
+BEGINNINGS = {"_fsdp", "_ds_"}
+"""What engines' names for what they put on a module begin with."""
+ENDINGS = re.compile(r"_(dataloader|dataset|model|batch|batches|epoch|step|hooks|start|end|next|eval|train|_)+")
+"""Of hooks' and steps' names, which are joined to a stage's: `f"on_{stage}_batch_end"`."""
+MINE = {"_fsdp_root", "_running_module", "_has_warned_of_hyper_parameters", "_has_warned_of_its_state"}
+"""Names that the package puts into other objects' `__dict__`."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@functools.cache
+def parsed(source: str) -> frozenset[str]:
+    """Return the names that a source assigns or defines, and the strings in it, which may be names of attributes."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+    return frozenset(found)
+
+
+def find(path: str) -> Any:
+    """Return what a full path stands for."""
+    found: Any = None
+    module = ""
+    for part in path.split("."):
+        module = f"{module}.{part}".lstrip(".")
+        try:  # modules first: some packages have a class of the same name beside them
+            found = importlib.import_module(module)
+        except ModuleNotFoundError:
+            if not hasattr(found, part):
+                raise
+            found = getattr(found, part)
+    return found
+
+
+def has(owner: Any, name: str) -> bool:
+    """Return whether a class or a module has a name, on its instances or in its code."""
+    if hasattr(owner, name):
+        return True
+    name = name.removeprefix(f"_{getattr(owner, '__name__', '')}__") if "__" in name else name
+    for kind in inspect.getmro(owner) if inspect.isclass(owner) else (owner,):
+        try:
+            source = inspect.getsource(inspect.getmodule(kind) or kind)
+        except (OSError, TypeError):  # compiled
+            continue
+        if name in parsed(source) or f"__{name}" in parsed(source):
+            return True
+    return False
+
+
+@pytest.mark.filterwarnings("ignore")  # what other packages say as they are imported
+@pytest.mark.parametrize(
+    ("use", "name"), [pytest.param(use, name, id=f"{use.owner}-{name}") for use in USES for name in use.names.split()]
+)
+def test_a_private_name_is_there(use: Use, name: str) -> None:
+    package = use.owner.partition(".")[0]
+    pytest.importorskip(package)
+    try:
+        is_there = has(find(use.owner), name)
+    except ImportError:
+        is_there = False
+    if not is_there and use.instead:
+        owner, _, public = use.instead.rpartition(".")
+        is_there = has(find(owner), public)
+    assert is_there, f"{use.owner}.{name} is gone. It is what the package needs to {use.purpose}."
+
+
+def private_uses() -> Iterator[tuple[str, str]]:
+    """Yield where the package uses a private name that may be another package's, and the name."""
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            names: list[str] = []
+            if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("trainwright"):
+                names = [*(node.module or "").split("."), *(each.name for each in node.names)]
+            elif isinstance(node, ast.Import):
+                names = [part for each in node.names for part in each.name.split(".")]
+            elif isinstance(node, ast.Attribute):
+                names = [node.attr]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"_\w+", node.value):
+                names = [node.value]
+            yield from (
+                (f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}", each)
+                for each in names
+                if is_private(each)
+            )
+            if isinstance(node, ast.Attribute) and node.attr.startswith("ds_"):
+                yield f"{path.relative_to(PACKAGE)}:{node.lineno}", node.attr
+
+
+def stored(tree: ast.AST) -> set[str]:
+    """Return the attributes that methods give their own object."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+    }
+
+
+@functools.cache
+def own_names() -> set[str]:
+    """Return the private names that the package's own classes and modules define."""
+    own: set[str] = set()
+    for tree in trees().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+        own |= stored(tree)
+    return {name for name in own if is_private(name)}
+
+
+def within_reach(kinds: Sequence[type]) -> set[str]:
+    """Return the private names that may be these classes': of any object but `self`, and of what has one as its base."""
+    bases, names = {kind.__name__ for kind in kinds}, set()
+    for node in (node for tree in trees().values() for node in ast.walk(tree)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            names.add(node.attr)
+        elif isinstance(node, ast.ClassDef) and bases & {ast.unparse(each).rpartition(".")[2] for each in node.bases}:
+            names |= stored(node) | {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+    return {name for name in names if is_private(name)}
+
+
+def test_the_list_is_complete() -> None:
+    known = LISTED | own_names() | DOCUMENTED | BEGINNINGS | MINE
+    missing = [f"{place} {name}" for place, name in private_uses() if name not in known and not ENDINGS.fullmatch(name)]
+    assert not missing, f"write into tests/private_names.py what these are for: {missing}"
+
+
+def test_what_engines_are_asked_for_is_listed() -> None:
+    # ZeRO's optimizers have names without an underscore that no document promises.
+    used = {
+        (path.name, node.attr)
+        for path, tree in trees().items()
+        if path.parent.name == "strategies"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("zero", "engine.optimizer", "scaler")
+    }
+    public = {"zero_grad", "loss_scale", "dynamic_loss_scale", "optimizer", "loss_scaler", "dynamic", "get"}
+    assert not {each for each in used if each[1] not in LISTED | public}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "torch.Tensor",
+        "torch.amp.GradScaler",
+        "torch.distributed.ProcessGroup",
+        "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent",
+        "torch.distributed.tensor.DTensor",
+        "torch.nn.Module",
+        "torch.nn.parallel.DistributedDataParallel",
+        "torch.optim.SGD",
+        "torch.utils.data.DataLoader",
+        "torchmetrics.Metric",
+    ],
+)
+def test_a_name_of_both_is_listed(path: str) -> None:
+    """A name that the package and a class of another both have would hide a use of the other's from the checks above."""
+    theirs: set[str] = set()
+    kinds = inspect.getmro(find(path))[:-1]
+    for kind in kinds:
+        theirs.update(vars(kind))
+        with contextlib.suppress(OSError, TypeError, SyntaxError):  # compiled, in part at least
+            theirs |= stored(ast.parse(textwrap.dedent(inspect.getsource(kind))))
+    both = (within_reach(kinds) & own_names() & theirs) - LISTED
+    assert not both, f"names of the package's own that {path} has too: give them others, or list them"
+
+
+def test_each_name_of_the_list_is_used() -> None:
+    words = {word for path in trees() for word in re.findall(r"\w+", path.read_text())}
+    assert not [name for use in USES for name in use.names.split() if name not in words]
+
+
+def test_a_name_that_is_gone_is_told_with_its_use() -> None:
+    use = Use("torch.nn.Module", "_no_such_name", "compile submodules in place")
+    with pytest.raises(
+        AssertionError, match=r"torch\.nn\.Module\._no_such_name is gone\. It .* to compile submodules in place\."
+    ):
+        test_a_private_name_is_there(use, "_no_such_name")
