@@ -242,7 +242,9 @@ class DeepSpeedStrategy(Strategy):
             self._parts.setdefault(module, []).append(engine)
         return facade
 
-    def _config(self) -> dict[str, Any]:
+    def _config(self, parameters: Iterable[Any] = ()) -> dict[str, Any]:
+        """Return the configuration of an engine that has these parameters."""
+        trained = {p for p in parameters if p.requires_grad}
         on_gpu = self.device.type != "cpu"
         return build_config(
             self.own_config,
@@ -250,13 +252,15 @@ class DeepSpeedStrategy(Strategy):
             precision=self.precision,
             offload_optimizer=self.offload_optimizer and on_gpu,
             offload_parameters=self.offload_parameters and on_gpu,
+            num_trained=sum(getattr(p, "ds_numel", p.numel()) for p in trained),
             **self.zero,
         )
 
     def _initialize(self, part: Part, optimizer: MasterOptimizer | None, trained: Any = None) -> Any:
         self._traces.append(zero_traces.ZeroTraces(list(part.members)))
+        config = self._config(part.parameters())
         with self._traces[-1]:
-            engine = make_engine(part, optimizer, trained, self._config(), self.device, self._refuse_optimizer)
+            engine = make_engine(part, optimizer, trained, config, self.device, self._refuse_optimizer)
         self._writes.follow(engine.optimizer, self.stage, self.rank, part, self.wrapped)
         if self.precision.name == "16-mixed" and (optimizer is not None or trained is not None):
             scale_losses(engine)

@@ -11,6 +11,7 @@ from typing import Any
 from trainwright.precision.base import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Optimization
+from trainwright.strategies.sharing import LARGEST_BUCKET
 
 AUTO = "auto"
 """What a configuration says where it leaves a value to the framework."""
@@ -151,9 +152,13 @@ def build_config(
     precision: Precision,
     offload_optimizer: bool,
     offload_parameters: bool,
+    num_trained: int,
     **zero: Any,
 ) -> dict[str, Any]:
-    """Return the configuration of an engine whose steps and windows are ours; the user's `own` keys win otherwise."""
+    """Return the configuration of an engine whose steps and windows are ours; the user's `own` keys win otherwise.
+
+    `num_trained` is how many elements the engine's parameters have that are trained.
+    """
     name = precision.name
     config: dict[str, Any] = {
         "gradient_clipping": 0.0,  # left out, it would be 1.0; what is due is set at each step
@@ -168,6 +173,8 @@ def build_config(
     config["zero_optimization"] = {
         "stage": stage,
         "overlap_comm": False,
+        # A buffer of so many elements is there at each backward; more than there are gradients would stay empty.
+        "reduce_bucket_size": min(max(num_trained, 1), LARGEST_BUCKET),
         "memory_efficient_linear": False,  # True would replace torch.nn.functional.linear, for the whole process
         **zero,
     }
