@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 if not hasattr(torch, "sim"):
     pytest.skip("the simulated device is not loaded; run make test-device", allow_module_level=True)
 
 pytestmark = pytest.mark.device
-sim = torch.sim  # type: ignore[attr-defined]
+sim: Any = torch.sim  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)
@@ -21,10 +30,18 @@ def _clean() -> Iterator[None]:
     yield
     sim.refuse_sync(False)
     sim.raise_violations(True)
+    sim.refuse_float64(False)
+    sim.set_memory_limit(0)
     sim.synchronize()
-    found = sim.violations()
+    left = sim.violations()
     sim.clear_violations()
-    assert found == []
+    assert left == []
+
+
+@pytest.fixture
+def counted() -> None:
+    """Violations are collected, and none raises."""
+    sim.raise_violations(False)
 
 
 def found() -> list[str]:
@@ -34,15 +51,164 @@ def found() -> list[str]:
     return all_of_them
 
 
+def in_process(script: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# ---- loading and devices
+
+
+def test_torch_alone_loads_it() -> None:
+    assert (
+        in_process("import torch; print(torch.sim.device_count(), torch.accelerator.current_accelerator())") == "2 sim"
+    )
+    assert in_process("import torch; print(torch.sim.device_count())", SIM_DEVICES="3") == "3"
+
+
+def test_two_devices() -> None:
+    first, second = torch.ones(2, device="sim"), torch.ones(2, device="sim:1")
+    assert (first.device.index, second.device.index) == (0, 1)
+    with pytest.raises(RuntimeError, match="same device"):
+        first + second
+    assert (first.to("sim:1") + second).device == torch.device("sim:1")
+    assert torch.equal((second * 3).to("sim:0").cpu(), torch.full((2,), 3.0))
+    with sim.device(1):
+        assert torch.zeros(1, device="sim").device.index == 1
+        assert torch.accelerator.current_device_index() == 1
+    assert sim.current_device() == 0
+    with torch.device("sim:1"):
+        assert torch.zeros(1).device.index == 1
+    with pytest.raises(RuntimeError, match="does not exist; there are 2"):
+        torch.zeros(1, device="sim:2")
+
+
+def test_tensors_of_the_host_do_not_mix() -> None:
+    there, here = torch.ones(3, device="sim"), torch.ones(3)
+    for mixed in (
+        lambda: there + here,
+        lambda: here + there,
+        lambda: there.add_(here),
+        lambda: here.add_(there),
+        lambda: torch.cat([there, here]),
+        lambda: torch.stack([there[0], here[0]]),
+        lambda: functional.mse_loss(there, here),
+        lambda: there.index_copy_(0, torch.arange(3), there),
+        lambda: there.index_add_(0, torch.arange(3), there),
+        lambda: there.gather(0, torch.arange(3)),
+        lambda: here[torch.arange(3, device="sim")],
+        lambda: functional.embedding(torch.arange(2), torch.ones(3, 2, device="sim")),
+        lambda: torch.zeros(()).add_(there[0]),
+        lambda: torch._foreach_add_([there], [here]),
+        lambda: torch.where(torch.ones(3, dtype=torch.bool), there, there),
+        lambda: nn.Linear(3, 1)(there),
+    ):
+        with pytest.raises((RuntimeError, IndexError, ValueError)):
+            mixed()
+    assert there[torch.tensor([0, 2])].tolist() == [1, 1]
+    there[torch.tensor([0])] = 5
+    assert (there * torch.tensor(2.0)).tolist() == [10, 2, 2]
+    torch._foreach_copy_([there], [here])
+    assert there.tolist() == [1, 1, 1]
+
+
+def test_a_fused_step_takes_no_state_of_the_host() -> None:
+    weight = torch.ones(3, device="sim", requires_grad=True)
+    for fused in (True, False):
+        optimizer = torch.optim.Adam([weight], fused=fused)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        optimizer.state[weight]["step"] = optimizer.state[weight]["step"].cpu()
+        if fused:
+            with pytest.raises(RuntimeError, match="same device"):
+                optimizer.step()
+        else:
+            optimizer.step()
+
+
+# ---- random numbers
+
+
+DRAWS = {
+    "randn": lambda device: torch.randn(64, device=device),
+    "rand_like": lambda device: torch.rand_like(torch.empty(64, device=device)),
+    "randint": lambda device: torch.randint(1000, (64,), device=device),
+    "randperm": lambda device: torch.randperm(64, device=device),
+    "dropout": lambda device: functional.dropout(torch.ones(64, device=device)),
+    "bernoulli": lambda device: torch.bernoulli(torch.full((64,), 0.5, device=device)),
+    "uniform_": lambda device: torch.empty(64, device=device).uniform_(),
+    "normal_": lambda device: torch.empty(64, device=device).normal_(),
+    "exponential_": lambda device: torch.empty(64, device=device).exponential_(),
+    "multinomial": lambda device: torch.multinomial(torch.ones(64, device=device), 32),
+    "poisson": lambda device: torch.poisson(torch.full((64,), 9.0, device=device)),
+    "native_dropout": lambda device: torch.native_dropout(torch.ones(64, device=device), 0.5, True)[0],
+    "trunc_normal_": lambda device: nn.init.trunc_normal_(torch.empty(64, device=device)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_are_the_devices_own(name: str) -> None:
+    draw = DRAWS[name]
+    torch.manual_seed(7)
+    host = torch.get_rng_state()
+    numbers = draw("sim").cpu()
+    assert torch.equal(host, torch.get_rng_state())
+    assert not torch.equal(numbers, draw("cpu"))
+    torch.manual_seed(7)
+    assert torch.equal(numbers, draw("sim").cpu())
+    assert not torch.equal(numbers, draw("sim").cpu())
+    torch.manual_seed(7)
+    assert torch.equal(numbers, draw("sim:1").cpu())
+    state = sim.get_rng_state()
+    numbers = draw("sim").cpu()
+    sim.set_rng_state(state)
+    assert torch.equal(numbers, draw("sim").cpu())
+
+
+def test_generators() -> None:
+    own = torch.Generator(device="sim").manual_seed(3)
+    assert own.initial_seed() == 3
+    other = torch.Generator(device="sim").manual_seed(3)
+    before = sim.get_rng_state()
+    assert torch.equal(
+        torch.randn(4, device="sim", generator=own).cpu(), torch.randn(4, device="sim", generator=other).cpu()
+    )
+    assert torch.equal(before, sim.get_rng_state())
+    clone = own.clone_state() if hasattr(own, "clone_state") else own
+    assert torch.equal(clone.get_state(), own.get_state())
+    with pytest.raises(RuntimeError, match="Expected a 'sim' device type for generator"):
+        torch.empty(3, device="sim").normal_(generator=torch.Generator())
+    with torch.random.fork_rng(devices=[0], device_type="sim"):
+        torch.randn(3, device="sim")
+    assert torch.equal(before, sim.get_rng_state())
+    states = sim.get_rng_state_all()
+    torch.randn(3, device="sim:1")
+    sim.set_rng_state_all(states)
+    assert torch.equal(states[1], sim.get_rng_state(1))
+
+
+# ---- streams
+
+
 def test_a_forgotten_wait_is_a_wrong_number_and_an_error() -> None:
     source = torch.arange(4.0).pin_memory()
     side = sim.Stream()
     with sim.stream(side):
         there = source.to("sim", non_blocking=True)
+    assert not side.query()
     with pytest.raises(RuntimeError, match="nothing waits for it"):
         there + 1
     sim.clear_violations()
     sim.raise_violations(False)
+    with sim.stream(side):
+        there = source.to("sim", non_blocking=True)
     assert (there + 1).isnan().all()
     assert "nothing waits for it" in found()[0]
     sim.current_stream().wait_stream(side)
@@ -50,17 +216,446 @@ def test_a_forgotten_wait_is_a_wrong_number_and_an_error() -> None:
     assert (there + 1).tolist() == [1, 2, 3, 4]
 
 
-def test_a_model_trains() -> None:
-    model = torch.nn.Sequential(
-        torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Flatten(), torch.nn.Linear(8, 1)
-    ).to("sim")
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
-    inputs = torch.randn(8, 1, 4, 4, device="sim")
+def test_the_same_stream_needs_no_wait() -> None:
+    there = torch.arange(4.0).pin_memory().to("sim", non_blocking=True)
+    assert sim.pending() == 1
+    assert (there * 2).tolist() == [0, 2, 4, 6]
+    assert sim.pending() == 0
+
+
+@pytest.mark.parametrize("wait", ["event", "wait_event", "synchronize", "device", "query", "item"])
+def test_what_a_wait_is(wait: str) -> None:
+    side = sim.Stream()
+    with sim.stream(side):
+        there = torch.arange(4.0).to("sim", non_blocking=True)
+        event = side.record_event()
+        if wait == "item":
+            assert there[3].item() == 3
+    if wait == "event":
+        event.synchronize()
+    elif wait == "wait_event":
+        sim.current_stream().wait_event(event)
+    elif wait == "synchronize":
+        side.synchronize()
+    elif wait == "device":
+        torch.accelerator.synchronize()
+    elif wait == "query":
+        while not event.query():
+            pass
+    assert there.tolist() == [0, 1, 2, 3]
+
+
+def test_pageable_memory_is_taken_at_once() -> None:
+    source = torch.arange(4.0)
+    there = source.to("sim", non_blocking=True)
+    source.zero_()
+    assert there.tolist() == [0, 1, 2, 3]
+
+
+def test_a_pinned_source_that_is_used_again_too_early(counted: None) -> None:
+    source = torch.arange(4.0).pin_memory()
+    there = source.to("sim", non_blocking=True)
+    source.fill_(9)
+    assert there.tolist() == [9, 9, 9, 9]
+    assert "changed pinned memory" in found()[0]
+    # Also where another stream has waited for the copy, which the host knows nothing of.
+    side = sim.Stream()
+    with sim.stream(side):
+        there = source.to("sim", non_blocking=True)
+    sim.current_stream().wait_stream(side)
+    assert sim.pending() == 0
+    source.fill_(5)
+    sim.synchronize()
+    assert "changed pinned memory" in found()[0]
+    there.record_stream(sim.current_stream())
+    source.fill_(6)
+    sim.synchronize()
+    assert found() == []
+
+
+def test_a_copy_to_the_host_is_there_after_the_wait_alone() -> None:
+    there = torch.arange(4.0, device="sim")
+    here = there.to("cpu", non_blocking=True)
+    assert here.is_pinned()
+    assert here.isnan().all()
+    there.add_(1)
+    assert here.isnan().all()  # carried out, but the host does not know
+    sim.current_stream().synchronize()
+    assert here.tolist() == [0, 1, 2, 3]
+
+
+def test_the_destination_of_a_copy_to_the_host_is_not_for_writing(counted: None) -> None:
+    here = torch.empty(4).pin_memory()
+    here.copy_(torch.arange(4.0, device="sim"), non_blocking=True)
+    here.zero_()
+    sim.synchronize()
+    assert "wrote to the destination" in found()[0]
+
+
+def test_offloaded_and_back_in_one_stream() -> None:
+    host = torch.empty(4).pin_memory()
+    there = torch.arange(4.0, device="sim")
+    for _ in range(3):
+        host.copy_(there, non_blocking=True)
+        there = host.to("sim", non_blocking=True)
+        there = there + 1
+    assert there.tolist() == [3, 4, 5, 6]
+    assert host.tolist() == [2, 3, 4, 5]
+
+
+def test_a_source_changed_under_a_copy_of_another_stream(counted: None) -> None:
+    there = torch.ones(4, device="sim")
+    side = sim.Stream()
+    side.wait_stream(sim.current_stream())
+    with sim.stream(side):
+        here = there.to("cpu", non_blocking=True)
+    there.fill_(2)
+    assert "aten::fill_ writes" in found()[0]
+    side.synchronize()
+    assert here.tolist() == [2, 2, 2, 2]
+
+
+def test_between_two_devices() -> None:
+    there = torch.arange(3.0).to("sim:0", non_blocking=True).to("sim:1", non_blocking=True)
+    assert (there + 1).tolist() == [1, 2, 3]
+
+
+def test_events_and_streams_by_every_name() -> None:
+    first, second = sim.Event(enable_timing=True), torch.Event("sim", enable_timing=True)
+    first.record()
+    second.record()
+    second.synchronize()
+    assert first.elapsed_time(second) >= 0
+    side = torch.Stream(device="sim")
+    with side:
+        assert torch.accelerator.current_stream() == side
+        assert sim.current_stream() == side
+    assert sim.current_stream() == sim.default_stream()
+    with sim.stream(None):
+        pass
+
+
+# ---- memory
+
+
+def test_freed_memory_is_poisoned_and_handed_out_again() -> None:
+    first = torch.ones(1000, device="sim")
+    where = first.data_ptr()
+    del first
+    again = torch.empty(1000, device="sim")
+    assert again.data_ptr() == where
+    assert again.isnan().all()
+
+
+def copied_on_the_side(record: bool) -> torch.Tensor:
+    side = sim.Stream()
+    big = torch.ones(5000, device="sim")
+    side.wait_stream(sim.current_stream())
+    with sim.stream(side):
+        result = big * 2
+    if record:
+        big.record_stream(side)
+    del big  # before this stream has waited for what the other one does with it
+    torch.zeros(5000, device="sim")
+    sim.current_stream().wait_stream(side)
+    result.record_stream(sim.current_stream())
+    return result
+
+
+def test_memory_of_another_stream_without_record_stream(counted: None) -> None:
+    copied_on_the_side(record=True)
+    assert found() == []
+    copied_on_the_side(record=False)
+    assert "record_stream is missing" in found()[0]
+
+
+def test_pinned_memory_can_be_told() -> None:
+    pinned = torch.ones(3).pin_memory()
+    assert pinned.is_pinned()
+    assert pinned[1:].is_pinned()
+    assert torch.empty(3, pin_memory=True).is_pinned()
+    assert not torch.ones(3).is_pinned()
+    where = pinned.data_ptr()
+    there = pinned.to("sim", non_blocking=True)
+    del pinned
+    gc.collect()
+    assert torch.ones(3).pin_memory().data_ptr() != where  # a copy still reads it
+    assert there.tolist() == [1, 1, 1]
+    assert torch.ones(3).pin_memory().data_ptr() == where
+
+
+def test_a_limit_of_memory() -> None:
+    sim.empty_cache()
+    sim.set_memory_limit(sim.memory_reserved() + 1_000_000)
+    kept = torch.empty(500_000, dtype=torch.uint8, device="sim")
+    with pytest.raises(torch.OutOfMemoryError, match=r"total capacity of .* is allocated") as raised:
+        torch.empty(600_000, dtype=torch.uint8, device="sim")
+    assert isinstance(raised.value, torch.cuda.OutOfMemoryError)
+    del kept, raised
+    torch.empty(600_000, dtype=torch.uint8, device="sim")  # what is cached is given back first
+    free, total = sim.mem_get_info()
+    assert 0 <= free < total
+
+
+def test_memory_is_counted() -> None:
+    before = sim.memory_allocated()
+    sim.reset_peak_memory_stats()
+    kept = torch.empty(1 << 20, dtype=torch.uint8, device="sim")
+    assert sim.memory_allocated() == torch.accelerator.memory_allocated() == before + (1 << 20)
+    del kept
+    assert sim.memory_allocated() == before
+    assert sim.max_memory_allocated() == torch.accelerator.max_memory_allocated() == before + (1 << 20)
+    assert sim.memory_reserved() >= 1 << 20
+    torch.accelerator.empty_cache()
+    assert "allocated_bytes.all.peak" in sim.memory_stats()
+    other = sim.memory_allocated(1)
+    second = torch.empty(1 << 20, dtype=torch.uint8, device="sim:1")
+    assert sim.memory_allocated(1) == other + second.nbytes
+
+
+# ---- what a device may lack
+
+
+def test_no_float64() -> None:
+    sim.refuse_float64(True)
+    for made in (
+        lambda: torch.zeros(2, dtype=torch.float64, device="sim"),
+        lambda: torch.zeros(2, dtype=torch.float64).to("sim"),
+        lambda: torch.zeros(2, device="sim").double(),
+        lambda: torch.zeros(2, device="sim").sum(dtype=torch.float64),
+        lambda: torch.zeros(2, dtype=torch.complex128).to("sim"),
+    ):
+        with pytest.raises(TypeError, match="float32 instead"):
+            made()
+    assert (torch.ones(2, device="sim") * 2.5).tolist() == [2.5, 2.5]
+    assert torch.tensor(1.5, dtype=torch.float64).to("sim", torch.float32).item() == 1.5
+
+
+def test_abilities_are_switched_off_by_the_environment() -> None:
+    script = """
+import torch
+try: torch.zeros(1, dtype=torch.float64, device="sim"); print("float64")
+except TypeError: pass
+try: torch.zeros(1).pin_memory(); print("pinned")
+except RuntimeError: pass
+if "sim" in torch.distributed.Backend.default_device_backend_map: print("group")
+print(torch.sim.get_amp_supported_dtype())
+try: torch.empty(2000, device="sim")
+except torch.OutOfMemoryError: print("full")
+"""
+    off = {"SIM_FLOAT64": "0", "SIM_PINNED": "0", "SIM_PROCESS_GROUP": "0", "SIM_BF16": "0", "SIM_MEMORY": "4096"}
+    assert in_process(script, **off).splitlines() == ["[torch.float16]", "full"]
+
+
+# ---- reads by the host
+
+
+def test_reads_are_counted() -> None:
+    there = torch.ones(4).to("sim")
+    before = sim.counts()
+    there.cpu()
+    there[0].item()
+    float(there.sum())
+    torch.ones(2).to("sim")
+    (there + 1).mul_(2)
+    assert [after - earlier for earlier, after in zip(before, sim.counts(), strict=True)] == [1, 1, 2, 8, 16]
+
+
+def test_reads_are_refused() -> None:
+    there = torch.ones(4, device="sim")
+    sim.refuse_sync(True)
+    for read in (
+        lambda: there[0].item(),
+        lambda: there.cpu(),
+        lambda: there.tolist(),
+        lambda: bool(there[0] > 0),
+        lambda: there.nonzero(),
+        lambda: there[there > 0],
+        lambda: torch.masked_select(there, there > 0),
+        lambda: there.unique(),
+        lambda: sim.synchronize(),
+        lambda: sim.current_stream().synchronize(),
+        lambda: sim.current_stream().record_event().synchronize(),
+    ):
+        with pytest.raises(RuntimeError, match="the host waits for the device"):
+            read()
+    torch.ones(3).to("sim")
+    here = there.to("cpu", non_blocking=True)
+    there[torch.tensor([0])]
+    sim.refuse_sync(False)
+    sim.set_sync_debug_mode("error")
+    with pytest.raises(RuntimeError, match="a copy to the device"):
+        torch.ones(3).to("sim")
+    torch.ones(3).to("sim", non_blocking=True)
+    sim.set_sync_debug_mode("warn")
+    with pytest.warns(UserWarning, match="the host waits"):
+        there[0].item()
+    sim.set_sync_debug_mode("default")
+    sim.synchronize()
+    assert here.tolist() == [1, 1, 1, 1]
+
+
+# ---- training
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm1d(8)
+        self.attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.gru = nn.GRU(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.conv(self.embedding(tokens).transpose(1, 2))).transpose(1, 2)
+        hidden = self.gru(self.lstm(self.attention(hidden))[0])[0]
+        logits: torch.Tensor = self.head(hidden.mean(1))
+        return logits
+
+
+OPTIMIZERS = {
+    "adam": lambda weights, **how: torch.optim.Adam(weights, lr=0.01, **how),
+    "adamw": lambda weights, **how: torch.optim.AdamW(weights, lr=0.01, **how),
+    "sgd": lambda weights, **how: torch.optim.SGD(weights, lr=0.1, momentum=0.9, **how),
+    "adagrad": lambda weights, **how: torch.optim.Adagrad(weights, lr=0.1, **how),
+}
+
+
+def train(net: nn.Module, device: str, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
+    generator = torch.Generator().manual_seed(0)
     losses = []
-    for _ in range(5):
-        loss = (model(inputs) - 1).square().mean()
+    for _ in range(steps):
+        tokens, target = torch.randint(10, (6, 5), generator=generator), torch.randint(4, (6,), generator=generator)
+        loss = functional.cross_entropy(net(tokens.to(device)), target.to(device))
         optimizer.zero_grad()
         loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < losses[0]
+    return losses
+
+
+@pytest.mark.parametrize(
+    "how", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=["fused", "foreach", "plain"]
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_model_trains_as_on_the_host(name: str, how: dict[str, bool]) -> None:
+    here = Net()
+    there = copy.deepcopy(here).to("sim")
+    losses = train(here, "cpu", OPTIMIZERS[name](here.parameters(), **how))
+    assert train(there, "sim", OPTIMIZERS[name](there.parameters(), **how)) == pytest.approx(losses, abs=1e-5)
+
+
+def test_autocast() -> None:
+    linear, inputs = nn.Linear(4, 4).to("sim"), torch.randn(2, 4, device="sim")
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast("sim", dtype):
+            hidden = linear(inputs)
+            assert hidden.dtype == dtype
+            assert (hidden @ hidden.t()).dtype == dtype
+            assert nn.Conv1d(2, 2, 1).to("sim")(torch.ones(1, 2, 4, device="sim")).dtype == dtype
+            assert functional.scaled_dot_product_attention(inputs[None], inputs[None], inputs[None]).dtype == dtype
+            assert functional.softmax(hidden, -1).dtype == torch.float32
+            assert functional.layer_norm(hidden, (4,)).dtype == torch.float32
+            assert functional.mse_loss(hidden, inputs).dtype == torch.float32
+            assert (
+                functional.cross_entropy(hidden, torch.zeros(2, dtype=torch.long, device="sim")).dtype == torch.float32
+            )
+            assert hidden.sum().dtype == torch.float32
+            assert torch.cat([hidden, inputs]).dtype == torch.float32
+            assert hidden.relu().dtype == dtype
+            with pytest.raises(RuntimeError, match="unsafe to autocast"):
+                functional.binary_cross_entropy(hidden.sigmoid(), inputs)
+
+
+def test_the_scaler_skips_what_overflows() -> None:
+    weight = torch.ones(3, device="sim", requires_grad=True)
+    scaler = torch.amp.GradScaler("sim", init_scale=4.0)
+    for fused in (False, True):
+        optimizer = torch.optim.SGD([weight], lr=0.1, fused=fused)
+        for factor, moved in ((float("inf"), False), (1.0, True)):
+            before, scale = weight.detach().clone(), scaler.get_scale()
+            optimizer.zero_grad()
+            scaler.scale((weight * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(before, weight.detach()) != moved
+            assert (scaler.get_scale() < scale) != moved
+
+
+def test_compiled_with_aot_eager() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)).to("sim")
+    compiled = torch.compile(net, backend="aot_eager")
+    inputs = torch.randn(2, 4, device="sim")
+    compiled(inputs).sum().backward()
+    assert torch.allclose(compiled(inputs), net(inputs))
+    assert all(each.grad is not None and each.grad.device.type == "sim" for each in net.parameters())
+
+
+def test_checkpointed_activations_and_saved_tensors() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 1)).to("sim")
+    inputs = torch.randn(2, 4, device="sim", requires_grad=True)
+    torch.utils.checkpoint.checkpoint(net, inputs, use_reentrant=False).sum().backward()
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        net(inputs).sum().backward()
+    assert inputs.grad is not None
+
+
+def test_states_go_from_device_to_host_and_back(tmp_path: Path) -> None:
+    there = torch.arange(3.0, device="sim:1")
+    torch.save({"there": there}, tmp_path / "kept.pt")
+    assert torch.load(tmp_path / "kept.pt")["there"].device == torch.device("sim:1")
+    assert torch.load(tmp_path / "kept.pt", map_location="cpu")["there"].tolist() == [0, 1, 2]
+    assert torch.load(tmp_path / "kept.pt", map_location="sim:0")["there"].device == torch.device("sim:0")
+
+
+def test_a_loader_pins_and_its_workers_keep_off_the_device() -> None:
+    torch.ones(1, device="sim")
+    data = torch.utils.data.TensorDataset(torch.arange(6.0))
+    for workers in (0, 1):
+        loader = torch.utils.data.DataLoader(data, 2, num_workers=workers, pin_memory=True)
+        assert all(batch.is_pinned() for (batch,) in loader)
+    script = """
+import os, torch
+torch.ones(1, device="sim")
+if os.fork() == 0:
+    try: torch.ones(1, device="sim")
+    except RuntimeError as error: print("spawn" in str(error), flush=True)
+    os._exit(0)
+os.wait()
+"""
+    assert in_process(script) == "True"
+
+
+def test_views_and_outputs() -> None:
+    there = torch.arange(12.0, device="sim").view(3, 4)
+    here = torch.arange(12.0).view(3, 4)
+    for function in (
+        lambda x: x.t().contiguous(),
+        lambda x: x.unfold(1, 2, 1),
+        lambda x: x[:, ::2].flatten(),
+        lambda x: torch.view_as_real(torch.complex(x, x)),
+        lambda x: x.to(torch.int32).view(torch.float32).isnan(),
+        lambda x: x.max(1)[1],
+        lambda x: x.sort(descending=True).values,
+        lambda x: torch.cumsum(x, 0),
+        lambda x: x.median(),
+        lambda x: torch.einsum("ij,kj->ik", x, x),
+        lambda x: torch.linalg.norm(x),
+        lambda x: x.scatter(0, torch.zeros(1, 4, dtype=torch.long, device=x.device), 9.0),
+        lambda x: torch.matmul(x, x.t(), out=torch.empty(0, device=x.device)),
+        lambda x: torch.topk(x, 2).indices,
+        lambda x: x.roll(1),
+        lambda x: torch.stack(x.split(2, 1)),
+        lambda x: functional.pad(x, (1, 1)),
+        lambda x: torch.arange(5, device=x.device),
+        lambda x: torch.tril(x),
+        lambda x: functional.one_hot(x.long().flatten()),
+    ):
+        assert torch.equal(function(there).cpu(), function(here))
+    view = there.unfold(1, 2, 2)
+    there.zero_()
+    assert view.sum().item() == 0

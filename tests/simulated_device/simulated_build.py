@@ -54,11 +54,14 @@ def _compile(library: Path) -> None:
     root = Path(torch.__file__).parent
     includes = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_path("include")]
     libraries = ["c10", "torch_cpu", "torch", "torch_python"]
+    major, minor = torch.__version__.split(".")[:2]
     unfinished = library.with_suffix(f".{os.getpid()}")
     command = [
         os.environ.get("CXX", "g++"),
         *FLAGS,
         f"-DTORCH_EXTENSION_NAME={NAME}",
+        f"-DTORCH_VERSION_MAJOR={major}",
+        f"-DTORCH_VERSION_MINOR={minor}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         *(f"-isystem{folder}" for folder in includes),
         str(HERE / "simulated_device.cpp"),

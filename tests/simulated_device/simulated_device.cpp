@@ -1,9 +1,13 @@
 // The simulated accelerator "sim" behind torch's PrivateUse1 key: what torch asks of a backend, and what Python calls.
 #include <torch/extension.h>
 #include "autocast.h"
+#include "collectives.h"
 #include "host_kernels.h"
+#include "recurrent_cells.h"
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <pthread.h>
+#include <torch/csrc/utils/pybind.h>
+#include <pybind11/chrono.h>
 
 namespace sim {
 
@@ -69,6 +73,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return count;
   });
   m.def("settle_all", [] { for (int device = 0; device < device_count(); ++device) synchronize_device(device); }, NoGil());
+
+  m.def("collectives", [](c10d::Backend* gloo, std::chrono::milliseconds timeout) {
+    return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Collectives>(gloo, timeout));
+  });
 
   m.def("set_memory_limit", [](size_t bytes, int device) { Held held(world().lock); device_memory().limit[checked(device)] = bytes; });
   m.def("mem_get_info", [](int device) { return device_memory().getMemoryInfo(c10::DeviceIndex(device)); });

@@ -10,6 +10,7 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,6 +30,17 @@ def register() -> None:
     _native = simulated_build.load_native()
     torch._register_device_module("sim", sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    if torch.distributed.is_available() and os.environ.get("SIM_PROCESS_GROUP", "1") != "0":
+        backend: Any = torch.distributed.Backend
+        backend.register_backend("simccl", _collectives, devices=["sim"])
+        # torch looks for the first of these upper-case names among lower-case ones, to find the default of a group like
+        # "cpu:gloo,sim:simccl"; without one, DDP cannot be made.
+        backend._plugins = {"simccl": backend._plugins["SIMCCL"], **backend._plugins}
+
+
+def _collectives(store: torch.distributed.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    gloo = torch.distributed.ProcessGroupGloo(torch.distributed.PrefixStore("simccl", store), rank, size, timeout)
+    return _native.collectives(gloo, timeout)
 
 
 # ---- devices

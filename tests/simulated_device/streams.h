@@ -23,7 +23,8 @@
 namespace sim {
 
 constexpr auto SIM = c10::DeviceType::PrivateUse1;
-constexpr int MOST_DEVICES = 8, STREAMS = 33;  // stream 0 is the default one, the others are handed out in turn
+constexpr int MOST_DEVICES = 8;
+constexpr int POOL = 32, STREAMS = 1 + POOL + 16;  // the default one, those handed out in turn, and those of collectives
 constexpr uint64_t ALL = ~uint64_t(0);
 
 inline bool switched_on(const char* name, bool otherwise) {
@@ -74,7 +75,7 @@ struct World {
   int refused = 0;  // 0: the host may wait; 1: reads of the device are refused; 2: blocking copies to it as well
   bool warn_of_waits = false;
   std::atomic<bool> used{false}, bad_fork{false};
-  std::array<std::atomic<int>, MOST_DEVICES> next_stream{};
+  std::array<std::atomic<int>, MOST_DEVICES> next_stream{}, next_collective{};
 
   World() {
     for (int device = 0; device < MOST_DEVICES; ++device)
@@ -125,7 +126,10 @@ inline c10::Stream as_torch(const Stream& stream) {
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(SIM, c10::DeviceIndex(stream.device)), stream.id);
 }
 inline Stream& new_stream(int device) {
-  return stream_of(checked(device), 1 + world().next_stream[device]++ % (STREAMS - 1));
+  return stream_of(checked(device), 1 + world().next_stream[device]++ % POOL);
+}
+inline Stream& collective_stream(int device) {
+  return stream_of(checked(device), 1 + POOL + world().next_collective[device]++ % (STREAMS - 1 - POOL));
 }
 
 // ---- order
