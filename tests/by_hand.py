@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from small import QUIET, loss_of
+from small import QUIET
 from torch import Tensor, nn
 
 from trainwright.data.transfer import to_device
@@ -47,6 +47,7 @@ def train_by_hand(
     clip_norm: float | None = None,
     clip_value: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    loss_in_autocast: bool = True,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
 ) -> Trained:
     """Train a net in place, as torch's own pages say."""
@@ -60,7 +61,10 @@ def train_by_hand(
             first = index - index % accumulate
             window = min(accumulate, count - first)
             with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                loss = loss_of(net, batch)
+                outputs = net(batch[0])
+                loss = nn.functional.cross_entropy(outputs, batch[1]) if loss_in_autocast else None
+            if loss is None:
+                loss = nn.functional.cross_entropy(outputs.float(), batch[1])
             losses.append(loss.detach())
             scaler.scale(loss / window if window > 1 else loss).backward()
             if index - first + 1 < window:

@@ -18,10 +18,20 @@ from typing import Any
 import torch
 
 
-def run_job(function: Callable[[Path], Any], ranks: int, folder: Path, *, seconds: float = 180.0) -> list[Any]:
+def run_job(
+    function: Callable[[Path], Any], ranks: int, folder: Path, *, seconds: float = 180.0, warnings_are: str = "error"
+) -> list[Any]:
     """Run a module-level function on every rank of a job and return the results by rank."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-W", "error", __file__, function.__code__.co_filename, function.__name__, str(folder)]
+    command = [
+        sys.executable,
+        "-W",
+        warnings_are,
+        __file__,
+        function.__code__.co_filename,
+        function.__name__,
+        str(folder),
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "trainwright.launch.processes", "--num-processes", str(ranks), "--", *command],
         capture_output=True,

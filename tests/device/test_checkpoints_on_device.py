@@ -38,7 +38,7 @@ def state_of(trainer: Any, module: Any) -> dict[str, Tensor]:
     found = {f"model/{name}": value for name, value in weights(module).items()}
     names = {parameter: name for name, parameter in module.named_parameters()}
     for parameter, state in trainer.optimizers[0].state.items():
-        found |= {f"optimizer/{names[parameter]}/{key}": value.clone() for key, value in state.items()}
+        found |= {f"optimizer/0/{names[parameter]}/{key}": value.clone() for key, value in state.items()}
     return on_host(found)
 
 
@@ -68,8 +68,6 @@ def test_a_save_in_the_background_holds_the_weights_of_its_step(tmp_path: Path, 
     checkpoint = open_checkpoint(str(path))
     for name, expected in saver.expected.items():
         section, _, own = name.partition("/")
-        if own.endswith("/step"):
-            continue  # a number in the state
         assert torch.equal(checkpoint.read_tensor(section, own), expected), name
     assert int(module.steps) == 9
     assert int(saver.expected["model/steps"]) == 3
