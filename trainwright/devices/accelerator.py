@@ -47,6 +47,8 @@ def resolve_device_type(accelerator: str) -> str:
     accepted = ", ".join(("auto", *names()))
     if not isinstance(accelerator, str):
         raise TypeError(f"accelerator={accelerator!r} is a {type(accelerator).__name__}; accepted are {accepted}.")
+    if accelerator == "cpu":
+        return accelerator
     here = accelerator_type()
     if accelerator == "auto":
         return here or "cpu"
@@ -81,13 +83,12 @@ def use(device: torch.device) -> None:
 
 def current() -> torch.device | None:
     """Return the accelerator's device that this process computes on; None where it has used none so far."""
-    here = accelerator_type()
-    if here is None:
+    built_for = torch.accelerator.current_accelerator()  # asks no driver, which a run on the CPU may leave alone
+    if built_for is None:
         return None
-    is_initialized = getattr(torch.get_device_module(here), "is_initialized", None)
-    if is_initialized is not None and not is_initialized():
-        return None
-    return torch.device(here, torch.accelerator.current_device_index())
+    module: Any = torch.get_device_module(built_for)
+    is_in_use = getattr(module, "is_initialized", module.is_available)  # MPS cannot say
+    return torch.device(built_for.type, torch.accelerator.current_device_index()) if is_in_use() else None
 
 
 def free_memory(device: torch.device) -> int | None:
