@@ -77,32 +77,67 @@ class Run:
         self.most_visits = options.visits or (1 if options.minutes is None else MOST_VISITS)
         self._lasted: dict[tuple[str, ...], float] = {}
         self._visit: Visit | None = None
+        self._upcoming: Visit | None = None
 
     def run(self) -> None:
         """Visit cases as long as one fits into the time."""
         try:
-            while (case := self._next_case()) is not None:
+            while (visit := self._begun()) is not None:
                 began = time.monotonic()
-                self._visit_case(case)
-                lasted = time.monotonic() - began
+                self._visit = visit
+                visit.run(meanwhile=self._start_next)
+                self._visit = None
+                case, lasted = visit.case, time.monotonic() - began
                 self._lasted[case.like] = max(lasted, self._lasted.get(case.like, 0.0))
                 left = f", {self.deadline - time.monotonic():.0f} s left" if self.options.minutes is not None else ""
                 print(f"{case.name}: {lasted:.0f} s{left}", flush=True)
         finally:
+            if self._upcoming is not None:
+                self._upcoming.end()
             self.write()
 
-    def _next_case(self) -> Case | None:
+    def _begun(self) -> Visit | None:
+        """Return the next visit, its processes started; None when none fits any more."""
         left = self.deadline - time.monotonic()
-        waiting = [case for case in self.cases if self.records.visits(case) < self.most_visits]
-        waiting.sort(key=self.records.visits)  # stable: within as many visits the most important stays first
-        if waiting and left == float("inf"):
-            return waiting[0]
+        visit, self._upcoming = self._upcoming, None
+        if visit is not None:
+            if self._seconds_of(visit.case) <= left:
+                return visit
+            visit.end()  # the one before it took longer than was thought
+        case = self._next_case(left)
+        if case is None:
+            return None
+        visit = self._make_visit(case)
+        visit.start()
+        return visit
+
+    def _start_next(self) -> Visit | None:
+        """Let the processes of the visit that follows the present one import what they need."""
+        assert self._visit is not None
+        left = self.deadline - time.monotonic() - self._seconds_of(self._visit.case)
+        case = self._next_case(left, present=self._visit.case)
+        if case is not None:
+            self._upcoming = self._make_visit(case, present=self._visit.case)
+            self._upcoming.start()
+        return self._upcoming
+
+    def _visits(self, case: Case, present: Case | None) -> int:
+        """Return how often a case will have been visited when the present visit is over."""
+        recorded = self.records.visits(case)
+        if case is present and self._visit is not None and recorded == self._visit.number:
+            return recorded + 1
+        return recorded
+
+    def _next_case(self, left: float, present: Case | None = None) -> Case | None:
+        waiting = [case for case in self.cases if self._visits(case, present) < self.most_visits]
+        waiting.sort(key=lambda case: self._visits(case, present))  # stable: the most important stays first
         if not waiting or left <= 0:
             return None
-        fewest = self.records.visits(waiting[0])
+        fewest = self._visits(waiting[0], present)
         fitting = [case for case in waiting if self._seconds_of(case) <= left]
         # A second visit of one case is not worth the first of another, unless that would not fit any more.
-        return next((case for case in fitting if self.records.visits(case) == fewest), next(iter(fitting), None))
+        firsts = (case for case in fitting if self._visits(case, present) == fewest)
+        return next(firsts, next(iter(fitting), None))
 
     def _seconds_of(self, case: Case) -> float:
         if case.like in self._lasted:
@@ -111,26 +146,25 @@ class Run:
         whole = 60 * (self.options.minutes or 0.0)
         return min(guess, 0.9 * whole)  # a short time is given to the first case whole
 
-    def _visit_case(self, case: Case) -> None:
+    def _make_visit(self, case: Case, present: Case | None = None) -> Visit:
         names = [each for each in case.implementations if each in self.names]
         if self.options.small and not self.options.implementations and case.name != "mlp":
             names = [
                 each for each in names if PACKAGES.get(each, "trainwright") == "trainwright"
             ]  # peers take long to import
-        self._visit = Visit(
+        return Visit(
             self.place,
             case,
             names,
-            number=self.records.visits(case),
+            number=self._visits(case, present),
             rounds=self.options.rounds,
             turn_seconds=0.1 if self.options.small else 0.7,
+            patience=self.options.patience,
             memory_gib=0.0 if self.options.small else self.environment["memory_gib"],
             deadline=self.deadline,
             finish=self._finish,
             progress=self.write,
         )
-        self._visit.run()
-        self._visit = None
 
     def _finish(self, record: Record) -> None:
         self.records.add(record)
@@ -183,6 +217,7 @@ def parse() -> tuple[argparse.Namespace, list[Case], list[str]]:
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "out"), help="where tables and logs go")
     parser.add_argument("--resume", action="store_true", help="add to what --out holds of this machine")
     parser.add_argument("--compiler", default="", help="torch.compile's backend; inductor, aot_eager with --small")
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds of silence after which a process hangs")
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: 1 or more")

@@ -39,7 +39,7 @@ LOOPS = (
     "ignite",
 )
 SAVES = ("by_hand", "trainwright", "trainwright_background", "lightning", "accelerate")
-STARTS = ("by_hand", "trainwright", "trainwright_raw", "lightning", "accelerate", "hf_trainer", "ignite")
+STARTS = ("by_hand", "trainwright", "lightning", "accelerate", "hf_trainer")
 LOADER_BATCHES = 20_000
 """Batches of an epoch; a process ends before it has come to the last."""
 
@@ -109,8 +109,8 @@ def all_cases() -> list[Case]:
         Case("save", kind="save", model="layers", batch=16, length=0, precision="fp32", gib=3.0),
         _distilbert(12, "ragged", "16-mixed"),
         _distilbert(32, "512", "compile"),
-        Case("start", kind="start", model="mlp", batch=8, length=0, precision="fp32", gib=1.0),
         _distilbert(12, "512", "reduce-overhead"),
+        Case("start", kind="start", model="mlp", batch=8, length=0, precision="fp32", gib=1.0),
         _distilbert(32, "ragged", "bf16-mixed"),
         _distilbert(12, "512", "tf32"),
         _distilbert(12, "512", "fp32"),

@@ -5,16 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 from gpu_cases import Case
 from gpu_job import Job, JobFailed, Place
 from gpu_records import Record
 
-START_SECONDS = 150.0
-WARM_SECONDS = 120.0
-COMPILED_WARM_SECONDS = 300.0
-TURN_SECONDS = 90.0
-"""How long a process may be silent, while it imports, warms up and takes a turn, before it is taken to hang."""
+COMPILED_PATIENCE = 2.5
+"""How much longer a process may be silent that compiles."""
 LOADER_STEPS = 15_000
 """The most steps that the turns of a visit take; the loaders hold more."""
 
@@ -29,6 +27,7 @@ class Visit:
         number: how often it was visited before.
         rounds: turns of each.
         turn_seconds: about how long a turn of the loop by hand is to take.
+        patience: seconds that a process may be silent, while it imports, warms up or takes a turn.
         memory_gib: the device's memory; 0 where it is not known.
         deadline: when all has to be over, on the monotonic clock.
         finish: called with each record that is done.
@@ -44,13 +43,15 @@ class Visit:
         number: int,
         rounds: int,
         turn_seconds: float,
+        patience: float,
         memory_gib: float,
         deadline: float,
         finish: Callable[[Record], None],
         progress: Callable[[], None],
     ) -> None:
-        self.place, self.case, self.rounds = place, case, rounds
+        self.place, self.case, self.rounds, self.number = place, case, rounds, number
         self.turn_seconds, self.deadline = turn_seconds, deadline
+        self._patience = patience * (COMPILED_PATIENCE if case.compiled else 1.0)
         self._finish, self._progress = finish, progress
         room = int(0.8 * memory_gib / case.gib)
         self.is_crowded = place.device != "cpu" and memory_gib > 0 and room < len(names)
@@ -58,19 +59,36 @@ class Visit:
         self.records = {name: Record(case.name, name, number) for name in names}
         """Of those that are under way."""
         self._jobs: dict[str, Job] = {}
+        self._ready: set[str] = set()
 
-    def run(self) -> None:
-        """Run the case, and end every process that was started, whatever happens."""
+    def start(self) -> None:
+        """Start the processes: they import what they need, and wait before they touch the device."""
+        if self.case.kind != "start":
+            self._each(list(self.records), self._start)
+
+    def settle(self) -> None:
+        """Wait until the processes have imported what they need, or have failed to."""
+        for name in [each for each in self._jobs if each not in self._ready]:
+            self._each([name], lambda name: self._ask(name, "imported"))
+            self._ready.add(name)
+
+    def run(self, meanwhile: Callable[[], Visit | None]) -> None:
+        """Measure the case that was started; `meanwhile` may start the next one while this one warms up."""
         try:
             if self.case.kind == "start":
                 self._time_starts()
             else:
-                self._take_turns()
+                self._take_turns(meanwhile)
         finally:
-            for job in self._jobs.values():
-                job.end()
-            for name in list(self.records):  # of processes that were left in the middle
-                self._close(name, "cut short")
+            self.end("cut short")
+
+    def end(self, reason: str = "") -> None:
+        """End what is under way; with a reason, keep what was measured."""
+        for job in self._jobs.values():
+            job.end()
+        self._jobs.clear()
+        for name in list(self.records) if reason else []:
+            self._close(name, reason)
 
     def _close(self, name: str, reason: str = "") -> None:
         record = self.records.pop(name)
@@ -78,9 +96,6 @@ class Visit:
         if name in self._jobs:
             self._jobs.pop(name).end()
         self._finish(record)
-
-    def _left(self, seconds: float) -> float:
-        return max(min(seconds, self.deadline - time.monotonic()), 0.1)
 
     def _each(self, names: list[str], action: Callable[[str], None]) -> None:
         """Do something with each of the processes; one that fails is closed with the reason, and the others go on."""
@@ -98,24 +113,26 @@ class Visit:
         except OSError as error:
             raise JobFailed(f"could not be started: {error}") from error
 
-    def _take_turns(self) -> None:
-        names = list(self.records)
-        self._each(names, self._start)
-        self._each(names, lambda name: self._ask(name, "imported", START_SECONDS))
-        patience = COMPILED_WARM_SECONDS if self.case.compiled else WARM_SECONDS
+    def _take_turns(self, meanwhile: Callable[[], Visit | None]) -> None:
+        self.settle()
+        names, upcoming = list(self.records), None
         speeds: dict[str, float] = {}
 
         def take_warm(name: str) -> None:
-            told = self._ask(name, "warm", patience)
+            told = self._ask(name, "warm")
             speeds[name] = told["seconds"]
             self.records[name].take_warm(told)
 
         for first in range(0, len(names), self.at_once):
             group = names[first : first + self.at_once]
             self._each(group, lambda name: self._jobs[name].tell("go"))
+            if first == 0:
+                upcoming = meanwhile()
             self._each(group, take_warm)
         if not speeds:
             return
+        if upcoming is not None:
+            upcoming.settle()  # nobody imports while others are timed
         speed = speeds.get("by_hand") or statistics.median(speeds.values())
         steps = max(4, min(int(self.turn_seconds / speed), LOADER_STEPS // (self.rounds + 1), 1000))
         lead = max(
@@ -124,7 +141,7 @@ class Visit:
 
         def take_turn(name: str) -> None:
             self._jobs[name].tell("turn", steps=steps, lead=lead)
-            self.records[name].take_turn(self._ask(name, "turn", TURN_SECONDS))
+            self.records[name].take_turn(self._ask(name, "turn"))
 
         for turn in range(self.rounds):
             self._each(names if turn % 2 == 0 else names[::-1], take_turn)
@@ -132,20 +149,21 @@ class Visit:
 
         def take_probe(name: str) -> None:
             self._jobs[name].tell("probe", steps=min(steps, 10))
-            self.records[name].probe = self._ask(name, "probe", TURN_SECONDS)
+            self.records[name].probe = self._ask(name, "probe")
             self._close(name)
 
         self._each(names, take_probe)
 
-    def _ask(self, name: str, event: str, seconds: float) -> dict[str, float]:
-        return self._jobs[name].wait_for(event, self._left(seconds))
+    def _ask(self, name: str, event: str) -> dict[str, Any]:
+        left = self.deadline - time.monotonic()
+        return self._jobs[name].wait_for(event, max(min(self._patience, left), 0.1))
 
     def _time_starts(self) -> None:
         names = list(self.records)
 
         def time_start(name: str) -> None:
             self._start(name)
-            told = self._ask(name, "first", START_SECONDS)
+            told = self._ask(name, "first")
             self.records[name].take_turn({"seconds": time.monotonic() - self._jobs[name].began})
             self.records[name].first = told["seconds"]
             self._jobs.pop(name).end()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import subprocess
 import sys
@@ -64,42 +63,3 @@ def test_a_number_of_ranks_is_checked() -> None:
     done = run("--ranks", "1,two", script="checkpoint.py")
     assert done.returncode == 2
     assert "--ranks 1,two: numbers of processes, such as 1,2" in done.stderr
-
-
-def rows_of(folder: Path) -> dict[tuple[str, str], dict[str, str]]:
-    with open(folder / "table.csv", newline="") as stream:
-        return {(row["case"], row["implementation"]): row for row in csv.DictReader(stream)}
-
-
-@pytest.mark.slow
-def test_a_gpu_is_measured_beside_the_loop_by_hand(tmp_path: Path) -> None:
-    cases = ["mlp", "resnet", "save", "start", "distilbert-12-ragged-bf16-mixed"]
-    names = [
-        "by_hand",
-        "by_hand_fused",
-        "trainwright",
-        "trainwright_default",
-        "trainwright_raw",
-        "trainwright_background",
-    ]
-    arguments = ("--device", "cpu", "--small", "--minutes", "3", "--rounds", "2", "--out", str(tmp_path))
-    arguments += ("--cases", ",".join(cases), "--implementations", ",".join(names), "--visits", "1")
-    done = run(*arguments, script="gpu.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = rows_of(tmp_path)
-    of_loops = [name for name in names if name != "trainwright_background"]
-    expected = {(case, name) for case in cases for name in of_loops if case not in ("save", "start")}
-    expected |= {("save", name) for name in ("by_hand", "trainwright", "trainwright_background")}
-    expected |= {("start", name) for name in ("by_hand", "trainwright", "trainwright_raw")}
-    assert set(rows) == expected, done.stdout
-    for key, row in rows.items():
-        assert row["note"] == "", key
-        assert row["rounds"] == "2", key
-        assert float(row["ratio"]) > 0, key
-        assert row["is_loss_off"] == "False", key
-    assert float(rows["save", "trainwright_background"]["committed_ms"]) > float(
-        rows["save", "trainwright_background"]["ms"]
-    )
-    table = (tmp_path / "table.md").read_text()
-    assert "| `mlp` | trainwright `Trainer`, same flags | 2 |" in table
-    assert (tmp_path / "ratios.png").exists() or (tmp_path / "ratios.svg").exists()

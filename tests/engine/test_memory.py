@@ -63,15 +63,30 @@ def test_the_shares_of_each_strategy() -> None:
     expected = {
         "ddp": 5 * one,
         "ddp_sharded": 2 * one + 2 * one / 4,
-        "deepspeed_stage_1": 2 * one + 3 * one / 4,
-        "deepspeed_stage_2": one + 4 * one / 4,
+        "deepspeed_stage_1": 2 * one + 3 * one / 4 + one,  # with the buffer in which gradients are reduced
+        "deepspeed_stage_2": one + 4 * one / 4 + one,
         "fsdp": 4 * one / 4,
-        "deepspeed_stage_3": 5 * one / 4,
+        "deepspeed_stage_3": 5 * one / 4 + one + one,  # and with what was gathered
     }
     assert list(estimate.per_device) == list(expected)
     for name, size in expected.items():
         assert estimate.per_device[name] == pytest.approx(size, abs=16)
     assert list(tw.estimate_memory(on_meta(), num_devices=1).per_device) == ["single_device"]
+
+
+def test_buffers_of_deepspeed_are_no_larger_than_it_makes_them() -> None:
+    """Those of a large model stay as they are: 5e8 elements to reduce in, 1e9 that were gathered."""
+    numel = 4_000_000_000
+    module = nn.Linear(numel // 1000, 1000, bias=False, device="meta", dtype=torch.bfloat16)
+    estimate = tw.estimate_memory(module, 0, num_devices=1000, available_bytes=GIB)
+    half, part = 2 * numel, 2 * numel / 1000
+    expected = {
+        "deepspeed_stage_1": 2 * half + 2 * part + 4 * 5e8,  # float32, whatever the gradients are
+        "deepspeed_stage_2": half + 3 * part + 2 * 5e8,
+        "deepspeed_stage_3": 4 * part + 2 * 5e8 + 2 * 1e9,
+    }
+    for name, size in expected.items():
+        assert estimate.per_device[name] == pytest.approx(size, rel=1e-6), name
 
 
 def test_frozen_parameters_buffers_and_half_precision() -> None:
@@ -89,7 +104,7 @@ def test_frozen_parameters_buffers_and_half_precision() -> None:
         (1, 100, r"^strategy='single_device' would need 15.3 MiB of the 100.0 MiB\.$"),
         (2, 100, r"^strategy='ddp' would need 19.1 MiB of the 100.0 MiB\.$"),
         (4, 14, r"^strategy='ddp_sharded' would need 9.5 MiB of the 14.0 MiB\.$"),
-        (4, 10, r"^strategy='deepspeed_stage_2' would need 7.6 MiB of the 10.0 MiB\.$"),
+        (4, 10, r"^strategy='fsdp' would need 3.8 MiB of the 10.0 MiB\.$"),
         (4, 5, r"^strategy='fsdp' would need 3.8 MiB of the 5.0 MiB\.$"),
         (2, 5, r"^no strategy fits it on 2 device\(s\) of 5.0 MiB: strategy='fsdp' would need 4 of them\.$"),
         (1, 5, r"^no strategy fits it on 1 device\(s\) of 5.0 MiB: strategy='fsdp' would need 4 of them\.$"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from jobs import run_alone, run_job
 
 from trainwright.strategies.base import Optimization
 from trainwright.strategies.deepspeed import DeepSpeedStrategy
+from trainwright.strategies.deepspeed_package import _accelerator, _keep_to_current_device, import_deepspeed
 from trainwright.strategies.zero_optimizer import Part
 
 TOLD = "the DeepSpeed config says {}: the config's is used."
@@ -209,3 +211,50 @@ def test_state_that_no_checkpoint_would_find(setting: dict[str, Any], name: str)
     if "zenflow" in setting:
         with pytest.raises(ValueError, match="zenflow has DeepSpeed keep"):
             DeepSpeedStrategy(**setting)
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({}, 12),
+        ({"reduce_bucket_size": 50}, 50),
+        ({"config": {"zero_optimization": {"reduce_bucket_size": 70}}, "reduce_bucket_size": 50}, 70),
+        ({"config": {"zero_optimization": {"reduce_bucket_size": "auto"}}}, 12),
+    ],
+)
+def test_the_bucket_fits_the_model_unless_a_size_is_given(options: dict[str, Any], size: int) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 5))
+    net[1].requires_grad_(False)
+    strategy = DeepSpeedStrategy(stage=1, **options)
+    assert strategy._config(net.parameters())["zero_optimization"]["reduce_bucket_size"] == size
+
+
+class Numbered:
+    """Stands for DeepSpeed's class of a kind of device, which names its devices by number."""
+
+    def device_name(self, index: int | None = None) -> str:
+        return "odd" if index is None else f"odd:{index}"
+
+    def current_device_name(self) -> str:
+        return "odd:3"
+
+
+def test_the_local_rank_is_no_devices_number() -> None:
+    """DeepSpeed names devices by the text of LOCAL_RANK; by a number it means the device."""
+    numbered = Numbered()
+    for _ in range(2):
+        _keep_to_current_device(numbered)
+    names = [numbered.device_name("0"), numbered.device_name(0), numbered.device_name()]  # type: ignore[arg-type]
+    assert names == ["odd:3", "odd:0", "odd"]
+
+
+def test_a_device_that_deepspeed_does_not_know() -> None:
+    with pytest.raises(ValueError, match=r"strategy='deepspeed' on 'odd': DeepSpeed is set to .* choose 'fsdp'"):
+        _accelerator(import_deepspeed(torch.device("cpu")), "odd")
+
+
+def test_what_deepspeed_reads_of_the_environment_is_not_left_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later run of the process, on a GPU, would compute on the CPU."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    import_deepspeed(torch.device("cpu"))
+    assert "DS_ACCELERATOR" not in os.environ

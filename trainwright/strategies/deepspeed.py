@@ -159,10 +159,8 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def _offloads(self) -> bool:
-        asked = (
-            self.own_config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
-        )
-        return (self.offload_optimizer and self.device.type != "cpu") or asked
+        asked = self.own_config.get("zero_optimization", {}).get("offload_optimizer", {})
+        return (self.offload_optimizer and self.device.type != "cpu") or asked.get("device", "none") != "none"
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         check_alike(module, self.name, optimization if self.world_size > 1 else None)
@@ -242,7 +240,8 @@ class DeepSpeedStrategy(Strategy):
             self._parts.setdefault(module, []).append(engine)
         return facade
 
-    def _config(self) -> dict[str, Any]:
+    def _config(self, parameters: Iterable[Any] = ()) -> dict[str, Any]:
+        """Return the configuration of an engine that has these parameters."""
         on_gpu = self.device.type != "cpu"
         return build_config(
             self.own_config,
@@ -250,13 +249,15 @@ class DeepSpeedStrategy(Strategy):
             precision=self.precision,
             offload_optimizer=self.offload_optimizer and on_gpu,
             offload_parameters=self.offload_parameters and on_gpu,
+            parameters=parameters,
             **self.zero,
         )
 
     def _initialize(self, part: Part, optimizer: MasterOptimizer | None, trained: Any = None) -> Any:
         self._traces.append(zero_traces.ZeroTraces(list(part.members)))
         with self._traces[-1]:
-            engine = make_engine(part, optimizer, trained, self._config(), self.device, self._refuse_optimizer)
+            config = self._config(part.parameters())
+            engine = make_engine(part, optimizer, trained, config, self.device, self._refuse_optimizer)
         self._writes.follow(engine.optimizer, self.stage, self.rank, part, self.wrapped)
         if self.precision.name == "16-mixed" and (optimizer is not None or trained is not None):
             scale_losses(engine)

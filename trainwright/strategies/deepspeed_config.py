@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainwright.precision.base import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Optimization
+from trainwright.strategies.sharing import LARGEST_BUCKET
 
 AUTO = "auto"
 """What a configuration says where it leaves a value to the framework."""
@@ -151,9 +152,14 @@ def build_config(
     precision: Precision,
     offload_optimizer: bool,
     offload_parameters: bool,
+    parameters: Iterable[Any],
     **zero: Any,
 ) -> dict[str, Any]:
-    """Return the configuration of an engine whose steps and windows are ours; the user's `own` keys win otherwise."""
+    """Return the configuration of an engine whose steps and windows are ours; the user's `own` keys win otherwise.
+
+    `parameters` are what the engine has, frozen ones too.
+    """
+    trained = sum(getattr(each, "ds_numel", each.numel()) for each in set(parameters) if each.requires_grad)
     name = precision.name
     config: dict[str, Any] = {
         "gradient_clipping": 0.0,  # left out, it would be 1.0; what is due is set at each step
@@ -168,6 +174,8 @@ def build_config(
     config["zero_optimization"] = {
         "stage": stage,
         "overlap_comm": False,
+        # A buffer of so many elements is there at each backward; more than there are gradients would stay empty.
+        "reduce_bucket_size": min(max(trained, 1), LARGEST_BUCKET),
         "memory_efficient_linear": False,  # True would replace torch.nn.functional.linear, for the whole process
         **zero,
     }
