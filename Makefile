@@ -6,7 +6,8 @@
 #                          GPU they are skipped
 #   make test-versions     the fast tests with the oldest and the newest torch on each Python that is here (noxfile.py): 5 GB a torch;
 #                          ARGS="--list", ARGS="--python 3.12 -k oldest", ARGS="-- tests/trainer -x"
-#   make test-device       tests on the simulated accelerator of tests/simulated_device, which the first run compiles
+#   make test-device       tests on the simulated accelerator of tests/simulated_device, which the first run compiles: those of devices,
+#                          and the fast ones of the trainer, the data, the precisions and checkpoints; ARGS="tests/engine -x" for others
 #   make check             formatting, lint, types; make format mends the first two
 #   make bench             benchmarks/overhead.py (ARGS), benchmarks/strategies.py (STRATEGY_ARGS) and benchmarks/checkpoint.py
 #                          (CHECKPOINT_ARGS), beside other frameworks
@@ -45,6 +46,8 @@ else
 GPU_PYTHON := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 endif
 
+ON_SIMULATED := PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pytest
+
 .PHONY: demo test test-slow test-all test-device test-gpu test-versions check format bench bench-gpu soak fuzz clean
 
 demo: $(VENV)/examples.stamp
@@ -60,7 +63,9 @@ test-all: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m "not gpu and not device" $(ARGS)
 
 test-device: $(VENV)/test.stamp
-	PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pytest -m "device or gpu" $(if $(ARGS),$(ARGS),tests/device)
+	$(if $(ARGS),,$(ON_SIMULATED) -m "device or gpu")
+	SIM_DEVICES=1 TRAINWRIGHT_TEST_ACCELERATOR=auto $(ON_SIMULATED) -m "not slow and not gpu and not device" \
+		$(if $(ARGS),$(ARGS),tests/trainer tests/data tests/precision tests/checkpoint tests/strategies/test_placement.py)
 
 test-gpu: $(TEST_GPU_STAMP)
 	$(GPU_PYTHON) tests/gpu_session.py $(ARGS)

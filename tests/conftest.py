@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from small import ON_HOST
+
+STARTS_PROCESSES = {"run_job", "run_alone", "subprocess", "start_job", "notebook_launcher"}
+"""What a test calls that runs in other interpreters."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On an accelerator leave out what is the host's own, and what starts processes: `tests/device` has a few of those."""
+    if ON_HOST:
+        return
+    left_out = [item for item in items if item.get_closest_marker("host") or _starts_processes(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _starts_processes(item: pytest.Item) -> bool:
+    if "device" in item.path.parts or not isinstance(item, pytest.Function):
+        return False
+    definitions = item._fixtureinfo.name2fixturedefs.values()
+    functions: list[Callable[..., Any]] = [item.function, *(each.func for one in definitions for each in one)]
+    return any(_names(each) & STARTS_PROCESSES for each in functions)
+
+
+def _names(function: Callable[..., Any]) -> set[str]:
+    """Return the names that a function uses, and those that the functions of its own module use which it calls."""
+    names = set(function.__code__.co_names)
+    for name in list(names):
+        called = getattr(function, "__globals__", {}).get(name)
+        if getattr(called, "__module__", None) == function.__module__ and hasattr(called, "__code__"):
+            names |= set(called.__code__.co_names)
+    return names
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

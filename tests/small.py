@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -9,9 +10,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
+from trainwright.data.transfer import to_device
+
+ACCELERATOR = os.environ.get("TRAINWRIGHT_TEST_ACCELERATOR", "cpu")
+"""What the tests train on: `make test-device` sets it."""
+ON_HOST = ACCELERATOR == "cpu"
+DEVICE = torch.device("cpu") if ON_HOST else torch.accelerator.current_accelerator() or torch.device("cpu")
 
 QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
+    "accelerator": ACCELERATOR,
     "enable_progress_bar": False,
     "enable_model_summary": False,
     "enable_checkpointing": False,
@@ -34,6 +41,11 @@ def make_data(samples: int = 44, seed: int = 3) -> TensorDataset:
 
 def make_loader(samples: int = 44, batch_size: int = 4, *, shuffle: bool = False, **kwargs: Any) -> DataLoader[Any]:
     return DataLoader(make_data(samples), batch_size=batch_size, shuffle=shuffle, **kwargs)
+
+
+def placed(batch: Any) -> Any:
+    """Return a batch where the tests train."""
+    return to_device(batch, DEVICE)
 
 
 def loss_of(net: nn.Module, batch: Any) -> Tensor:
@@ -120,7 +132,7 @@ class Low(torch.optim.SGD):
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
 
 
 def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from held import HeldFiles, held
 from jobs import run_job
-from small import QUIET, Classifier, assert_equal, make_loader, weights
+from small import ON_HOST, QUIET, Classifier, assert_equal, make_loader, weights
 from started import Started, python
 
 import trainwright as tw
@@ -266,7 +266,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         if trainer.global_rank == 1:
             cramped.limit.__exit__(None, None, None)
     # In a loop of one's own.
-    accelerator = tw.Accelerator(cpu=True, devices=2)
+    accelerator = tw.Accelerator(cpu=ON_HOST, devices=2)
     net = torch.nn.Linear(8, 3)
     model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
     accelerator.save_state(f"{folder}/own/0", blocking=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET, Classifier, make_loader
+from small import ON_HOST, QUIET, Classifier, make_loader
 from torch import nn
 
 import trainwright as tw
@@ -93,7 +93,7 @@ def test_a_path_of_ones_own_is_written_and_a_checkpoint_is_not_replaced(tmp_path
         trainer.save_checkpoint(tmp_path / "new.ckpt", overwrite=True)
     assert bool(Classifier.load_from_checkpoint(tmp_path / "good.ckpt").net[0].bias.isfinite().all())
 
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     net = accelerator.prepare(nn.Linear(2, 2))
     accelerator.save_state(tmp_path / "loop.ckpt")
     with torch.no_grad():

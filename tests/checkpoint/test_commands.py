@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from safetensors import safe_open
-from small import QUIET, Classifier, assert_equal, make_loader, weights
+from small import ON_HOST, QUIET, Classifier, assert_equal, make_loader, weights
 from torch import nn
 
 import trainwright as tw
@@ -173,6 +173,7 @@ def test_an_export_is_read_by_the_safetensors_library(
     assert "model.safetensors exists already; nothing is overwritten. Choose another name." in err
 
 
+@pytest.mark.host
 def test_an_export_with_other_names_and_dtypes(
     saved: Path, origin: tuple[Path, Tied], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -261,7 +262,7 @@ def test_weights_come_in_from_files_of_others(
         result = tw.Trainer(**QUIET).test(tested, make_loader(), ckpt_path=path, verbose=False)
         assert_equal(weights(tested), weights(module))
         assert result == tw.Trainer(**QUIET).test(module, make_loader(), verbose=False)
-        accelerator = tw.Accelerator(cpu=True)
+        accelerator = tw.Accelerator(cpu=ON_HOST)
         other = accelerator.prepare(Tied())
         accelerator.load_state(str(path), weights_only=True)
         assert_equal(weights(other), weights(module))

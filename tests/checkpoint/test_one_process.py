@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, assert_close, assert_equal, loss_of, make_loader, weights
+from small import ON_HOST, QUIET, Classifier, assert_close, assert_equal, loss_of, make_loader, weights
 from torch import nn
 
 import trainwright as tw
@@ -105,7 +105,7 @@ def test_one_process_reads_it(strategy: str, job: tuple[Path, dict[str, Any]], r
     assert found == pytest.approx(job[1][strategy], rel=1e-5)
     assert_equal(weights(tested), weights(loaded))
 
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     module = Tied()
     (optimizer,), (scheduler,) = module.configure_optimizers()
     prepared, _, _ = accelerator.prepare(module, optimizer, scheduler)
@@ -117,7 +117,7 @@ def test_one_process_reads_it(strategy: str, job: tuple[Path, dict[str, Any]], r
     assert_close({name: state[name] for name in expected_moments}, expected_moments, 1e-5)
 
     # Trained by another optimizer, the weights alone fit.
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     module = Tied()
     prepared, _ = accelerator.prepare(module, torch.optim.SGD(module.parameters(), 0.1))
     with pytest.raises(tw.CheckpointError, match=r"Build the same .*, or load the weights alone|Prepare the same ones"):

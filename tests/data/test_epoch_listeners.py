@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET, Classifier
+from small import ON_HOST, QUIET, Classifier
 from torch.utils.data import (
     BatchSampler,
     ChainDataset,
@@ -125,7 +125,7 @@ def test_trainer_and_accelerator_tell_every_epoch() -> None:
     assert sorted(set(trained.told)) == [0, 1, 2]
     assert set(evaluated.told) == {0}, "each evaluation is of the same samples"
     data = Pairs()
-    loader = tw.Accelerator(cpu=True).prepare(DataLoader(data, batch_size=4))
+    loader = tw.Accelerator(cpu=ON_HOST).prepare(DataLoader(data, batch_size=4))
     for _ in range(3):
         list(loader)
     assert data.told == [0, 1, 2]

@@ -64,6 +64,7 @@ def test_the_states_that_earlier_checkpoints_hold_by_number_are_looked_at_too() 
         check_generator_states({"rng": {**earlier, "cuda": [torch.zeros(15, dtype=torch.uint8)]}}, "path")
 
 
+@pytest.mark.host
 def test_a_run_refuses_it_before_anything_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = tw.Trainer(max_epochs=1, **QUIET)
     trainer.fit(Classifier(), make_loader(8))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import assert_equal, loss_of, make_data, make_loader, make_net, weights
+from small import ON_HOST, assert_equal, loss_of, make_data, make_loader, make_net, weights
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -15,13 +15,13 @@ import trainwright as tw
 
 
 def prepared(**settings: Any) -> tuple[Any, ...]:
-    accelerator = tw.Accelerator(cpu=True, **settings)
+    accelerator = tw.Accelerator(cpu=ON_HOST, **settings)
     net = make_net()
     return accelerator, *accelerator.prepare(net, torch.optim.Adam(net.parameters(), 0.05), make_loader())
 
 
 def test_prepare_keeps_the_order_and_the_model_as_it_is() -> None:
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     net, loader = make_net(), make_loader()
     optimizer = torch.optim.Adam(net.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -61,7 +61,7 @@ def test_a_window_keeps_its_gradients_wherever_the_loop_clears_them(clear_first:
 
 
 def test_each_iteration_is_an_epoch_of_its_own_order() -> None:
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     loader = accelerator.prepare(make_loader(shuffle=True))
     first, second = ([batch[1].tolist() for batch in loader] for _ in range(2))
     assert first != second
@@ -70,7 +70,7 @@ def test_each_iteration_is_an_epoch_of_its_own_order() -> None:
 
 
 def test_gather_and_reduce_on_one_process() -> None:
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     assert accelerator.gather({"a": torch.ones(2), "b": (torch.tensor(3.0), "text")}) == {
         "a": pytest.approx(torch.ones(2)),
         "b": (torch.tensor([3.0]), ["text"]),
@@ -82,7 +82,7 @@ def test_gather_and_reduce_on_one_process() -> None:
 
 def test_two_models_and_their_state(tmp_path: Path) -> None:
     def make() -> tuple[Any, ...]:
-        accelerator = tw.Accelerator(cpu=True)
+        accelerator = tw.Accelerator(cpu=ON_HOST)
         left, right = make_net(), nn.Linear(8, 2)
         objects = accelerator.prepare(
             left, right, torch.optim.Adam(left.parameters()), torch.optim.SGD(right.parameters(), 0.1, momentum=0.9)
@@ -111,7 +111,7 @@ def test_damage_that_only_the_load_sees_changes_nothing(tmp_path: Path) -> None:
 
     def make(seed: int) -> tuple[Any, ...]:
         torch.manual_seed(seed)
-        accelerator, model = tw.Accelerator(cpu=True), nn.Linear(3, 3)
+        accelerator, model = tw.Accelerator(cpu=ON_HOST), nn.Linear(3, 3)
         return accelerator, *accelerator.prepare(model, torch.optim.Adam(model.parameters()))
 
     accelerator, model, adam = make(0)
@@ -141,7 +141,7 @@ def test_damage_that_only_the_load_sees_changes_nothing(tmp_path: Path) -> None:
 )
 def test_settings_refused(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        tw.Accelerator(cpu=True, **settings)
+        tw.Accelerator(cpu=ON_HOST, **settings)
 
 
 def test_calls_refused() -> None:
@@ -177,11 +177,11 @@ def test_a_loader_within_a_loader() -> None:
 
 
 def test_an_epoch_left_in_its_middle_is_over() -> None:
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     loader = accelerator.prepare(make_loader(20, 4, shuffle=True))
     firsts = [next(iter(loader))[1].tolist() for _ in range(2)]
     assert loader.epoch == 1
-    again = tw.Accelerator(cpu=True)
+    again = tw.Accelerator(cpu=ON_HOST)
     other = again.prepare(make_loader(20, 4, shuffle=True))
     again.engine.seed = accelerator.engine.seed
     assert [list(other)[0][1].tolist() for _ in range(2)] == firsts  # noqa: RUF015 - the whole epoch, each time
@@ -189,7 +189,7 @@ def test_an_epoch_left_in_its_middle_is_over() -> None:
 
 def test_a_window_that_ends_early_without_a_known_length() -> None:
     def train(known: bool) -> dict[str, torch.Tensor]:
-        accelerator = tw.Accelerator(cpu=True, gradient_accumulation_steps=4)
+        accelerator = tw.Accelerator(cpu=ON_HOST, gradient_accumulation_steps=4)
         net = make_net()
         loader = make_loader() if known else DataLoader(Stream(), batch_size=4)
         model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.5), loader)
@@ -211,7 +211,7 @@ class Stream(IterableDataset[Any]):
 
 
 def test_clipping_is_refused_where_it_would_leave_something_out() -> None:
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     net = make_net()
     halves = [torch.optim.SGD(part.parameters(), 0.1) for part in (net[0], net[3])]
     model, *_ = accelerator.prepare(net, *halves)

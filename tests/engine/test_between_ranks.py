@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, make_loader
+from small import ON_HOST, QUIET, Classifier, make_loader
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -121,7 +121,7 @@ def late_and_foreign(accelerator: tw.Accelerator) -> dict[str, Any]:
 
 
 def job(folder: Path) -> dict[str, Any]:
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     engine, rank = accelerator.engine, accelerator.process_index
     found: dict[str, Any] = {"rank": rank}
     found["gathered"] = accelerator.gather({"a": [torch.tensor(rank)], "b": torch.full((1 + rank, 2), float(rank))})
@@ -129,7 +129,7 @@ def job(folder: Path) -> dict[str, Any]:
         accelerator.reduce({"x": torch.tensor([1.0 + rank])}, op)["x"].item() for op in ("sum", "mean", "max")
     ]
     found.update(plain_data(accelerator))
-    found["late"] = late_and_foreign(tw.Accelerator(cpu=True))
+    found["late"] = late_and_foreign(tw.Accelerator(cpu=ON_HOST))
     found["sent"] = engine.broadcast(SENT if rank == 0 else None)
     last = accelerator.num_processes - 1
     found["sent by the last"] = accelerator.broadcast({"from": rank, "tensor": torch.tensor([rank])}, from_process=last)

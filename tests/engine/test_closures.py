@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import loss_of, make_data, make_net, weights
+from small import ACCELERATOR, ON_HOST, loss_of, make_data, make_net, weights
 from torch import Tensor, nn
 
 import trainwright as tw
@@ -21,7 +21,7 @@ STEPS = 3
 
 def train_lbfgs(strategy: str) -> dict[str, Any]:
     """Full batches of 16 samples, each rank having its half, with a line search that looks at the loss."""
-    engine = Engine(strategy=strategy, accelerator="cpu")
+    engine = Engine(strategy=strategy, accelerator=ACCELERATOR)
     net = make_net()
     engine.prepare_module(net, Optimization())
     optimizer = torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
@@ -85,7 +85,7 @@ def test_a_loop_of_ones_own_passes_a_closure() -> None:
         loss.backward()
         return loss
 
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     net = make_net()
     model, optimizer = accelerator.prepare(net, torch.optim.LBFGS(net.parameters(), lr=0.3, max_iter=4))
     for _ in range(2):
@@ -104,7 +104,7 @@ def test_a_loop_of_ones_own_passes_a_closure() -> None:
     ],
 )
 def test_a_closure_that_cannot_hold_is_refused(settings: dict[str, Any], reason: str) -> None:
-    accelerator = tw.Accelerator(cpu=True, **settings)
+    accelerator = tw.Accelerator(cpu=ON_HOST, **settings)
     net = make_net()
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with pytest.raises(TypeError, match=f"a closure, which cannot hold under .*{reason}"):
@@ -112,7 +112,7 @@ def test_a_closure_that_cannot_hold_is_refused(settings: dict[str, Any], reason:
 
 
 def test_toggled_parameters_alone_get_gradients() -> None:
-    engine = Engine(accelerator="cpu")
+    engine = Engine(accelerator=ACCELERATOR)
     left, right = make_net(), make_net()
     module = nn.ModuleList([left, right])
     right[0].bias.requires_grad_(False)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET
+from small import ON_HOST, QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -53,7 +53,7 @@ def test_a_window_weighs_what_its_mean_does(dtype: torch.dtype, window: int) -> 
         module = Slope(dtype)
         tw.Trainer(max_epochs=1, accumulate_grad_batches=window, **QUIET).fit(module, data)
         assert module.gradients == pytest.approx(ends, abs=1e-6)
-        accelerator = tw.Accelerator(cpu=True, gradient_accumulation_steps=window)
+        accelerator = tw.Accelerator(cpu=ON_HOST, gradient_accumulation_steps=window)
         model = Slope(dtype)
         optimizer, loader = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0), data)
         weights = []

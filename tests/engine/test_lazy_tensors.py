@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET, assert_equal, loss_of, make_loader, weights
+from small import ON_HOST, QUIET, assert_equal, loss_of, make_loader, weights
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -96,7 +96,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_stopped(kind: str, tmp_path: Path) 
 def test_an_evaluation_and_a_loop_of_ones_own_take_the_weights(saved: str) -> None:
     module, trainer = Lazy(), tw.Trainer(**QUIET)
     trainer.validate(module, make_loader(8), ckpt_path=saved)
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     own: Any = Lazy()
     own, _ = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.05, momentum=0.9))
     accelerator.load_state(saved)
@@ -106,7 +106,7 @@ def test_an_evaluation_and_a_loop_of_ones_own_take_the_weights(saved: str) -> No
 
 
 def test_a_layer_that_has_not_run_is_not_saved(tmp_path: Path) -> None:
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     accelerator.prepare(nn.LazyLinear(3))
     text = (
         "checkpoint .* was not written: 'weight' and 1 more of the module is lazy, .* stores tensors with a shape. Save after "

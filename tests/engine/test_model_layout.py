@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import run_job
-from small import QUIET, Classifier, make_loader, make_net
+from small import ACCELERATOR, ON_HOST, QUIET, Classifier, make_loader, make_net
 from torch import nn
 
 import trainwright as tw
@@ -66,7 +66,7 @@ TOLD = {
 
 
 def job(folder: Path) -> dict[str, Any]:
-    tw.Engine(accelerator="cpu")  # opens the group, so that the models know their rank
+    tw.Engine(accelerator=ACCELERATOR)  # opens the group, so that the models know their rank
     began, told = time.monotonic(), {}
     for respect in TOLD:
         module = Other(respect)
@@ -78,7 +78,7 @@ def job(folder: Path) -> dict[str, Any]:
         told[respect] = str(caught.value)
     net = make_net() if dist.get_rank() == 0 else make_net()[:1]
     with pytest.raises(ValueError) as caught:
-        tw.Accelerator(cpu=True).prepare(net)
+        tw.Accelerator(cpu=ON_HOST).prepare(net)
     told["accelerator"] = str(caught.value)
     trainer = tw.Trainer(max_epochs=2, **QUIET)
     with pytest.raises(ValueError) as caught:
@@ -87,7 +87,7 @@ def job(folder: Path) -> dict[str, Any]:
     net = make_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, betas=(0.9, 0.99 + 0.001 * dist.get_rank()))
     with pytest.raises(ValueError) as caught:
-        tw.Accelerator(cpu=True).prepare(net, optimizer)
+        tw.Accelerator(cpu=ON_HOST).prepare(net, optimizer)
     told["options"] = str(caught.value)
     with pytest.raises(ValueError) as caught:
         tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(lr=0.1 + dist.get_rank()), make_loader())

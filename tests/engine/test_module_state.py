@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from small import QUIET, Classifier, Low, assert_equal, make_loader
+from small import ON_HOST, QUIET, Classifier, Low, assert_equal, make_loader
 from torch import Tensor, nn
 
 import trainwright as tw
@@ -91,7 +91,7 @@ def test_a_resume_is_exact_and_every_way_of_loading_gives_the_same(tmp_path: Pat
 
     tested, loaded = Own(), Own.load_from_checkpoint(tmp_path / "first.ckpt")
     tw.Trainer(**QUIET).test(tested, make_loader(8), ckpt_path=tmp_path / "first.ckpt", verbose=False)
-    looped = tw.Accelerator(cpu=True)
+    looped = tw.Accelerator(cpu=ON_HOST)
     prepared = looped.prepare(Own())
     looped.load_state(tmp_path / "first.ckpt", weights_only=True)
     for module in (tested, loaded, looped.unwrap_model(prepared)):
@@ -141,21 +141,21 @@ class Counts(nn.Module):
 
 
 def test_extra_state_has_the_names_of_a_plain_module_and_is_not_missed_in_silence(tmp_path: Path) -> None:
-    compiled = tw.Accelerator(cpu=True)
+    compiled = tw.Accelerator(cpu=ON_HOST)
     module = Counts()
     module.counter.count = 7
     compiled.prepare(torch.compile(module, backend="eager"))
     compiled.save_state(tmp_path / "compiled.ckpt")
     for make in (Counts, lambda: torch.compile(Counts(), backend="eager")):
-        plain = tw.Accelerator(cpu=True)
+        plain = tw.Accelerator(cpu=ON_HOST)
         again = plain.prepare(make())
         plain.load_state(tmp_path / "compiled.ckpt")
         assert again.counter.count == 7
 
-    without = tw.Accelerator(cpu=True)
+    without = tw.Accelerator(cpu=ON_HOST)
     without.prepare(nn.ModuleDict({"layer": nn.Linear(2, 2)}))
     without.save_state(tmp_path / "without.ckpt")
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     accelerator.prepare(Counts())
     with pytest.raises(tw.CheckpointError, match=r"of another model \(extra state not in it: counter._extra_state\)"):
         accelerator.load_state(tmp_path / "without.ckpt")

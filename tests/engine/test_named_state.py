@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import assert_equal, weights
+from small import ON_HOST, assert_equal, weights
 from torch import nn
 
 import trainwright as tw
@@ -15,7 +15,7 @@ import trainwright as tw
 
 def prepared() -> tuple[Any, ...]:
     """Two models some of whose names would be alike with a number before them, one optimizer over both, and strays."""
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     first = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
     second = nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 1))
     scale, shift = nn.Parameter(torch.ones(2)), torch.zeros(1, requires_grad=True)
@@ -53,7 +53,7 @@ def test_several_models_and_parameters_of_none(tmp_path: Path) -> None:
 
 def test_parameters_of_no_model_have_to_fit(tmp_path: Path) -> None:
     def with_a_stray(size: int) -> Any:
-        accelerator, net = tw.Accelerator(cpu=True), nn.Linear(2, 2)
+        accelerator, net = tw.Accelerator(cpu=ON_HOST), nn.Linear(2, 2)
         accelerator.prepare(net, torch.optim.SGD([*net.parameters(), nn.Parameter(torch.ones(size))], 0.1))
         return accelerator
 

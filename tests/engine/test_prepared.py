@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET, Averaging, Classifier, assert_close, assert_equal, loss_of, make_loader, make_net, weights
+from small import (
+    ON_HOST,
+    QUIET,
+    Averaging,
+    Classifier,
+    assert_close,
+    assert_equal,
+    loss_of,
+    make_loader,
+    make_net,
+    weights,
+)
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
@@ -44,7 +55,7 @@ class Named(nn.Module):
 
 
 def in_bfloat16(module: nn.Module) -> Any:
-    return tw.Accelerator(cpu=True, mixed_precision="bf16").prepare(module)
+    return tw.Accelerator(cpu=ON_HOST, mixed_precision="bf16").prepare(module)
 
 
 def test_any_output_and_any_keyword() -> None:
@@ -53,7 +64,7 @@ def test_any_output_and_any_keyword() -> None:
     assert isinstance(output, Output)
     assert output["logits"].dtype == output.logits.dtype == torch.float32
     assert output["name"] == ("a", "b")
-    assert tw.Accelerator(cpu=True).gather_for_metrics(output).logits.shape == (4, 2)
+    assert tw.Accelerator(cpu=ON_HOST).gather_for_metrics(output).logits.shape == (4, 2)
 
 
 def test_predictions_of_any_kind() -> None:
@@ -122,7 +133,7 @@ def test_a_prepared_loader_has_what_its_loader_has() -> None:
         note = "own"
 
     loader = Own(list(range(10)), batch_size=4, collate_fn=torch.tensor)
-    prepared = tw.Accelerator(cpu=True).prepare(loader)
+    prepared = tw.Accelerator(cpu=ON_HOST).prepare(loader)
     assert len(prepared.dataset) == 10
     assert (prepared.batch_size, prepared.num_workers, prepared.note) == (4, 0, "own")
     for name in ("dataset", "sampler", "batch_sampler", "collate_fn"):
@@ -132,7 +143,7 @@ def test_a_prepared_loader_has_what_its_loader_has() -> None:
 
 
 def test_a_prepared_optimizer_has_its_own_methods() -> None:
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     net = make_net()
     model, optimizer = accelerator.prepare(net, Averaging(net.parameters(), 0.1))
     before = weights(model)
@@ -178,7 +189,7 @@ def test_the_methods_of_an_optimizer_in_a_module() -> None:
 
 
 def test_what_is_prepared_stays_as_it_is() -> None:
-    accelerator = tw.Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator = tw.Accelerator(cpu=ON_HOST, mixed_precision="bf16")
     net, loader = make_net(), make_loader()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -188,7 +199,7 @@ def test_what_is_prepared_stays_as_it_is() -> None:
         assert all(one is other for one, other in zip(prepared, again, strict=True))
     assert all(one is other for one, other in zip(accelerator.prepare(net, net), (prepared[0],) * 2, strict=True))
     assert len(accelerator.engine.modules) == 1
-    other = tw.Accelerator(cpu=True)
+    other = tw.Accelerator(cpu=ON_HOST)
     model, again, shared, rated = other.prepare(*prepared)
     assert model is net
     assert (again.optimizer, shared.loader, rated.scheduler) == (optimizer, loader, scheduler)
@@ -202,7 +213,7 @@ def test_an_optimizer_made_before_its_meta_model_had_values_trains_it() -> None:
             net = nn.Linear(4, 2)
         return net, torch.optim.SGD(net.parameters(), 0.1)
 
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     model, optimizer = accelerator.prepare(*made())
     before = weights(model)
     accelerator.backward(model(torch.ones(3, 4)).sum())
@@ -210,11 +221,11 @@ def test_an_optimizer_made_before_its_meta_model_had_values_trains_it() -> None:
     assert_close({"weight": before["weight"] - 0.3, "bias": before["bias"] - 0.3}, weights(model))
     net, optimizer = made()
     with pytest.raises(ValueError, match=r"parameter on the meta device, of shape \(2, 4\).*steps would train nothing"):
-        tw.Accelerator(cpu=True).prepare(optimizer)
+        tw.Accelerator(cpu=ON_HOST).prepare(optimizer)
     net, optimizer = made()
     optimizer.state[net.weight] = {"step": 1}
     with pytest.raises(ValueError, match="has state for a parameter that the strategy has replaced"):
-        tw.Accelerator(cpu=True).prepare(net, optimizer)
+        tw.Accelerator(cpu=ON_HOST).prepare(net, optimizer)
 
 
 def test_an_optimizer_of_another_kind_is_no_scheduler() -> None:
@@ -228,4 +239,4 @@ def test_an_optimizer_of_another_kind_is_no_scheduler() -> None:
             return {}
 
     with pytest.raises(TypeError, match=r"given a Wrapper; accepted are torch modules, optimizers \(subclasses of"):
-        tw.Accelerator(cpu=True).prepare(Wrapper(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)))
+        tw.Accelerator(cpu=ON_HOST).prepare(Wrapper(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)))

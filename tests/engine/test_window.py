@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import assert_close, loss_of, make_data, make_loader, make_net, weights
+from small import ON_HOST, assert_close, loss_of, make_data, make_loader, make_net, weights
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -14,7 +14,7 @@ import trainwright as tw
 
 
 def two_models(steps: int, lr: float = 0.3) -> tuple[Any, ...]:
-    accelerator = tw.Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    accelerator = tw.Accelerator(cpu=ON_HOST, gradient_accumulation_steps=steps)
     left, right = make_net(), make_net()
     optimizers = [torch.optim.SGD(each.parameters(), lr, momentum=0.9) for each in (left, right)]
     loader = DataLoader(make_data(24), batch_size=6 // steps)
@@ -75,7 +75,7 @@ def steps_of(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any, at
 
 
 def accumulating(steps: int, samples: int = 20) -> tuple[Any, ...]:
-    accelerator = tw.Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    accelerator = tw.Accelerator(cpu=ON_HOST, gradient_accumulation_steps=steps)
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), 0.5)
     return accelerator, *accelerator.prepare(net, optimizer, make_loader(samples, 4))
@@ -103,7 +103,7 @@ def test_an_iterator_of_another_loader_leaves_the_window_alone(when: str) -> Non
 
 
 def test_metrics_are_those_of_the_loop_that_is_left_for_a_moment() -> None:
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     outer, inner = (accelerator.prepare(make_loader(size, 4)) for size in (10, 6))
     kept = iter(inner)
     next(kept)
@@ -141,7 +141,7 @@ def test_the_length_of_windows_can_be_set() -> None:
 
 
 def test_a_window_that_is_open_keeps_its_gradients_when_the_length_is_set_to_1() -> None:
-    accelerator = tw.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    accelerator = tw.Accelerator(cpu=ON_HOST, gradient_accumulation_steps=4)
     net = nn.Linear(4, 1, bias=False)
     before = net.weight.detach().clone()
     loader = DataLoader(torch.eye(4), batch_size=1)
@@ -169,7 +169,7 @@ class Overflowing(nn.Module):
 
 
 def test_a_skipped_step_holds_back_its_own_scheduler_alone() -> None:
-    accelerator = tw.Accelerator(cpu=True, mixed_precision="fp16")
+    accelerator = tw.Accelerator(cpu=ON_HOST, mixed_precision="fp16")
     models = [Overflowing(9), Overflowing(1)]
     optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in models]
     halving = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers]
@@ -192,7 +192,7 @@ def test_a_skipped_step_holds_back_its_own_scheduler_alone() -> None:
 
 
 def test_a_scheduler_of_epochs_steps_though_the_last_step_was_skipped() -> None:
-    accelerator = tw.Accelerator(cpu=True, mixed_precision="fp16")
+    accelerator = tw.Accelerator(cpu=ON_HOST, mixed_precision="fp16")
     model = Overflowing(2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer, scheduler = accelerator.prepare(
@@ -209,7 +209,7 @@ def test_a_scheduler_of_epochs_steps_though_the_last_step_was_skipped() -> None:
 
 def test_a_step_that_is_skipped_leaves_the_gradients_of_the_others_to_scale() -> None:
     """The first model's overflow changes the loss scale in the middle of the second one's windows."""
-    accelerator = tw.Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
+    accelerator = tw.Accelerator(cpu=ON_HOST, mixed_precision="fp16", gradient_accumulation_steps=2)
     models = [Overflowing(2), Overflowing(-1)]
     optimizers = [torch.optim.SGD(each.parameters(), 0.5) for each in models]
     models, optimizers = (list(accelerator.prepare(*each)) for each in (models, optimizers))

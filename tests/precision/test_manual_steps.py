@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET, loss_of, make_loader, make_net
+from small import ON_HOST, QUIET, loss_of, make_loader, make_net
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -78,6 +78,7 @@ def losses_by_hand(dtype: torch.dtype, batch: Any, way: str) -> list[float]:
     return losses
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("way", ["prepared", "raw", "by hand", "closure"])
 def test_a_forward_sees_what_changed_before_it_in_the_same_step(way: str) -> None:
     module = FourSteps(way)
@@ -112,6 +113,7 @@ class Averaged(tw.Module):
             parameter.data.copy_(value)
 
 
+@pytest.mark.host
 def test_an_evaluation_sees_weights_that_its_step_puts_in_place() -> None:
     module, loader = Averaged(), make_loader(4)
     found = tw.Trainer(precision="bf16-mixed", **QUIET).validate(module, loader)[0]
@@ -179,6 +181,7 @@ class Conditions(tw.Module):
         return self.optimizer
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("is_automatic", [True, False])
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true", "64-true"])
 def test_an_optimizers_arithmetic_is_its_own(precision: str, is_automatic: bool) -> None:
@@ -208,6 +211,7 @@ class Closing(Conditions):
         optimizer.step(closure)
 
 
+@pytest.mark.host
 def test_a_closure_runs_in_the_steps_precision() -> None:
     for precision, expected in (("bf16-mixed", (True, torch.float32)), ("64-true", (False, torch.float64))):
         module = Closing(False)
@@ -216,8 +220,9 @@ def test_a_closure_runs_in_the_steps_precision() -> None:
         assert module.optimizer.seen == {((False, torch.float32), torch.float32)}
 
 
+@pytest.mark.host
 def test_a_loop_of_ones_own_that_steps_within_autocast() -> None:
-    accelerator = tw.Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator = tw.Accelerator(cpu=ON_HOST, mixed_precision="bf16")
     net = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(net, Telling(net.parameters()))
     outputs = []
@@ -248,6 +253,7 @@ class Recomputing(Conditions):
         return None
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("is_automatic", [True, False])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 def test_what_is_computed_again_has_the_dtypes_of_the_first_time(precision: str, is_automatic: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import loss_of, make_data, make_net
+from small import ON_HOST, loss_of, make_data, make_net
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
@@ -97,9 +97,10 @@ def test_the_default_dtype_within_a_step_and_while_a_module_is_made() -> None:
     assert torch.ones(1).dtype == torch.float32
 
 
+@pytest.mark.host
 @pytest.mark.parametrize(("name", "dtype"), DTYPES.items())
 def test_a_loop_of_ones_own_trains_in_it(name: str, dtype: torch.dtype) -> None:
-    accelerator = tw.Accelerator(cpu=True, precision=name)
+    accelerator = tw.Accelerator(cpu=ON_HOST, precision=name)
     net = make_net()
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5))
     batch = make_data(16)[:]

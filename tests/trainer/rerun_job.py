@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from small import Classifier, make_loader, weights
+from small import ACCELERATOR, Classifier, make_loader, weights
 
 import trainwright as tw
 
@@ -54,7 +54,7 @@ def script(after: int = 0, late: bool = False) -> None:
     saving = tw.ModelCheckpoint(every_n_train_steps=4)
     killed = KilledLate(after) if late else Killed(after)
     trainer = tw.Trainer(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         max_epochs=3,
         log_every_n_steps=2,
         val_check_interval=6,
@@ -129,7 +129,7 @@ def fixed(number: int) -> int:
                 time.sleep(0.01)
 
     trainer = tw.Trainer(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         max_epochs=1,
         callbacks=[tw.ModelCheckpoint("kept", filename=f"run-{number}"), Waits()],
         enable_progress_bar=False,

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, assert_equal, make_loader, weights
+from small import ACCELERATOR, ON_HOST, QUIET, Classifier, assert_equal, make_loader, weights
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trainwright as tw
 from trainwright.checkpoint.store import find_candidates, find_checkpoints
 from trainwright.engine.engine import Engine
 
-QUIET_BAR: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+QUIET_BAR: dict[str, Any] = {"accelerator": ACCELERATOR, "enable_progress_bar": False, "enable_model_summary": False}
 
 
 def fit(folder: Path, epochs: int, ckpt_path: Any = None, *, callbacks: Any = None, **kwargs: Any) -> tw.Trainer:
@@ -171,7 +171,7 @@ def test_verify(tmp_path: Path) -> None:
     trainer = fit(tmp_path, 1)
     path = f"{tmp_path}/epoch=0.ckpt"
     flip(tmp_path / "epoch=0.ckpt" / "model-00000.safetensors")
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     accelerator.prepare(module := Classifier(), module.configure_optimizers())
     calls = {
         "fit": lambda verify: fit(tmp_path / "other", 2, path, verify=verify),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET, Classifier, assert_equal, loss_of, make_loader, make_net, weights
+from small import DEVICE, ON_HOST, QUIET, Classifier, assert_equal, loss_of, make_loader, make_net, placed, weights
 
 import trainwright as tw
 
@@ -36,17 +36,17 @@ def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler
 
 
 def train_by_hand(case: dict[str, Any], *, loss_in_autocast: bool) -> dict[str, torch.Tensor]:
-    net, loader = make_net(), make_loader()
+    net, loader = make_net().to(DEVICE), [placed(batch) for batch in make_loader()]
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, fused=True)
     scheduler = make_scheduler(optimizer) if case["scheduler"] else None
     dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(case["precision"])
-    scaler = torch.amp.GradScaler("cpu", enabled=case["precision"] == "16-mixed")
+    scaler = torch.amp.GradScaler(DEVICE.type, enabled=case["precision"] == "16-mixed")
     count = len(loader)
     for _ in range(EPOCHS):
         for index, batch in enumerate(loader):
             first = index - index % case["accumulate"]
             window = min(case["accumulate"], count - first)
-            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            with torch.autocast(DEVICE.type, dtype, enabled=dtype is not None):
                 outputs = net(batch[0])
                 loss = torch.nn.functional.cross_entropy(outputs, batch[1]) if loss_in_autocast else None
             if loss is None:
@@ -97,7 +97,9 @@ def train_by_trainer(case: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def train_by_accelerator(case: dict[str, Any]) -> dict[str, torch.Tensor]:
-    accelerator = tw.Accelerator(cpu=True, precision=case["precision"], gradient_accumulation_steps=case["accumulate"])
+    accelerator = tw.Accelerator(
+        cpu=ON_HOST, precision=case["precision"], gradient_accumulation_steps=case["accumulate"]
+    )
     net = make_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, fused=True)
     model, optimizer, loader = accelerator.prepare(net, optimizer, make_loader())
@@ -126,7 +128,7 @@ def test_trainer_and_accelerator_equal_the_hand_written_loop_bitwise(name: str) 
 
 def test_accelerator_step_clips_and_tells_norm_and_skip() -> None:
     case = settings_of(CASES["clip_norm"])
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     net = make_net()
     model, optimizer, loader = accelerator.prepare(
         net, torch.optim.AdamW(net.parameters(), lr=0.05, fused=True), make_loader()

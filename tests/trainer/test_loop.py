@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
+from small import ACCELERATOR, QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -175,7 +175,7 @@ def test_a_trial_run_goes_through_everything_and_writes_nothing(tmp_path: Path) 
             self.counts["predict"] += 1
 
     callbacks = [tw.ModelCheckpoint(monitor="val_loss", every_n_train_steps=1), tw.EarlyStopping("never_logged")]
-    settings = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+    settings = {"accelerator": ACCELERATOR, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = tw.Trainer(fast_dev_run=2, max_epochs=9, callbacks=callbacks, default_root_dir=tmp_path, **settings)
     module = Everything()
     trainer.fit(module, make_loader(), make_loader())
@@ -265,7 +265,7 @@ def flags(length: int, start: int = 0) -> DataLoader[Any]:
 class Pairs(Diary):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.trained.append((batch_idx, batch))
-        return self.net(torch.ones(1, 8)).sum()
+        return self.net(torch.ones(1, 8, device=self.device)).sum()
 
 
 @pytest.mark.parametrize(
@@ -500,7 +500,7 @@ def test_an_interrupt_is_told_and_comes_out(tmp_path: Path) -> None:
 
 
 def test_barebones() -> None:
-    trainer = tw.Trainer(max_epochs=1, accelerator="cpu", barebones=True)
+    trainer = tw.Trainer(max_epochs=1, accelerator=ACCELERATOR, barebones=True)
     assert (trainer.callbacks, trainer.loggers) == ([], [])
     module = Diary()
     trainer.fit(module, make_loader(), make_loader(8))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET, Classifier, assert_equal, make_loader, weights
+from small import ON_HOST, QUIET, Classifier, assert_equal, make_loader, weights
 
 import trainwright as tw
 from trainwright.checkpoint.store import open_checkpoint
@@ -58,14 +58,14 @@ def test_a_save_that_waits_for_its_windows_end_overwrites_too(tmp_path: Path) ->
 
 def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     path = str(tmp_path / "state")
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     net: Any = torch.nn.Linear(2, 2)
     net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
     for step in range(4):
         accelerator.save_state(path, overwrite=True, blocking=step % 2 == 0)
         accelerator.finish_save()
         assert open_checkpoint(path).step == step
-        accelerator.backward(net(torch.ones(1, 2)).sum())
+        accelerator.backward(net(torch.ones(1, 2, device=accelerator.device)).sum())
         optimizer.step()
     with pytest.raises(
         tw.CheckpointError, match="exists already; a checkpoint is overwritten with overwrite=True alone"

@@ -130,6 +130,7 @@ def test_predictions_on_two_ranks(tmp_path: Path) -> None:
         check(found, 2)
 
 
+@pytest.mark.host
 def test_predictions_go_to_callbacks_and_come_from_a_checkpoint(tmp_path: Path) -> None:
     taken: list[int] = []
 

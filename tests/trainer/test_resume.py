@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small import QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
+from small import ON_HOST, QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -204,7 +204,7 @@ def test_best_and_last_without_a_checkpoint_say_what_to_do(tmp_path: Path) -> No
 
 def test_the_accelerator_takes_up_a_trainers_checkpoint(tmp_path: Path) -> None:
     _, trainer = run(tmp_path, 1)
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     module = Noisy()
     [optimizer], [scheduler] = module.configure_optimizers()
     model, optimizer, scheduler = accelerator.prepare(module, optimizer, scheduler)
@@ -219,7 +219,7 @@ def test_the_accelerator_takes_up_a_trainers_checkpoint(tmp_path: Path) -> None:
 def test_the_accelerator_goes_on_within_an_epoch(tmp_path: Path) -> None:
     def train(stop_at: int | None, resume: bool) -> tuple[dict[str, Tensor], list[int]]:
         tw.seed_everything(5)
-        accelerator = tw.Accelerator(cpu=True)
+        accelerator = tw.Accelerator(cpu=ON_HOST)
         module = Classifier(dropout=0.3)
         model, optimizer, loader = accelerator.prepare(
             module.net, torch.optim.Adam(module.net.parameters(), 0.05), make_loader(45, 4, shuffle=True)
@@ -274,7 +274,7 @@ def test_from_the_trainer_to_a_loop_and_back(tmp_path: Path) -> None:
 
     whole = fit(3, None)
     fit(1, None)
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     module = Classifier()
     model, optimizer, prepared = accelerator.prepare(module, module.configure_optimizers(), loader)
     accelerator.load_state(str(tmp_path / "fit.ckpt"))
@@ -445,7 +445,7 @@ def test_what_an_optimizer_keeps_for_all_parameters(tmp_path: Path) -> None:
     resumed = run(2, "last")
     shared = resumed.optimizers[0].state["global"]
     assert shared["n"] == 22
-    assert torch.equal(shared["sum"], whole.optimizers[0].state["global"]["sum"])
+    assert torch.equal(shared["sum"].cpu(), whole.optimizers[0].state["global"]["sum"])
     assert_equal(weights(resumed.model), weights(whole.model))
 
 

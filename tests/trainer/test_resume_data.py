@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, assert_equal, make_loader, weights
+from small import ON_HOST, QUIET, Classifier, assert_equal, make_loader, weights
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
@@ -321,7 +321,7 @@ def test_an_iterable_dataset_goes_on_from_its_state(num_workers: int, tmp_path: 
 
 def part_of_an_epoch(folder: Path) -> dict[str, Any]:
     """Go on from the newest checkpoint for two batches, then save, under the Trainer and in a loop of one's own."""
-    ranks = tw.Accelerator(cpu=True).num_processes
+    ranks = tw.Accelerator(cpu=ON_HOST).num_processes
     found: dict[str, Any] = {}
     for kind in ("Trainer", "iterable", "Accelerator"):
         place = folder / kind
@@ -350,7 +350,7 @@ def data_warns(kind: str, ranks: int, trainer: tw.Trainer) -> bool:
 
 def own_loop(loader: Any, path: Path | None, target: Path) -> Any:
     tw.seed_everything(5, verbose=False)
-    accelerator, module = tw.Accelerator(cpu=True), Takes()
+    accelerator, module = tw.Accelerator(cpu=ON_HOST), Takes()
     model, optimizer, data = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), loader)
     if path is not None:
         accelerator.load_state(str(path))

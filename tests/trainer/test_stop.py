@@ -122,7 +122,11 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+# Which save is the best depends on the numbers that dropout draws, at the last epoch's end.
+OF_THE_HOST = [pytest.param(each, marks=pytest.mark.host if "last epoch's end" in each else ()) for each in PLACES]
+
+
+@pytest.mark.parametrize("place", OF_THE_HOST)
 def test_it_is_saved_once_and_goes_on_bitwise(place: str, tmp_path: Path, whole: Any, capfd: Any) -> None:
     hook, call, name = PLACES[place]
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET
+from small import ON_HOST, QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -325,7 +325,7 @@ def test_a_save_that_nobody_foresees_takes_the_state_of_an_earlier_batch(tmp_pat
     data = Endless()
     rest = train(data, {}, ckpt_path=str(tmp_path / "once.ckpt"), **{**settings, "enable_checkpointing": False})
     assert rest.taken == whole.taken[SPACING + 10 :]
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     _, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(Endless(), batch_size=2))
     told = []
     for number, batch in enumerate(loader):
@@ -334,7 +334,7 @@ def test_a_save_that_nobody_foresees_takes_the_state_of_an_earlier_batch(tmp_pat
             accelerator.save_state(str(tmp_path / "loop.ckpt"))
         if number == batches:
             break
-    again = tw.Accelerator(cpu=True)
+    again = tw.Accelerator(cpu=ON_HOST)
     _, loader = again.prepare(nn.Linear(1, 1), DataLoader(Endless(), batch_size=2))
     again.load_state(str(tmp_path / "loop.ckpt"))
     assert [batch.tolist() for batch, _ in zip(loader, range(21), strict=False)] == told[SPACING + 10 :]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import run_job
-from small import QUIET, Classifier, assert_close, assert_equal, loss_of, make_loader, make_net, weights
+from small import ON_HOST, QUIET, Classifier, assert_close, assert_equal, loss_of, make_loader, make_net, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -99,7 +99,7 @@ def evaluate(samples: int) -> dict[str, float]:
 
 
 def train_by_accelerator(batch_size: int) -> tuple[dict[str, Tensor], list[int]]:
-    accelerator = tw.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = tw.Accelerator(cpu=ON_HOST, gradient_accumulation_steps=2)
     net = make_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
     model, optimizer, loader, val_loader = accelerator.prepare(
@@ -203,7 +203,7 @@ def refusals() -> list[str]:
         lambda: tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(), make_loader(), ckpt_path="nowhere.ckpt"),
         lambda: tw.Trainer(max_epochs=1, **QUIET).fit(lazy_classifier(), make_loader()),
         lambda: tw.Trainer(**QUIET).validate(lazy_classifier(), make_loader()),
-        lambda: tw.Accelerator(cpu=True).prepare(torch.optim.SGD(make_net().parameters(), lr=0.1)),
+        lambda: tw.Accelerator(cpu=ON_HOST).prepare(torch.optim.SGD(make_net().parameters(), lr=0.1)),
     ):
         with pytest.raises((ValueError, TypeError, tw.CheckpointError)) as caught:
             call()
@@ -222,7 +222,7 @@ def threads_left() -> list[list[str]]:
 
     trainer = tw.Trainer(max_epochs=1, **QUIET)
     trainer.fit(Classifier(), make_loader(SAMPLES, 4))
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     model = accelerator.prepare(make_net())
     accelerator.backward(model(torch.ones(4, 8)).sum())
     before = names()
@@ -240,7 +240,7 @@ class Counting(IterableDataset[int]):
 
 def stream_by_accelerator() -> dict[str, Any]:
     """Go through an iterable dataset of seven numbers and a sized one whose short round is dropped."""
-    accelerator = tw.Accelerator(cpu=True)
+    accelerator = tw.Accelerator(cpu=ON_HOST)
     with (
         pytest.warns(UserWarning, match="leave its loader out of prepare")
         if accelerator.process_index == 0

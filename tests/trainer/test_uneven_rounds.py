@@ -13,7 +13,7 @@ import pytest
 import torch
 import torchmetrics
 from jobs import run_job
-from small import QUIET
+from small import ON_HOST, QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -328,7 +328,7 @@ def part(strategy: str) -> float:
 
 def accelerated(count: int, **options: Any) -> list[float]:
     """Return a weight trained by a loop of one's own, and the samples that its loader gives for metrics."""
-    accelerator = tw.Accelerator(cpu=True, **options)
+    accelerator = tw.Accelerator(cpu=ON_HOST, **options)
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     model, optimizer, loader = accelerator.prepare(

@@ -44,6 +44,20 @@ def autocasts(device_type: str, dtype: torch.dtype) -> bool:
 
 
 @functools.cache
+def scales_losses(device_type: str) -> bool:
+    """Return whether torch.amp.GradScaler works on a device: it computes its inverse scale in float64, but on MPS."""
+    try:
+        weight = torch.ones(1, device=device_type, requires_grad=True)
+        weight.grad = torch.ones(1, device=device_type)
+        scaler = torch.amp.GradScaler(device_type)
+        scaler.scale(torch.ones(1, device=device_type))
+        scaler.unscale_(torch.optim.SGD([weight], lr=0.1))
+        return True
+    except CAUGHT:
+        return False
+
+
+@functools.cache
 def has_pinned_memory(device_type: str) -> bool:
     """Return whether there is page-locked memory on the host that a device copies from by itself."""
     if device_type == "cpu":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -13,9 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from trainwright.devices.abilities import autocasts
+from trainwright.devices.abilities import autocasts, scales_losses
 from trainwright.precision.base import Agree, Clipper, Closure, Precision, Sender, StepResult
 from trainwright.precision.fast_path import NoFastPath
+
+DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 Found = dict[Any, Tensor]
 """By device a tensor that is 1 where a gradient was not finite."""
@@ -45,7 +48,7 @@ class MixedPrecision(Precision):
 
     def __init__(self, name: str, device_type: str, scaler: torch.amp.GradScaler | None = None) -> None:
         self.name = name
-        self.autocast_dtype = torch.float16 if name == "16-mixed" else torch.bfloat16
+        self.autocast_dtype = DTYPES[name]
         if scaler is not None and name != "16-mixed":
             raise ValueError(f"precision {name!r} needs no loss scale: pass scaler= with '16-mixed' only.")
         if name == "16-mixed" and scaler is None:
@@ -63,13 +66,14 @@ class MixedPrecision(Precision):
         _see_every_step()
 
     def check(self, device: torch.device) -> None:
-        if not autocasts(device.type, self.autocast_dtype):
-            others = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
-            has = [f"precision={name!r}" for name, dtype in others.items() if autocasts(device.type, dtype)]
-            raise ValueError(
-                f"precision={self.name!r} needs an autocast in {self.autocast_dtype}, and {device} has none; pass "
-                f"{' or '.join([*has, 'precision=' + repr('32-true')])}."
-            )
+        if _mixes(self.name, device):
+            return
+        what = f"an autocast in {self.autocast_dtype}" + (" and a loss scale" if self.name == "16-mixed" else "")
+        accepted = [*(repr(name) for name in DTYPES if _mixes(name, device)), repr("32-true")]
+        raise ValueError(
+            f"precision={self.name!r} needs {what}, which torch {torch.__version__} does not have on {device.type!r}; pass "
+            f"precision={' or '.join(accepted)}."
+        )
 
     def forward_context(self) -> AbstractContextManager[Any]:
         return self._autocast
@@ -267,8 +271,10 @@ class _Autocast(AbstractContextManager[None]):
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         self._arguments = (device_type, dtype)
-        self._keeping = torch.autocast(device_type, dtype)
-        self._converting = torch.autocast(device_type, dtype, cache_enabled=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a dtype that the device does not have, which `check` refuses
+            self._keeping = torch.autocast(device_type, dtype)
+            self._converting = torch.autocast(device_type, dtype, cache_enabled=False)
         self._open: list[torch.autocast] = []
         # Which torch itself leaves out under a GPU's autocast, and under that alone.
         self._attention = NoFastPath() if device_type == "cpu" else None
@@ -306,6 +312,10 @@ class _Outside(AbstractContextManager[None]):
             self._off.__exit__(*error)
             self._off = None
             torch.clear_autocast_cache()
+
+
+def _mixes(name: str, device: torch.device) -> bool:
+    return autocasts(device.type, DTYPES[name]) and (name != "16-mixed" or scales_losses(device.type))
 
 
 def _by_kind(optimizer: Optimizer) -> list[tuple[Any, torch.device]]:

@@ -22,6 +22,7 @@ from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name as clean_name
 from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
 from trainwright.strategies.materialize import materialize
+from trainwright.strategies.placement import move
 from trainwright.strategies.shared_buffers import SharedBuffers
 from trainwright.strategies.shared_buffers import broadcast_tensors as broadcast_tensors
 from trainwright.strategies.state_entries import state_tensors
@@ -148,7 +149,7 @@ class Strategy:
         refuse_sharded(module, self.name)
         materialize(module)
         self.precision.convert_module(module)  # what had no values before
-        module.to(self.device)
+        move(module, self.device)
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization

@@ -31,6 +31,7 @@ from trainwright.strategies.late_reduction import LateReduction
 from trainwright.strategies.low_layers import Float32, allow_float32, find_float32
 from trainwright.strategies.materialize import innermost_first, materialize
 from trainwright.strategies.parted_groups import by_kind, parted_groups
+from trainwright.strategies.placement import move
 from trainwright.strategies.row_probe import refuse_sharded_steps
 from trainwright.strategies.sharded_access import explain, open_methods, refuse_sharded_loss
 from trainwright.strategies.sharded_root import ROOT, Root, gather_for_call, let_go_after_call, refuse_copy
@@ -196,7 +197,8 @@ class FSDPStrategy(Strategy):
     ) -> None:
         """Give one group's parameters rank 0's values, and keep this rank's shard of them. Collective."""
         self.precision.convert_module(group)  # what had no values before
-        self._move_whole(group)
+        # Shards may be in host memory, and are to stay there.
+        move(group, self.device, stays=lambda each: isinstance(each, DTensor))
         whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
         broadcast_tensors((*whole, *(group.buffers() if is_root else ())))
         # FSDP2 shards rows, and cannot reduce what is empty.
@@ -218,14 +220,6 @@ class FSDPStrategy(Strategy):
         type(group).__deepcopy__ = refuse_copy  # type: ignore[attr-defined]
         if not is_root:
             group.register_forward_pre_hook(note_gathered_before)
-
-    def _move_whole(self, group: nn.Module) -> None:
-        """Move what is not sharded to the device: shards may be in host memory, and are to stay there."""
-
-        def move(tensor: Tensor) -> Tensor:
-            return tensor if isinstance(tensor, DTensor) else tensor.to(self.device)
-
-        group._apply(move)  # type: ignore[no-untyped-call]
 
     def _refuse_mixed(self, group: nn.Module, whole: list[nn.Parameter]) -> None:
         dtypes = {parameter.dtype for parameter in whole if parameter.requires_grad}
