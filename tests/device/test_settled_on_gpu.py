@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from by_hand import ON_DEVICE
 from jobs import run_alone
-from small import QUIET, Classifier, make_loader
+from small import Classifier, make_loader
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer
 
@@ -23,19 +24,7 @@ from trainwright.engine.engine import Engine
 from trainwright.precision import resolve_precision
 from trainwright.strategies.base import Optimization
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch has no accelerator here"),
-]
-ON_DEVICE: dict[str, Any] = {**QUIET, "accelerator": "gpu", "devices": 1}
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """The device that this process computes on."""
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    return torch.device(kind.type, torch.accelerator.current_device_index())
+pytestmark = pytest.mark.gpu
 
 
 def busy(device: torch.device) -> None:

@@ -659,3 +659,14 @@ def test_views_and_outputs() -> None:
     view = there.unfold(1, 2, 2)
     there.zero_()
     assert view.sum().item() == 0
+
+
+def test_the_end_of_a_process_tells_of_what_no_call_could() -> None:
+    script = """
+import torch
+source = torch.ones(3).pin_memory()
+there = source.to("sim", non_blocking=True)
+source.zero_()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "sim: the host changed pinned memory" in done.stderr

@@ -36,7 +36,7 @@ struct Work final : c10d::Work {
     future->markCompleted(c10::IValue(outputs));
     current_stream[event.stream->device] = before;
   }
-  bool isCompleted() override { return finished(*event.stream, event.tick); }
+  bool isCompleted() override { return host_finds(event); }
   bool isSuccess() const override { return true; }
   std::vector<at::Tensor> result() override { return outputs; }
   void synchronize() override { wait(); }

@@ -55,8 +55,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_device", [](int device) { current_device = checked(device); });
   m.def("default_generator", [](int device) { return default_generator(device); });
 
-  m.def("violations", [] { Held held(world().lock); world().unread_violation = false; return world().violations; });
-  m.def("clear_violations", [] { Held held(world().lock); world().unread_violation = false; world().violations.clear(); });
+  m.def("violations", [] { Held held(world().lock); world().unread_violation = false; return world().violations; }, NoGil());
+  m.def("clear_violations", [] { Held held(world().lock); world().unread_violation = false; world().violations.clear(); }, NoGil());
   m.def("raise_violations", [](bool on) { world().raise_violations = on; });
 
   m.def("counts", [] {
@@ -71,13 +71,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     size_t count = 0;
     for (int id = 0; id < STREAMS; ++id) count += stream_of(checked(device), id).queue.size();
     return count;
-  });
-  m.def("settle_all", [] { for (int device = 0; device < device_count(); ++device) synchronize_device(device); }, NoGil());
+  }, NoGil());
+  m.def("unread_violation", [] { return world().unread_violation; });
+  m.def("look_once_more", [] {  // at pinned memory whose copies nobody has waited for
+    Held held(world().lock);
+    for (auto& transit : transits().all)
+      if (!transit->out && digest(transit->host) != transit->digest) report("the host changed pinned memory, and never waited for the copy that reads it");
+  }, NoGil());
 
   m.def("collectives", [](c10d::Backend* gloo, std::chrono::milliseconds timeout) {
     return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Collectives>(gloo, timeout));
   });
 
-  m.def("set_memory_limit", [](size_t bytes, int device) { Held held(world().lock); device_memory().limit[checked(device)] = bytes; });
-  m.def("mem_get_info", [](int device) { return device_memory().getMemoryInfo(c10::DeviceIndex(device)); });
+  m.def("set_memory_limit", [](size_t bytes, int device) { Held held(world().lock); device_memory().limit[checked(device)] = bytes; }, NoGil());
+  m.def("mem_get_info", [](int device) { return device_memory().getMemoryInfo(c10::DeviceIndex(device)); }, NoGil());
 }

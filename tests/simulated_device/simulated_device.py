@@ -5,6 +5,7 @@ torch calls `register` at its own import, wherever this folder is on the module 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -30,12 +31,21 @@ def register() -> None:
     _native = simulated_build.load_native()
     torch._register_device_module("sim", sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    atexit.register(_tell_what_was_not_told)
     if torch.distributed.is_available() and os.environ.get("SIM_PROCESS_GROUP", "1") != "0":
         backend: Any = torch.distributed.Backend
         backend.register_backend("simccl", _collectives, devices=["sim"])
         # torch looks for the first of these upper-case names among lower-case ones, to find the default of a group like
         # "cpu:gloo,sim:simccl"; without one, DDP cannot be made.
         backend._plugins = {"simccl": backend._plugins["SIMCCL"], **backend._plugins}
+
+
+def _tell_what_was_not_told() -> None:
+    """Say at the end of a process which violation no call could raise any more."""
+    if not _is_in_bad_fork():
+        _native.look_once_more()
+        if _native.unread_violation():
+            print(f"sim: {violations()[-1]}", file=sys.stderr)
 
 
 def _collectives(store: torch.distributed.Store, rank: int, size: int, timeout: timedelta) -> Any:

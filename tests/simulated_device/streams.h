@@ -153,6 +153,7 @@ inline bool carried_out(const Stream& stream, uint64_t tick) {
 
 // Without the world's lock around a task: one may wait for another process.
 inline void carry_out(Stream& stream, uint64_t tick = ALL, long most = -1) {
+  std::vector<std::function<void()>> over;  // let go of without a lock: a storage that Python knows takes its lock then
   Held alone(stream.carrying);
   while (most-- != 0) {
     std::function<void()> run;
@@ -164,6 +165,7 @@ inline void carry_out(Stream& stream, uint64_t tick = ALL, long most = -1) {
     auto done = [&] { Held held(world().lock); stream.queue.pop_front(); };
     try { run(); } catch (...) { done(); throw; }
     done();
+    over.push_back(std::move(run));
   }
 }
 
@@ -225,6 +227,12 @@ inline Event event_on(Stream& stream) {
 
 inline void wait_for(Stream& stream, Stream& other) { wait_for(stream, event_on(other)); }
 
+inline bool host_finds(const Event& event) {  // that it is over
+  if (!finished(*event.stream, event.tick)) return false;
+  host_waits_for(event.clock);
+  return true;
+}
+
 void used_on(void* memory, Stream& stream);  // memory.h
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -248,7 +256,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return old;
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return &stream_of(stream); }
-  bool queryStream(const c10::Stream& stream) const override { auto& own = stream_of(stream); return finished(own, own.clock[own.place]); }
+  bool queryStream(const c10::Stream& stream) const override {
+    auto event = event_on(stream_of(stream));
+    return queryEvent(&event);
+  }
   void synchronizeStream(const c10::Stream& stream) const override {
     refuse_wait("a stream is synchronized");
     synchronize(stream_of(stream));
@@ -263,9 +274,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* given, const c10::Stream& stream) const override { if (given) wait_for(stream_of(stream), *event(given)); }
   bool queryEvent(void* given) const override {
     if (!given) return true;
-    if (!finished(*event(given)->stream, event(given)->tick)) return false;
-    host_waits_for(event(given)->clock);
-    return true;
+    return host_finds(*event(given));
   }
   void destroyEvent(void* given, const c10::DeviceIndex) const noexcept override { delete event(given); }
   void synchronizeEvent(void* given) const override {

@@ -122,24 +122,28 @@ inline bool overlap(const at::Tensor& one, const at::Tensor& other) {
 }
 
 inline void host_learned() {
+  std::vector<std::shared_ptr<Transit>> over;  // let go of without the lock
   Held held(world().lock);
   auto& all = transits().all;
   for (size_t i = 0; i < all.size();) {
     auto transit = all[i];
     if (world().host[transit->stream->place] < transit->tick || (transit->out && !transit->taken)) { ++i; continue; }
     settle(*transit);
+    over.push_back(transit);
     all.erase(all.begin() + i);
   }
 }
 
 // Storages that nobody else holds any more, as an allocator of pinned memory looks after them.
 inline void let_go_of_transits() {
+  std::vector<std::shared_ptr<Transit>> over;
   Held held(world().lock);
   auto& all = transits().all;
   for (size_t i = 0; i < all.size();) {
     auto transit = all[i];
     if (transit->host.storage().use_count() > 1 || !carried_out(*transit->stream, transit->tick)) { ++i; continue; }
     if (!transit->out) settle(*transit);
+    over.push_back(transit);
     all.erase(all.begin() + i);
   }
 }
