@@ -153,6 +153,11 @@ TORCH = (
         "gather for the backward of a loss that was made outside of a forward (strategies/fsdp.py)",
     ),
     Use(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+        "_reshard_after_forward_event",
+        "let what a step wrote be in the shards before they are gathered (strategies/written_shards.py)",
+    ),
+    Use(
         "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
         "_sharded_param_data _unsharded_param _orig_size _contiguous_orig_stride",
         "keep what a step wrote into gathered parameters (strategies/written_shards.py)",

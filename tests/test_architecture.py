@@ -29,6 +29,7 @@ LAYERS = [
 """Each layer imports the ones before it; within a layer a part imports itself alone."""
 LAUNCH_MAY_IMPORT = {"devices", "distributed", "errors", "launch"}
 LONGEST_FILE, LONGEST_BODY = 400, 60
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 BANNED_WORDS = ("utils", "helpers", "misc", "common", "manager", "handler", "connector", "impl")
 
 
@@ -171,3 +172,24 @@ def test_importing_has_no_side_effect_and_is_lazy() -> None:
     done = subprocess.run([sys.executable, "-W", "error", "-c", AUDIT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[]", "False False False"]
+
+
+def test_kinds_of_accelerators_are_named_in_one_place() -> None:
+    """What is CUDA's alone stands in devices/cuda.py; precisions and docstrings may speak of it."""
+    allowed = {"data/seeding.py": {"include_cuda"}}  # an argument that peers have, under their name
+    for path in FILES:
+        relative = str(path.relative_to(ROOT))
+        if relative == "devices/cuda.py" or part_of(path) == "precision":
+            continue
+        tree = ast.parse(path.read_text())
+        texts = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, DOCUMENTED)}
+        for node in ast.walk(tree):
+            named = ""
+            if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+                named = ast.unparse(node)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in texts:
+                named = node.value
+            elif isinstance(node, (ast.Name, ast.arg)):
+                named = node.id if isinstance(node, ast.Name) else node.arg
+            if named not in {"cuda"} | allowed.get(relative, set()):  # `cuda` is devices/cuda.py, where it is imported
+                assert "cuda" not in named.lower(), f"{relative}:{node.lineno} names {named!r}"

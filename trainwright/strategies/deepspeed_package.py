@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from trainwright.devices import cuda
 from trainwright.distributed.environment import announced
 
-ACCELERATORS = {"cpu": "CPU_Accelerator", "cuda": "CUDA_Accelerator", "xpu": "XPU_Accelerator"}
-"""DeepSpeed's classes for the devices that torch has itself."""
+ACCELERATORS = ("cpu", cuda.NAME, "xpu")
+"""The devices of torch's own that DeepSpeed has a class for."""
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -50,7 +51,7 @@ def _accelerator(deepspeed: Any, device_type: str) -> Any:
             f"{device_type!r} by deepspeed.accelerator.set_accelerator before, or choose 'fsdp'."
         )
     module = importlib.import_module(f"deepspeed.accelerator.{device_type}_accelerator")
-    deepspeed.accelerator.set_accelerator(getattr(module, ACCELERATORS[device_type])())
+    deepspeed.accelerator.set_accelerator(getattr(module, f"{device_type.upper()}_Accelerator")())
     return deepspeed.accelerator.get_accelerator()
 
 

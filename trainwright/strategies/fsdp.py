@@ -30,6 +30,7 @@ from trainwright.strategies.base import Optimization, Strategy, broadcast_tensor
 from trainwright.strategies.late_reduction import LateReduction
 from trainwright.strategies.low_layers import Float32, allow_float32, find_float32
 from trainwright.strategies.materialize import innermost_first, materialize
+from trainwright.strategies.parted_groups import by_kind, parted_groups
 from trainwright.strategies.placement import move
 from trainwright.strategies.row_probe import refuse_sharded_steps
 from trainwright.strategies.sharded_access import explain, open_methods, refuse_sharded_loss
@@ -304,7 +305,8 @@ class FSDPStrategy(Strategy):
         self.unscale(optimizer)
         self._keep_writes()
         try:
-            result = self.precision.step(optimizer, clip, closure)
+            with parted_groups(optimizer):
+                result = self.precision.step(optimizer, clip, closure)
         except (RuntimeError, NotImplementedError) as error:
             if "DTensor" in str(error) or "placement" in str(error):
                 raise RuntimeError(_no_shards(optimizer)) from error
@@ -328,12 +330,13 @@ class FSDPStrategy(Strategy):
         self, optimizer: Optimizer, norm: float | None, value: float | None, scale: float = 1.0
     ) -> Tensor | None:
         self._late.reduce(optimizer)
-        super().clip_gradients(optimizer, None, value, scale)
+        parts = by_kind(optimizer)
+        for part in parts:
+            super().clip_gradients(part, None, value, scale)
         if norm is None:
             return None
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        kinds = [[p for p in parameters if isinstance(p, DTensor) == sharded] for sharded in (True, False)]
-        norms = [_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds if kind]
+        kinds = [part.param_groups[0]["params"] for part in parts]
+        norms = [_total_norm([p.grad for p in kind]) for kind in kinds]
         norms = [each.to(self.device) for each in norms]  # shards' may be in host memory
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device)
         for kind in kinds:

@@ -69,6 +69,15 @@ def keep_writes(group: Any) -> None:
         with torch.no_grad():
             torch._foreach_copy_(shards, rows)
         note_gathered(group)
+        if shards[0].device.type != "cpu":
+            _let_gathering_wait(group)
+
+
+def _let_gathering_wait(group: Any) -> None:
+    """Let FSDP gather the group's shards for its backward, over a stream of its own, once they are written."""
+    for parts in _groups(group):
+        event = parts._reshard_after_forward_event = parts.device_handle.Event()
+        event.record()
 
 
 def _take_up(part: Any, whole: Tensor, gathered: Tensor) -> None:
@@ -133,12 +142,18 @@ def _refuse_low(part: Any, is_elsewhere: bool, mine: Tensor, shard: Tensor) -> N
 
 def _gathered(group: Any) -> Iterator[Any]:
     """Yield what FSDP keeps of each parameter of a group's own that is gathered."""
-    state = group._get_fsdp_state()
-    # torch 2.11 keeps one group of parameters a module, or none; later versions keep a list, by mesh.
-    kept = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else filter(None, [state._fsdp_param_group])
-    for parts in kept:
+    for parts in _groups(group):
         if parts.is_unsharded:
             yield from parts.fsdp_params
+
+
+def _groups(group: Any) -> Iterator[Any]:
+    """Yield what FSDP keeps of a group's own parameters, together."""
+    state = group._get_fsdp_state()
+    # torch 2.11 keeps one group of parameters a module, or none; later versions keep a list, by mesh.
+    yield from (
+        state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else filter(None, [state._fsdp_param_group])
+    )
 
 
 def _version(tensor: Tensor) -> int:

@@ -1,0 +1,101 @@
+"""Shards and whole parameters of one group are stepped apart, by kernels that take one kind of tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from trainwright.strategies.parted_groups import by_kind, parted_groups
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def parameters(mesh: DeviceMesh | None) -> list[nn.Parameter]:
+    values = [torch.arange(6.0), torch.tensor(2.0), torch.ones(4), torch.arange(2.0)]
+    sharded = {0, 2}
+    made = []
+    for place, value in enumerate(values):
+        tensor = distribute_tensor(value, mesh, [Shard(0)]) if mesh is not None and place in sharded else value
+        made.append(nn.Parameter(tensor))
+        made[-1].grad = torch.ones_like(made[-1]) * (place + 1)
+    return made
+
+
+def plain(tensor: Any) -> Tensor:
+    return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
+
+
+def test_a_step_of_both_kinds_is_that_of_whole_parameters(mesh: DeviceMesh) -> None:
+    found = []
+    for where in (mesh, None):
+        own = parameters(where)
+        groups = [{"params": own[:3], "lr": 0.1}, {"params": own[3:], "lr": 0.2}]
+        optimizer = torch.optim.AdamW(groups, foreach=True)
+        groups = list(optimizer.param_groups)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for _ in range(3):
+            with parted_groups(optimizer):
+                assert len(optimizer.param_groups) == (2 if where is None else 3)
+                optimizer.step()
+            scheduler.step()
+        assert all(one is other for one, other in zip(optimizer.param_groups, groups, strict=True))
+        assert [group["lr"] for group in groups] == [0.0125, 0.025]
+        assert len(groups[0]["params"]) == 3
+        found.append([plain(each) for each in own])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_torch_itself_takes_one_kind(mesh: DeviceMesh) -> None:
+    """Once it takes both, this module has had its day."""
+    with pytest.raises(RuntimeError, match="mixed"):
+        torch.optim.AdamW(parameters(mesh), foreach=True).step()
+
+
+def test_what_a_step_writes_into_its_groups_is_kept(mesh: DeviceMesh) -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["steps"] = group.get("steps", 0) + 1
+            return super().step(closure)
+
+    own = parameters(mesh)
+    optimizer = Counting([(str(place), each) for place, each in enumerate(own)], 0.1, foreach=True)
+    for _ in range(2):
+        with parted_groups(optimizer):
+            optimizer.step()
+    (group,) = optimizer.param_groups
+    assert group["steps"] == 2
+    assert group["param_names"] == ["0", "1", "2", "3"]
+    assert group["params"] == own
+
+
+def test_groups_of_one_kind_and_those_stepped_one_by_one_stay_as_they_are(mesh: DeviceMesh) -> None:
+    for foreach, where in ((True, None), (False, mesh), (None, mesh)):
+        optimizer = torch.optim.AdamW(parameters(where), foreach=foreach)
+        groups = optimizer.param_groups
+        with parted_groups(optimizer):
+            assert optimizer.param_groups is groups
+            optimizer.step()
+
+
+def test_gradients_by_kind(mesh: DeviceMesh) -> None:
+    own = parameters(mesh)
+    own[2].grad = None
+    parts = by_kind(torch.optim.SGD(own, 0.1))
+    assert [[id(p) for p in part.param_groups[0]["params"]] for part in parts] == [
+        [id(own[0])],
+        [id(own[1]), id(own[3])],
+    ]
