@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,30 +82,55 @@ def test_compiled_saved_and_started(tmp_path: Path) -> None:
     assert rows["gpt", "by_hand"]["mfu"] == ""  # no peak is known of a CPU
 
 
-FAULTS = {
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", r"ended by itself \(SIGKILL\)"),
-    "raises": ("raise RuntimeError('CUDA error: made up')", "RuntimeError: CUDA error: made up"),
-    "silent": ("time.sleep(600)", r"no answer \(warm\) in 20 s"),
-    "ends": ("return None", "came to the end of its data"),
+PRETENDERS = {
+    "ignite": {
+        "__init__.py": "",
+        "engine.py": """
+import time
+class Engine:
+    def __init__(self, update): pass
+    def run(self, loader, max_epochs): time.sleep(600)
+""",
+    },
+    "lightning": {
+        "__init__.py": "",
+        "pytorch.py": """
+import os, signal
+class LightningModule: pass
+class Trainer:
+    def __init__(self, **settings): os.kill(os.getpid(), signal.SIGKILL)
+""",
+    },
+    "accelerate": {
+        "__init__.py": """
+class Accelerator:
+    def __init__(self, **settings): raise RuntimeError('CUDA error: made up')
+""",
+        "utils.py": "TorchDynamoPlugin = None",
+    },
+    "transformers": {"__init__.py": "raise ImportError('a broken installation')"},
 }
+"""Packages that stand before those of the same names, and fail each in its way."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(PATIENCE + 60)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_fails_is_a_row_with_the_reason(fault: str, tmp_path: Path) -> None:
-    statement, reason = FAULTS[fault]
-    package = tmp_path / "path" / "ignite"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "engine.py").write_text(
-        "import os, signal, time\n\nclass Engine:\n    def __init__(self, update): pass\n"
-        f"    def run(self, loader, max_epochs):\n        {statement}\n"
-    )
-    patience = ("--patience", "20") if fault == "silent" else ()
-    rows = small_run(tmp_path / "out", "mlp", "by_hand,ignite", *patience, path=package.parent)
-    assert re.search(reason, rows["mlp", "ignite"]["note"])
-    assert rows["mlp", "ignite"]["rounds"] == "0"
+def test_what_fails_is_a_row_with_the_reason(tmp_path: Path) -> None:
+    for package, files in PRETENDERS.items():
+        for name, text in files.items():
+            path = tmp_path / "path" / package / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    names = "by_hand,lightning,accelerate,hf_trainer,ignite"
+    rows = small_run(tmp_path / "out", "mlp", names, "--patience", "40", path=tmp_path / "path")
+    for name, reason in {
+        "lightning": "ended by itself (SIGKILL)",
+        "accelerate": "RuntimeError: CUDA error: made up",
+        "hf_trainer": "cannot be imported: a broken installation",
+        "ignite": "no answer (warm) in 40 s",
+    }.items():
+        assert rows["mlp", name]["rounds"] == "0"
+        assert reason in rows["mlp", name]["note"]
     assert rows["mlp", "by_hand"]["note"] == ""
     assert float(rows["mlp", "by_hand"]["ms"]) > 0
 
