@@ -4,7 +4,7 @@
 
 Nothing is installed: tests of packages that are missing skip with the reason. Only the files that hold such tests are
 imported. Warnings do not fail a test here, apart from Trainwright's own: what a driver or another torch warns of cannot be
-known beforehand. After ten minutes the tests that are left are skipped.
+known beforehand. What has not begun after nine minutes is skipped.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import importlib.util
 import os
 import re
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 NEEDED = ("torch", "numpy", "safetensors", "fsspec", "tqdm", "pytest")
 """Without which no test can be imported."""
-MINUTES = 9.5
+MINUTES = 9.0
+"""After which no test begins."""
 SECONDS = 150
 """Of one test."""
 FILTERS = ("default", r"error:::trainwright\b")
@@ -35,29 +34,6 @@ def missing() -> list[str]:
 def files() -> list[str]:
     """Return the files that hold tests marked `gpu`."""
     return sorted(str(path) for path in TESTS.rglob("test_*.py") if re.search(r"\bmark\.gpu\b", path.read_text()))
-
-
-class Clock:
-    """Skips what would begin after the session's time, and tells how long it took."""
-
-    def __init__(self, minutes: float) -> None:
-        self.minutes, self.start = minutes, time.monotonic()
-
-    def pytest_runtest_setup(self, item: Any) -> None:
-        import pytest
-
-        if time.monotonic() - self.start > 60 * self.minutes:
-            pytest.skip(f"the session's {self.minutes:g} minutes were over")
-
-    def pytest_report_header(self) -> str:
-        import torch
-
-        kind = torch.accelerator.current_accelerator(check_available=True)
-        if kind is None:
-            return f"torch {torch.__version__} sees no accelerator here: every test is skipped"
-        module: Any = torch.get_device_module(kind)
-        name = module.get_device_name(0) if hasattr(module, "get_device_name") else kind.type
-        return f"torch {torch.__version__} on {torch.accelerator.device_count()} x {name}"
 
 
 def main(arguments: list[str]) -> int:
@@ -79,6 +55,7 @@ def main(arguments: list[str]) -> int:
         print(f"trainwright cannot be imported here: {error}")
         return 2
     import pytest
+    from session_clock import SessionClock
 
     options = ["-m", "gpu", "-ra", "--continue-on-collection-errors", "-p", "no:cacheprovider", "--tb=short"]
     options += ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
@@ -88,7 +65,7 @@ def main(arguments: list[str]) -> int:
     given = (
         [] if any(not each.startswith("-") and Path(each.split("::")[0]).exists() for each in arguments) else files()
     )
-    code = int(pytest.main([*options, *arguments, *given], plugins=[Clock(MINUTES)]))
+    code = int(pytest.main([*options, *arguments, *given], plugins=[SessionClock(MINUTES, SECONDS)]))
     return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from by_hand import ON_DEVICE
+from jobs import run_alone
 from small import Classifier, make_loader
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer
@@ -17,7 +19,7 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer
 import trainwright as tw
 from trainwright.checkpoint.host_copy import HostMemory
 from trainwright.checkpoint.tensors import Piece
-from trainwright.devices.abilities import has_pinned_memory
+from trainwright.devices.abilities import collective_backend, has_pinned_memory
 from trainwright.engine.engine import Engine
 from trainwright.precision import resolve_precision
 from trainwright.strategies.base import Optimization
@@ -91,6 +93,32 @@ def test_gradients_in_host_memory_are_unscaled_by_a_scale_that_has_arrived(devic
     assert precision.step(optimizer, None).skipped == (value == float("inf"))
     assert precision.state_dict()["scale"] == (scale if value == 3.0 else scale / 2)
     assert whole.item() == (-2.0 if value == 3.0 else 0.0)
+
+
+def alone(folder: Path, name: str) -> None:
+    """Run a function of the job in a process of its own, where it opens its process group."""
+    lines = f"""
+        import warnings; warnings.simplefilter("ignore")  # of other packages, as they are imported
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import deepspeed_device, offloading_job, pathlib
+        {"deepspeed_device.let_deepspeed_know()" if name == "deepspeed" else ""}
+        offloading_job.{name}(pathlib.Path({str(folder)!r}))
+    """
+    run_alone(textwrap.dedent(lines), folder, seconds=200.0)
+
+
+def test_shards_in_host_memory_are_trained_as_those_on_the_device(device: torch.device, tmp_path: Path) -> None:
+    if collective_backend(device.type) is None:
+        pytest.skip(f"{device.type} has no process group in torch")
+    alone(tmp_path, "fsdp")
+
+
+def test_deepspeed_on_a_device_whose_number_is_not_the_local_rank(device: torch.device, tmp_path: Path) -> None:
+    """Resumed bitwise, with the counts of a fused AdamW where its kernel reads them, and no buffer of 2 GB."""
+    pytest.importorskip("deepspeed")
+    if device.type not in ("cuda", "sim") or collective_backend(device.type) is None:
+        pytest.skip(f"DeepSpeed does not know {device.type}, or torch has no process group for it")
+    alone(tmp_path, "deepspeed")
 
 
 # -- values of modules without any -----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,29 @@ def test_events_and_streams_by_every_name() -> None:
         pass
 
 
+def test_threads_with_streams_of_their_own() -> None:
+    failed = []
+
+    def work() -> None:
+        side = sim.Stream()
+        for _ in range(100):
+            with sim.stream(side):
+                there = torch.ones(16).pin_memory().to("sim", non_blocking=True) * 2
+                here = there.to("cpu", non_blocking=True)
+                here.untyped_storage(), there.untyped_storage()  # Python's lock is taken where these are let go of
+                event = side.record_event()
+            event.synchronize()
+            if here.tolist() != [2] * 16:
+                failed.append(here)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
 # ---- memory
 
 
@@ -407,6 +431,8 @@ def test_memory_is_counted() -> None:
     assert sim.max_memory_allocated() == torch.accelerator.max_memory_allocated() == before + (1 << 20)
     assert sim.memory_reserved() >= 1 << 20
     torch.accelerator.empty_cache()
+    torch.accelerator.empty_host_cache()
+    torch.accelerator.reset_accumulated_memory_stats()
     assert "allocated_bytes.all.peak" in sim.memory_stats()
     other = sim.memory_allocated(1)
     second = torch.empty(1 << 20, dtype=torch.uint8, device="sim:1")

@@ -263,7 +263,7 @@ struct Collectives final : c10d::Backend {
     return reduce_into(c10d::OpType::_REDUCE_SCATTER_BASE, outputs, inputs, options);
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
-    return reduce_into(c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs, inputs, options);
+    return reduce_into(c10d::OpType::COALESCED, outputs, inputs, options);
   }
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
       const c10d::AllToAllOptions& options) override {

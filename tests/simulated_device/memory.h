@@ -5,6 +5,7 @@
 // after an earlier one is found, also where the memory has changed hands in between.
 #pragma once
 #include "streams.h"
+#include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -265,7 +266,7 @@ inline void used_on(void* memory, Stream& stream) {
 }
 
 // Pinned memory: what a copy still reads or writes keeps its storage (transfers.h), so a block that is freed is free.
-struct PinnedMemory final : c10::Allocator {
+struct PinnedMemory final : at::HostAllocator {
   std::map<char*, std::shared_ptr<char>> live;  // by where it begins
   std::map<char*, size_t> sizes;
   std::map<size_t, std::vector<std::shared_ptr<char>>> cached;
@@ -274,6 +275,11 @@ struct PinnedMemory final : c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t size) const override { std::memcpy(to, from, size); }
   c10::DataPtr allocate(size_t asked) override;
+  bool record_event(void* memory, void*, c10::Stream) override { return holds(memory); }
+  void empty_cache() override { Held held(world().lock); cached.clear(); }
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
   void free(void* memory) {
     Held held(world().lock);
     auto found = live.find(static_cast<char*>(memory));

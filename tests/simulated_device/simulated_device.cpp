@@ -46,6 +46,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   c10::SetAllocator(SIM, &device_memory());
   at::RegisterPrivateUse1HooksInterface(new Hooks());
+  if (switched_on("SIM_PINNED", true)) at::setHostAllocator(SIM, &pinned_memory());
   pthread_atfork(nullptr, nullptr, [] { if (world().used) world().bad_fork = true; });
 
   m.def("device_count", [] { return device_count(); });

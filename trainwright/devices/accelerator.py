@@ -79,6 +79,7 @@ def use(device: torch.device) -> None:
     """Make a device the one that this process computes on."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
+        torch.empty(1, device=device)  # until it has been used, torch's DeviceMesh chooses another, by LOCAL_RANK
 
 
 def current() -> torch.device | None:
