@@ -128,16 +128,26 @@ class Job:
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return f"ended by itself ({code}): {lines[-1][:300] if lines else 'it printed nothing'}"
 
+    def leave(self, at_once: bool) -> None:
+        """Let the process end, without waiting for it; one that hangs has to, at once."""
+        if at_once:
+            self._kill()
+        else:
+            self.tell("end")
+
     def end(self) -> None:
         """End the process and those that it has started, and drop its folder."""
         self.tell("end")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=0.5)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=10)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def describe(device: str, environment: dict[str, str]) -> dict[str, Any]:

@@ -97,7 +97,11 @@ class Pacer:
         seconds = yield from self._timed(steps)
         self._channel.tell("warm", seconds=seconds / steps, first=first, loss=self._loss(), **self._facts)
         reset_peak_memory(self._device)
-        turns: dict[str, Callable[[dict[str, Any]], Iterator[int]]] = {"turn": self._turn, "probe": self._probe}
+        turns: dict[str, Callable[[dict[str, Any]], Iterator[int]]] = {
+            "turn": self._turn,
+            "arm": self._arm,
+            "probe": self._probe,
+        }
         while True:
             if self._is_crowded:
                 empty_cache(self._device)
@@ -117,15 +121,23 @@ class Pacer:
         peak = peak_memory_mib(self._device)
         self._channel.tell("turn", seconds=seconds / told["steps"], loss=self._loss(), peak_mib=peak)
 
+    def _arm(self, told: dict[str, Any]) -> Iterator[int]:
+        """Let the profiler come up, which takes seconds: all processes do so at the same time, and nothing is timed."""
+        yield from self._seen(profiled_steps, 2, {})
+        self._channel.tell("armed")
+
     def _probe(self, told: dict[str, Any]) -> Iterator[int]:
         found: dict[str, Any] = {}
         for window in (profiled_steps, counted_waits):
-            try:
-                for _ in window(self._device, told["steps"], found):
-                    yield 1
-            except (RuntimeError, ValueError, OSError, KeyError) as error:  # what cannot be seen here stays empty
-                found.setdefault("unseen", f"{window.__name__}: {str(error)[:200]}")
+            yield from self._seen(window, told["steps"], found)
         self._channel.tell("probe", **found)
+
+    def _seen(self, window: Callable[..., Iterator[None]], steps: int, found: dict[str, Any]) -> Iterator[int]:
+        try:
+            for _ in window(self._device, steps, found):
+                yield 1
+        except (RuntimeError, ValueError, OSError, KeyError) as error:  # what cannot be seen here stays empty
+            found.setdefault("unseen", f"{window.__name__}: {str(error)[:200]}")
 
     def _loss(self) -> float:
         """Return the average of the last losses. The host waits for it, so no clock runs meanwhile."""

@@ -13,7 +13,6 @@ import torch
 from torch.profiler import ProfilerActivity
 
 MIB = 2**20
-PROFILER_WARMUP_STEPS = 2
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "hipStreamSynchronize")
 
@@ -63,23 +62,21 @@ def _memory_call(device: torch.device, name: str) -> Any:
 def profiled_steps(device: torch.device, steps: int, found: dict[str, Any]) -> Iterator[None]:
     """Run `steps` steps under torch's profiler, recording the device alone; put into `found` what it did in a step.
 
-    Each item that is yielded is a step. Without a profiler for this device nothing is yielded.
+    Each item that is yielded is a step. Without a profiler for this device nothing is yielded. The first use in a process takes
+    seconds, and its first steps may be missing: let it be one that is thrown away.
     """
     activity = {"cuda": ProfilerActivity.CUDA, "xpu": getattr(ProfilerActivity, "XPU", None)}.get(device.type)
     if activity is None or activity not in torch.profiler.supported_activities():
         return
+    profiler = torch.profiler.profile(activities=[activity])
+    synchronize(device)
+    profiler.start()
+    for _ in range(steps):
+        yield
+    synchronize(device)
+    profiler.stop()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        profiler = torch.profiler.profile(activities=[activity])
-        # The tracer of the device needs some steps to come up; they are recorded and thrown away.
-        for window in (PROFILER_WARMUP_STEPS, steps):
-            profiler = torch.profiler.profile(activities=[activity])
-            synchronize(device)
-            profiler.start()
-            for _ in range(window):
-                yield
-            synchronize(device)
-            profiler.stop()
         profiler.export_chrome_trace(str(path))
         found.update(read_trace(path.read_text(errors="replace"), steps))
 

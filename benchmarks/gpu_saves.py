@@ -98,8 +98,6 @@ def run_saves(make: Callable[[Work], Save], work: Work, channel: Channel) -> Non
     reset_peak_memory(work.device)
     number = 0
     while True:
-        if channel.command()["do"] == "turn":
-            number += 1
-            channel.tell("turn", **timed(number), peak_mib=peak_memory_mib(work.device))
-        else:
-            channel.tell("probe")
+        channel.command()
+        number += 1
+        channel.tell("turn", **timed(number), peak_mib=peak_memory_mib(work.device))

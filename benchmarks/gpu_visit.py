@@ -59,6 +59,7 @@ class Visit:
         self.records = {name: Record(case.name, name, number) for name in names}
         """Of those that are under way."""
         self._jobs: dict[str, Job] = {}
+        self._leaving: list[Job] = []
         self._ready: set[str] = set()
 
     def start(self) -> None:
@@ -84,9 +85,12 @@ class Visit:
 
     def end(self, reason: str = "") -> None:
         """End what is under way; with a reason, keep what was measured."""
-        for job in self._jobs.values():
+        for job in (leaving := [*self._jobs.values(), *self._leaving]):
+            job.leave(at_once=bool(reason) and job in self._jobs.values())
+        for job in leaving:
             job.end()
         self._jobs.clear()
+        self._leaving.clear()
         for name in list(self.records) if reason else []:
             self._close(name, reason)
 
@@ -94,7 +98,9 @@ class Visit:
         record = self.records.pop(name)
         record.reason = reason
         if name in self._jobs:
-            self._jobs.pop(name).end()
+            job = self._jobs.pop(name)
+            self._leaving.append(job)
+            job.leave(at_once=bool(reason))
         self._finish(record)
 
     def _each(self, names: list[str], action: Callable[[str], None]) -> None:
@@ -147,10 +153,21 @@ class Visit:
             self._each(names if turn % 2 == 0 else names[::-1], take_turn)
             self._progress()
 
+        if self.case.kind == "steps" and self.number == 0:  # later visits would see the same
+            self._look_closer(names, min(steps, 10))
+        self._each(names, lambda name: self._close(name))
+
+    def _look_closer(self, names: list[str], steps: int) -> None:
+        """Let the processes say what a step does on the device: one after another, as each needs it alone."""
+        for first in range(0, len(names), self.at_once):
+            group = [each for each in names[first : first + self.at_once] if each in self.records]
+            for name in group:
+                self._jobs[name].tell("arm")
+            self._each(group, lambda name: self._ask(name, "armed"))
+
         def take_probe(name: str) -> None:
-            self._jobs[name].tell("probe", steps=min(steps, 10))
+            self._jobs[name].tell("probe", steps=steps)
             self.records[name].probe = self._ask(name, "probe")
-            self._close(name)
 
         self._each(names, take_probe)
 

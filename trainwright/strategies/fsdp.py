@@ -273,6 +273,7 @@ class FSDPStrategy(Strategy):
             raise
         if not (self._automatic and torch.is_grad_enabled()):
             root.reshard()  # no backward will: and what a hook freezes has to be the shard, not what was gathered
+            self._wait_for_reads()
         return outputs
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
@@ -290,6 +291,11 @@ class FSDPStrategy(Strategy):
         super().backward(loss, send, **options)
         self.buffers.end_backward()
         self._gather_roots()
+
+    def _wait_for_reads(self) -> None:
+        """Wait until the device has copied what it was asked to gather of shards in host memory, which may be written next."""
+        if self.cpu_offload and self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def sync_gradients(self, enabled: bool) -> None:
         super().sync_gradients(enabled)
