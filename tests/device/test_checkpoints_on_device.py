@@ -51,8 +51,8 @@ class SavesAside(tw.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 3:
+            self.expected = state_of(trainer, module)  # before, as it waits for the device
             trainer.save_checkpoint(self.path, blocking=False)
-            self.expected = state_of(trainer, module)
         if trainer.global_step == 7 and self.files is not None:
             self.files.gate.set()
 
@@ -81,8 +81,8 @@ def test_saves_in_the_background_one_after_another(tmp_path: Path) -> None:
             self.expected: dict[int, Tensor] = {}
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            trainer.save_checkpoint(str(tmp_path / f"{trainer.global_step}.ckpt"), blocking=False)
             self.expected[trainer.global_step] = module.net[0].weight.detach().clone().cpu()
+            trainer.save_checkpoint(str(tmp_path / f"{trainer.global_step}.ckpt"), blocking=False)
 
     saver = SavesEach()
     tw.Trainer(max_steps=6, callbacks=[saver], **ON_DEVICE).fit(Large(), make_loader())
