@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from trainwright.devices import cuda
 from trainwright.devices.generators import derived_device_state, device_state, set_device_state, state_in
 from trainwright.distributed.environment import Environment
 
@@ -79,7 +80,7 @@ def derive_seed(*parts: int) -> int:
 
 def rng_state() -> dict[str, Any]:
     """Return the states of this process's generators: python, numpy (where it is loaded), torch and the accelerator's."""
-    return {**host_state(), "device": device_state()}
+    return {**host_state(), **cuda.FOR_EARLIER_READERS, "device": device_state()}
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
@@ -98,7 +99,7 @@ def derived_rng_state(*parts: int) -> dict[str, Any]:
     """Return what `rng_state` would return with all generators seeded by the parts; nothing is changed."""
     seed = derive_seed(*parts)
     with SideGenerators(seed).drawn():
-        return {**host_state(), "device": derived_device_state(seed)}
+        return {**host_state(), **cuda.FOR_EARLIER_READERS, "device": derived_device_state(seed)}
 
 
 class SideGenerators:

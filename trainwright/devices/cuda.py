@@ -31,6 +31,10 @@ def check_generator_state(state: Tensor) -> None:
         raise ValueError(f"{numel} bytes, with the offset {offset}")
 
 
+FOR_EARLIER_READERS: dict[str, list[Tensor]] = {NAME: []}
+"""What code that reads a checkpoint's states of generators by number looks for in each."""
+
+
 def earlier_generators(state: Mapping[str, Any]) -> list[Tensor]:
     """Return the states of generators as checkpoints held them before: those of all devices that were visible, by number."""
     return list(state.get(NAME) or ())
