@@ -13,6 +13,8 @@ from torch import Tensor
 
 CAUGHT = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError)
 """What a device raises that cannot do what it is asked for; each kind has its own way."""
+PASSING = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""What it raises that may be able to at another time: no answer, which is neither given nor kept."""
 
 
 @functools.cache
@@ -21,6 +23,8 @@ def computes_in(device_type: str, dtype: torch.dtype) -> bool:
     try:
         one = torch.ones(1, dtype=dtype, device=device_type)
         return (one + one).dtype == dtype
+    except PASSING:
+        raise
     except CAUGHT:
         return False
 
@@ -36,9 +40,11 @@ def autocasts(device_type: str, dtype: torch.dtype) -> bool:
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("error")  # torch warns, and computes in float32, where it has no such autocast
-            one = torch.ones(1, 1, device=device_type)
+            one = torch.ones(1, 1, dtype=torch.float32, device=device_type)
             with torch.autocast(device_type, dtype):
                 return torch.mm(one, one).dtype == dtype
+    except PASSING:
+        raise
     except (*CAUGHT, Warning):
         return False
 
@@ -47,12 +53,14 @@ def autocasts(device_type: str, dtype: torch.dtype) -> bool:
 def scales_losses(device_type: str) -> bool:
     """Return whether torch.amp.GradScaler works on a device: it computes its inverse scale in float64, but on MPS."""
     try:
-        weight = torch.ones(1, device=device_type, requires_grad=True)
-        weight.grad = torch.ones(1, device=device_type)
+        weight = torch.ones(1, dtype=torch.float32, device=device_type, requires_grad=True)
+        weight.grad = torch.ones_like(weight)
         scaler = torch.amp.GradScaler(device_type)
-        scaler.scale(torch.ones(1, device=device_type))
+        scaler.scale(torch.ones_like(weight))
         scaler.unscale_(torch.optim.SGD([weight], lr=0.1))
         return True
+    except PASSING:
+        raise
     except CAUGHT:
         return False
 
@@ -63,9 +71,10 @@ def has_pinned_memory(device_type: str) -> bool:
     if device_type == "cpu":
         return False
     try:
-        return torch.empty(1, pin_memory=True).to(device_type, non_blocking=True).device.type == device_type and bool(
-            torch.empty(1, pin_memory=True).is_pinned()
-        )
+        page = torch.empty(1, device="cpu", pin_memory=True)
+        return page.is_pinned() and page.to(device_type, non_blocking=True).device.type == device_type
+    except PASSING:
+        raise
     except CAUGHT:
         return False
 
@@ -82,6 +91,8 @@ def has_streams(device_type: str) -> bool:
         torch.accelerator.current_stream().wait_event(side.record_event())
         copy.record_stream(torch.accelerator.current_stream())
         return True
+    except PASSING:
+        raise
     except CAUGHT:
         return False
 
@@ -100,6 +111,8 @@ def fuses(device_type: str, optimizer: str, dtype: torch.dtype) -> bool:
         with torch.no_grad():
             _STEPS[optimizer]([weight], [gradient], [[each] for each in moments], [step])
         return True
+    except PASSING:
+        raise
     except CAUGHT:
         return False
 

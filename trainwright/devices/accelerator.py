@@ -12,12 +12,20 @@ from trainwright.devices import cuda
 GENERAL = "gpu"
 """The name that stands for whatever accelerator torch has."""
 HOST = torch.device("cpu")
+_used: set[str] = set()
+"""The kinds of accelerator that this process computes on; some modules of torch's cannot say."""
 
 
 def names() -> tuple[str, ...]:
     """Return the names that `accelerator=` accepts beside "auto", and beside those of backends that torch has no word for."""
     own = torch._C._get_privateuse1_backend_name()
     return ("cpu", GENERAL, cuda.NAME, "mps", "xpu", *([] if own == "privateuseone" else [own]))
+
+
+def built_for() -> str | None:
+    """Return the kind of accelerator that torch was built for; asks no driver whether one is here."""
+    found = torch.accelerator.current_accelerator()
+    return None if found is None else found.type
 
 
 def accelerator_type() -> str | None:
@@ -52,6 +60,11 @@ def resolve_device_type(accelerator: str) -> str:
     here = accelerator_type()
     if accelerator == "auto":
         return here or "cpu"
+    if ":" in accelerator:
+        raise ValueError(
+            f"accelerator={accelerator!r} names a device by its number; pass accelerator={accelerator.split(':')[0]!r} with "
+            f"devices=[{accelerator.split(':')[1]}]."
+        )
     wanted = here if accelerator == GENERAL else accelerator
     if wanted is not None and is_available(wanted):
         return wanted
@@ -69,27 +82,34 @@ def resolve_device_type(accelerator: str) -> str:
 
 def count(device_type: str | None = None) -> int:
     """Return how many devices of a kind torch sees, of the accelerator that is here by default; 0 for the CPU."""
-    device_type = accelerator_type() if device_type is None else device_type
+    device_type = built_for() if device_type is None else device_type
     if device_type in (None, "cpu"):
         return 0
     return int(torch.get_device_module(device_type).device_count())
 
 
 def use(device: torch.device) -> None:
-    """Make a device the one that this process computes on."""
-    if device.type != "cpu":
+    """Make a device the one that this process computes on, in the thread that calls; another may have been used since."""
+    if device.type == "cpu":
+        return
+    _used.add(device.type)
+    module: Any = torch.get_device_module(device)
+    if hasattr(module, "set_device"):
+        module.set_device(device)
+    else:
         torch.accelerator.set_device_index(device)
-        torch.empty(1, device=device)  # until it has been used, torch's DeviceMesh chooses another, by LOCAL_RANK
+    torch.empty(1, device=device)  # until it has been used, torch's DeviceMesh chooses another, by LOCAL_RANK
 
 
 def current() -> torch.device | None:
-    """Return the accelerator's device that this process computes on; None where it has used none so far."""
-    built_for = torch.accelerator.current_accelerator()  # asks no driver, which a run on the CPU may leave alone
-    if built_for is None:
+    """Return the accelerator's device that this thread computes on; None where the process has used none so far."""
+    kind = built_for()  # asks no driver, which a run on the CPU may leave alone
+    if kind is None:
         return None
-    module: Any = torch.get_device_module(built_for)
-    is_in_use = getattr(module, "is_initialized", module.is_available)  # MPS cannot say
-    return torch.device(built_for.type, torch.accelerator.current_device_index()) if is_in_use() else None
+    is_initialized = getattr(torch.get_device_module(kind), "is_initialized", None)
+    if kind not in _used and (is_initialized is None or not is_initialized()):
+        return None
+    return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -31,6 +31,11 @@ def check_generator_state(state: Tensor) -> None:
         raise ValueError(f"{numel} bytes, with the offset {offset}")
 
 
+def has_drawn(state: Tensor) -> bool:
+    """Return whether numbers were drawn from a CUDA generator since it was seeded."""
+    return bool(state[8:].any())
+
+
 FOR_EARLIER_READERS: dict[str, list[Tensor]] = {NAME: []}
 """What code that reads a checkpoint's states of generators by number looks for in each."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,57 +13,62 @@ from trainwright.devices import accelerator, cuda
 
 
 def device_state() -> dict[str, Any] | None:
-    """Return the states of the generators that this process draws from on an accelerator; None where it uses none.
+    """Return the states of the accelerator's generators; None where this process uses none.
 
-    "state" is that of the device it computes on, whatever its number; "others" are those of further devices that it has
-    drawn from, by number.
+    "state" is that of the device it computes on, whose number is "index"; "others" are those of the further devices that
+    torch sees, by number: a process may draw on them too.
     """
     device = accelerator.current()
     if device is None:
         return None
     module: Any = torch.get_device_module(device)
-    others = {}
-    for index in range(accelerator.count(device.type)):
-        if index != device.index:
-            state = module.get_rng_state(index)
-            if not torch.equal(state, _seeded(torch.device(device.type, index), torch.initial_seed())):
-                others[str(index)] = state
-    return {"type": device.type, "state": module.get_rng_state(), "others": others}
+    others = [each for each in range(accelerator.count(device.type)) if each != device.index]
+    return {
+        "type": device.type,
+        "index": device.index,
+        "state": module.get_rng_state(),
+        "others": {str(each): module.get_rng_state(each) for each in others},
+    }
 
 
 def set_device_state(state: Mapping[str, Any] | None) -> None:
-    """Put the generators back to what `device_state` returned, on another number of devices and of another number too.
+    """Put the generators back to what `device_state` returned, also where this process computes on another device.
 
-    What is of another kind of device than the one here is left out; so is, with a warning, a further device that is not here.
+    What is of another kind of device than the one in use is left out, and so is what `lost_devices` names.
     """
-    here = accelerator.accelerator_type()
-    if state is None or state["type"] != here:
+    device = accelerator.current()
+    if state is None or device is None or state["type"] != device.type:
         return
-    module: Any = torch.get_device_module(here)
+    module: Any = torch.get_device_module(device)
     module.set_rng_state(state["state"])
-    present = accelerator.count(here)
-    gone = [index for index in state["others"] if int(index) >= present]
-    for index, other in state["others"].items():
-        if index not in gone:
-            module.set_rng_state(other, int(index))
-    if gone:
-        warnings.warn(
-            f"the generators of the {here} device(s) {', '.join(gone)} are in the checkpoint, and torch sees {present} here: "
-            "what the run draws there, if anything, it draws anew. The generator of its own device was restored.",
-            stacklevel=2,
-        )
+    present = accelerator.count(device.type)
+    for number, other in state["others"].items():
+        if int(number) != device.index and int(number) < present:
+            module.set_rng_state(other, int(number))
+
+
+def lost_devices(state: Mapping[str, Any] | None) -> list[str]:
+    """Return the numbers of further devices that the states' process has drawn from and that cannot be put back here."""
+    device = accelerator.current()
+    if state is None or device is None or state["type"] != device.type:
+        return []
+    present = accelerator.count(device.type)
+    gone = [number for number in state["others"] if int(number) == device.index or int(number) >= present]
+    return [number for number in gone if _has_drawn(device, state["others"][number])]
 
 
 def derived_device_state(seed: int) -> dict[str, Any] | None:
-    """Return what `device_state` would return with the device's generator seeded; nothing is changed."""
+    """Return what `device_state` would return with this process's own device's generator seeded; nothing is changed."""
     device = accelerator.current()
-    return None if device is None else {"type": device.type, "state": _seeded(device, seed), "others": {}}
+    if device is None:
+        return None
+    return {"type": device.type, "index": device.index, "state": _seeded(device, seed), "others": {}}
 
 
-def fits_device(states: Mapping[str, Any]) -> bool:
-    """Return whether the states of a process's generators, from a checkpoint, have one for the device that this one uses."""
-    device, stored = accelerator.current(), state_in(states)
-    return device is None or (stored is not None and stored["type"] == device.type)
+def fits_device(states: Mapping[str, Any], device: torch.device) -> bool:
+    """Return whether the states of a process's generators, from a checkpoint, have one for the device of a run."""
+    stored = state_in(states)
+    return device.type == "cpu" or (stored is not None and stored["type"] == device.type)
 
 
 def state_in(states: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -77,8 +81,11 @@ def state_in(states: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     device = accelerator.current()
     own = device.index if device is not None and device.index < len(by_number) else 0
-    others = {str(index): state for index, state in enumerate(by_number) if index != own and _has_drawn(state)}
-    return {"type": cuda.NAME, "state": by_number[own], "others": others}
+    drawn = [number for number, state in enumerate(by_number) if cuda.has_drawn(state)]
+    if len(drawn) == 1:  # that of the rank which saved it, whatever its number is here
+        own = drawn[0]
+    others = {str(number): state for number, state in enumerate(by_number) if number != own}
+    return {"type": cuda.NAME, "index": own, "state": by_number[own], "others": others}
 
 
 def check_device_state(state: Any) -> None:
@@ -88,22 +95,14 @@ def check_device_state(state: Any) -> None:
     kind, own, others = state["type"], state["state"], state["others"]
     if not isinstance(kind, str) or not isinstance(others, Mapping) or not all(key.isdecimal() for key in others):
         raise TypeError("no kind of device, and states by number")
+    device = accelerator.current()
     for each in (own, *others.values()):
         if not isinstance(each, Tensor) or each.dtype != torch.uint8 or each.dim() != 1:
             raise TypeError("no row of bytes")
         if kind == cuda.NAME:
             cuda.check_generator_state(each)
-        elif accelerator.is_available(kind):
-            torch.Generator(torch.device(kind, 0)).set_state(each)
-
-
-def _seeded(device: torch.device, seed: int) -> Tensor:
-    state: Tensor = torch.Generator(device).manual_seed(seed).get_state()
-    return state
-
-
-def _has_drawn(state: Tensor) -> bool:
-    return bool(state[8:].any())
+        elif device is not None and device.type == kind:
+            torch.Generator(device).set_state(each)
 
 
 @contextmanager
@@ -115,3 +114,14 @@ def forked_generators() -> Iterator[None]:
     finally:
         torch.set_rng_state(host)
         set_device_state(device)
+
+
+def _seeded(device: torch.device, seed: int) -> Tensor:
+    state: Tensor = torch.Generator(device).manual_seed(seed).get_state()
+    return state
+
+
+def _has_drawn(device: torch.device, state: Tensor) -> bool:
+    generator = torch.Generator(device)
+    generator.set_state(state)
+    return not torch.equal(state, _seeded(device, generator.initial_seed()))

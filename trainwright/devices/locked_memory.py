@@ -40,7 +40,7 @@ class LockedMemory:
                 self._unlock = weakref.finalize(self, _unlock, address, area)
                 self._unlock.atexit = False  # the process gives all back at its end, and the driver may be gone by then
                 return
-        self.tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self.tensor = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def release(self) -> None:
         """Give the memory back. Copies into it have to be done."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from trainwright.devices.abilities import collective_backend
 from trainwright.devices.accelerator import count
 from trainwright.distributed.environment import Environment, pick_backend
 
@@ -58,7 +59,8 @@ def resolve_num_processes(devices: int | str | list[int], device_type: str, envi
             "most one process a GPU, or pass accelerator='cpu'."
         )
     if devices == "auto":
-        return launched or present or 1
+        # Where torch has no process group, one device computes.
+        return launched or (present if collective_backend(device_type) is not None else 1) or 1
     if isinstance(devices, str) and devices.lstrip("-").isdigit():
         devices = int(devices)
     if isinstance(devices, bool) or not isinstance(devices, int):

@@ -182,6 +182,7 @@ class Engine:
         Raises:
             ValueError: on every rank alike, where the ranks have different models.
         """
+        use(self.device)  # of this thread: another engine, or another thread, may have used another since
         refuse_unlike_models(module, self.agreement, self.timeout_seconds)
         if optimization is not None:
             self.optimization = optimization
@@ -324,6 +325,7 @@ class Engine:
         Raises:
             CheckpointError: on every rank alike, for the one in flight before too; nothing is left at the path then.
         """
+        use(self.device)
         # First of all, so that no collective of a save is paired with another one of ranks that do not save here.
         self.agreement.exchange(b"", call=f"a save of step {step}", timeout_seconds=self.timeout_seconds)
         self.finish_save()
@@ -423,6 +425,7 @@ class Engine:
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
         """
+        use(self.device)
         checkpoint, state, tensors = source if isinstance(source, Opened) else self.open(source)
         lazy: dict[str, LazyTensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
@@ -447,7 +450,7 @@ class Engine:
                 check_optimizers(checkpoint, state, named_optimizers(self.modules, self.optimizers))
                 there = checkpoint.tensors("parameters") if "parameters" in checkpoint.sections else {}
                 check_model(checkpoint.path, {name: each.shape for name, each in there.items()}, strays, strict=True)
-                told = restored(checkpoint, state, seed, self.rank, self.world_size)
+                told = restored(checkpoint, state, seed, self.rank, self.world_size, self.device)
 
         # One rank's refusal is every rank's, in the words of the lowest.
         outcomes = Outcomes(self.agreement, "the load of a checkpoint", "", checkpoint.path, self.timeout_seconds)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
+
+import torch
 
 from trainwright.checkpoint.store import Checkpoint
 from trainwright.data.generator_states import check_generator_states, is_generator_state
 from trainwright.data.seeding import derive_seed, derived_rng_state
 from trainwright.data.source_state import SourceState
-from trainwright.devices.generators import derived_device_state, fits_device
+from trainwright.devices.accelerator import count
+from trainwright.devices.generators import derived_device_state, fits_device, lost_devices, state_in
 from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_info
 
@@ -26,7 +30,9 @@ class Restored(NamedTuple):
     sources: list[list[SourceState | None]]
 
 
-def restored(checkpoint: Checkpoint, state: dict[str, Any], seed: int, rank: int, world_size: int) -> Restored:
+def restored(
+    checkpoint: Checkpoint, state: dict[str, Any], seed: int, rank: int, world_size: int, device: torch.device
+) -> Restored:
     """Return what is a rank's own; one that the saved run had not gets generators that are derived from the seed.
 
     Raises:
@@ -48,9 +54,16 @@ def restored(checkpoint: Checkpoint, state: dict[str, Any], seed: int, rank: int
             world_size,
         )
         rng = rng if rank < saved else derived_rng_state(seed, int(checkpoint.header["step"]), rank)
-    if rng is not None and not fits_device(rng):
+    if rng is not None and not fits_device(rng, device):
         # Else the device would draw once more what the run has drawn from its seed on.
         rng = {**rng, "device": derived_device_state(derive_seed(seed, int(checkpoint.header["step"]), rank))}
+    if rng is not None and (lost := lost_devices(state_in(rng))):
+        warnings.warn(
+            f"{checkpoint.path}: the saved run has drawn on {device.type} device(s) {', '.join(lost)} beside its own, and this "
+            f"process, on {device} of {count(device.type)}, cannot put those generators back; it draws anew there. The generator "
+            "of its own device goes on as it would have.",
+            stacklevel=2,
+        )
     first = own if saved == world_size else checkpoint.rank_state(0)
     check_generator_states(first, checkpoint.path)
     return Restored(state, rng, own if saved == world_size else None, (first or {}).get("sources", []))

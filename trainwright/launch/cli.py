@@ -174,7 +174,7 @@ def resolve(options: argparse.Namespace, variables: Mapping[str, str]) -> dict[s
     settings = {
         "devices": _devices(options.devices, num_gpus),
         "accelerator": Setting(
-            (accelerator.accelerator_type() if num_gpus else None) or "cpu",
+            (accelerator.built_for() if num_gpus else None) or "cpu",
             "--cpu" if options.cpu else f"default: {num_gpus} GPU(s) here",
         ),
         "strategy": _given(options.strategy, "--strategy", "auto"),
