@@ -12,8 +12,8 @@ import torch
 from trainwright.devices import cuda
 from trainwright.distributed.environment import announced
 
-ACCELERATORS = ("cpu", cuda.NAME, "xpu")
-"""The devices of torch's own that DeepSpeed has a class for."""
+ACCELERATORS = {"cpu": "CPU_Accelerator", cuda.NAME: "CUDA_Accelerator", "xpu": "XPU_Accelerator"}
+"""DeepSpeed's classes for the devices that torch has itself."""
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -51,7 +51,7 @@ def _accelerator(deepspeed: Any, device_type: str) -> Any:
             f"{device_type!r} by deepspeed.accelerator.set_accelerator before, or choose 'fsdp'."
         )
     module = importlib.import_module(f"deepspeed.accelerator.{device_type}_accelerator")
-    deepspeed.accelerator.set_accelerator(getattr(module, f"{device_type.upper()}_Accelerator")())
+    deepspeed.accelerator.set_accelerator(getattr(module, ACCELERATORS[device_type])())
     return deepspeed.accelerator.get_accelerator()
 
 
