@@ -12,8 +12,8 @@ import torch
 from trainwright.devices import cuda
 from trainwright.distributed.environment import announced
 
-ACCELERATORS = {"cpu": "CPU_Accelerator", cuda.NAME: "CUDA_Accelerator", "xpu": "XPU_Accelerator"}
-"""DeepSpeed's classes for the devices that torch has itself."""
+ACCELERATORS = ("cpu", cuda.NAME, "xpu")
+"""The devices of torch's own that DeepSpeed has a class for."""
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -51,7 +51,9 @@ def _accelerator(deepspeed: Any, device_type: str) -> Any:
             f"{device_type!r} by deepspeed.accelerator.set_accelerator before, or choose 'fsdp'."
         )
     module = importlib.import_module(f"deepspeed.accelerator.{device_type}_accelerator")
-    deepspeed.accelerator.set_accelerator(getattr(module, ACCELERATORS[device_type])())
+    general = importlib.import_module("deepspeed.accelerator.abstract_accelerator").DeepSpeedAccelerator
+    kinds = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, general)]
+    deepspeed.accelerator.set_accelerator(next(each for each in kinds if each is not general)())
     return deepspeed.accelerator.get_accelerator()
 
 
