@@ -278,9 +278,11 @@ FAIRSCALE = (
 ZERO_12 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
 ZERO_3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 DEEPSPEED = (
-    Use("deepspeed.accelerator.cpu_accelerator", "CPU_Accelerator", "run on the CPU (strategies/deepspeed_package.py)"),
-    Use("deepspeed.accelerator.cuda_accelerator", "CUDA_Accelerator", "run on CUDA after a run on the CPU"),
-    Use("deepspeed.accelerator.xpu_accelerator", "XPU_Accelerator", "run on an XPU after a run on the CPU"),
+    Use(
+        "deepspeed.accelerator.abstract_accelerator",
+        "DeepSpeedAccelerator",
+        "find DeepSpeed's class for this run's kind of device (strategies/deepspeed_package.py)",
+    ),
     Use("deepspeed.comm.torch", "build_shm_op", "run on the CPU without a compiler (strategies/deepspeed_package.py)"),
     Use(
         "deepspeed.runtime.engine.DeepSpeedEngine",

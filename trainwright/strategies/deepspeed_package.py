@@ -51,7 +51,9 @@ def _accelerator(deepspeed: Any, device_type: str) -> Any:
             f"{device_type!r} by deepspeed.accelerator.set_accelerator before, or choose 'fsdp'."
         )
     module = importlib.import_module(f"deepspeed.accelerator.{device_type}_accelerator")
-    deepspeed.accelerator.set_accelerator(getattr(module, f"{device_type.upper()}_Accelerator")())
+    general = importlib.import_module("deepspeed.accelerator.abstract_accelerator").DeepSpeedAccelerator
+    kinds = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, general)]
+    deepspeed.accelerator.set_accelerator(next(each for each in kinds if each is not general)())
     return deepspeed.accelerator.get_accelerator()
 
 
