@@ -204,7 +204,7 @@ CONSTRUCTION = [
      r"profiler='advancd' is unknown.*mean 'advanced'\?"),
     ("profiler, a class", {"profiler": tw.SimpleProfiler}, TypeError, r"profiler=.*Pass an instance, not its class"),
     ("devices, none", {"devices": 0}, ValueError, r"devices=0 is below 1; pass a number of devices, -1 for all"),
-    ("devices, a list on the CPU", {"devices": [0, 1]}, ValueError, r"devices=\[0, 1\] names GPUs.* such as devices=2"),
+    ("devices, a list on the CPU", {"devices": [0, 1]}, ValueError, r"devices=\[0, 1\] names devices of an accelerator.* devices=2"),
     ("devices, a list of names", {"devices": ["cuda:0"]}, TypeError, r"devices=\['cuda:0'\] is no list of GPUs; pass"),
     ("num_nodes without a place", {"num_nodes": 2}, ValueError,
      r"num_nodes=2 .*has no NODE_RANK and no MASTER_ADDR; set NODE_RANK .* or start it there with trainwright launch"),

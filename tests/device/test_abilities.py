@@ -69,7 +69,7 @@ for precision, has in refused.items():
     with pytest.raises(ValueError, match=f"precision='{precision}' .*sim.*; pass .*{re.escape(has)}"):
         tw.Trainer(precision=precision, **settings)
 for more in ({"devices": 2}, {"devices": 1, "strategy": "fsdp"}):
-    with pytest.raises(ValueError, match="accelerator='sim' has no process group in torch .*; pass devices=1"):
+    with pytest.raises(ValueError, match="has no process group for 'sim', so .*; pass devices=1"):
         tw.Trainer(**{**settings, **more})
 """
 RICH = """
@@ -86,7 +86,7 @@ with pytest.raises(RuntimeError, match=f"accelerator='cuda' was asked for, but {
 accepted = "auto, cpu, gpu, cuda, mps, xpu, sim"
 with pytest.raises(ValueError, match=f"accelerator='simm' is unknown; choose from {accepted}. Did you mean 'sim'"):
     tw.Trainer(**{**settings, "accelerator": "simm"})
-with pytest.raises(ValueError, match=r"devices=\\[2\\] names a GPU twice, or one that is not there \\(torch sees 2\\)"):
+with pytest.raises(ValueError, match="torch sees no 'sim' 2; choose from 0, 1"):
     tw.Trainer(**{**settings, "devices": [2]})
 
 def run(devices, epochs, path=None):
@@ -108,16 +108,61 @@ assert all(torch.equal(same[name], whole[name]) for name in whole)
 _, other = run([0], 2, "first.ckpt")
 assert all(torch.equal(other[name], whole[name]) for name in whole)
 
+# Another Trainer, another thread: the run's own device is meant.
+import threading
+def with_another():
+    module = Classifier(dropout=0.5)
+    trainer = tw.Trainer(max_epochs=2, **{**settings, "devices": [1]})
+    tw.Trainer(**{**settings, "devices": [0]})
+    torch.manual_seed(6)
+    run = threading.Thread(target=trainer.fit, args=(module, make_loader()), kwargs={"ckpt_path": "first.ckpt"})
+    run.start()
+    run.join()
+    return weights(module)
+in_a_thread = with_another()
+assert all(torch.equal(in_a_thread[name], whole[name]) for name in whole)
+
+# What a first draw on another device moves is put back too.
+torch.manual_seed(1)
+with tw.isolate_rng():
+    first_draw = torch.rand(3, device="sim:1")
+assert torch.equal(torch.rand(3, device="sim:1"), first_draw)
+for name in ("sim:0", "cpu:0"):
+    with pytest.raises(ValueError, match=r"names a device by its number; pass accelerator='[a-z]+' with devices="):
+        tw.Trainer(**{**settings, "accelerator": name})
+
+# Memory that is full for now is no answer: asked again, the device has what it has.
+torch.sim.empty_cache()
+torch.sim.set_memory_limit(1)
+for ability in (abilities.computes_in, abilities.autocasts):
+    ability.cache_clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        ability("sim", torch.bfloat16)
+torch.sim.set_memory_limit(1 << 33)
+assert abilities.computes_in("sim", torch.bfloat16) and abilities.autocasts("sim", torch.bfloat16)
+torch.set_default_dtype(torch.float64)
+abilities.autocasts.cache_clear()
+assert abilities.autocasts("cpu", torch.bfloat16) and abilities.autocasts("sim", torch.bfloat16)
+torch.set_default_dtype(torch.float32)
+
 # What else this process has drawn from is in the checkpoint, and said where it is not here.
 torch.rand(3, device="sim:1")
 from trainwright.devices import generators
+torch.accelerator.set_device_index(0)
 state = generators.device_state()
-assert state["type"] == "sim" and set(state["others"]) == {"1"}
-with pytest.warns(UserWarning, match=r"the generators of the sim device\\(s\\) 7 are in the checkpoint, and torch sees 2 here"):
-    generators.set_device_state({**state, "others": {"7": state["others"]["1"]}})
+assert (state["type"], state["index"], set(state["others"])) == ("sim", 0, {"1"})
+far = {**state, "others": {"7": state["others"]["1"]}}
+generators.set_device_state(far)
+assert generators.lost_devices(far) == ["7"] and generators.lost_devices(state) == []
 before = torch.rand(3, device="sim:1")
 generators.set_device_state(state)
 assert torch.equal(torch.rand(3, device="sim:1"), before)
+torch.accelerator.set_device_index(1)
+torch.rand(1, device="sim:0")
+drawn = {**state, "others": {"1": state["others"]["1"]}, "state": torch.sim.get_rng_state(0)}
+generators.set_device_state(drawn)  # on another device: its own goes on, whatever the other had
+assert torch.equal(torch.sim.get_rng_state(1), drawn["state"])
+assert generators.lost_devices(drawn) == ["1"]
 """
 
 

@@ -36,9 +36,20 @@ def test_an_accelerator_that_is_not_here_is_refused(name: str) -> None:
         accelerator.resolve_device_type(name)
 
 
-@pytest.mark.parametrize(("name", "close"), [("cudda", "cuda"), ("gpus", "gpu"), ("mpps", "mps"), ("meta", None)])
+@pytest.mark.parametrize(
+    ("name", "close"),
+    [
+        ("cudda", "cuda"),
+        ("gpus", "gpu"),
+        ("mpps", "mps"),
+        ("meta", None),
+        ("ROCm", "cuda"),
+        ("MPS", "mps"),
+        ("tpu", None),
+    ],
+)
 def test_an_unknown_accelerator_is_refused_with_the_nearest_name(name: str, close: str | None) -> None:
-    hint = f" Did you mean '{close}'?" if close else ""
+    hint = f" Did you mean '{close}'?" if close else " A backend of another package has to be imported first."
     with pytest.raises(
         ValueError,
         match=rf"accelerator='{name}' is unknown; choose from auto, cpu, gpu, cuda, mps, xpu.*\.{re.escape(hint)}$",

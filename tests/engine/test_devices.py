@@ -29,7 +29,7 @@ def test_devices_are_counted() -> None:
 
 
 def test_more_processes_than_gpus_are_refused() -> None:
-    with pytest.raises(ValueError, match="devices=3 GPUs were asked for, but torch sees 2; pass at most that many"):
+    with pytest.raises(ValueError, match="devices=3 was asked for, but torch sees 2 of 'cuda'; pass at most that many"):
         resolve_num_processes(3, "cuda", Environment())
     for launched_by in ("torchrun", "slurm"):
         with pytest.raises(ValueError, match=r"launched with 4 processes on this node, but torch sees 2 GPU\(s\) here"):
@@ -49,7 +49,7 @@ def test_an_accelerator_without_a_process_group_has_one_process(monkeypatch: pyt
     monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
     assert resolve_num_processes("auto", "mps", Environment()) == 1
     for devices, environment in ((2, Environment()), ("2", Environment()), ("auto", task("torchrun"))):
-        with pytest.raises(ValueError, match=r"accelerator='mps' has no process group in torch .*; pass devices=1"):
+        with pytest.raises(ValueError, match=r"torch .* has no process group for 'mps', so .*; pass devices=1"):
             resolve_num_processes(devices, "mps", environment)
 
 

@@ -292,7 +292,7 @@ def test_fit_without_a_loader_says_so() -> None:
         ({"compile": "yes"}, ValueError, "a dict of torch.compile's options"),
         ({"strategy": "dpp"}, ValueError, "choose from auto, single_device, ddp.*Did you mean 'ddp'"),
         ({"strategy": tw.DDPStrategy}, TypeError, "Pass an instance, not its class"),
-        ({"strategy": "single_device", "devices": 2}, ValueError, "such as 'ddp'"),
+        ({"strategy": "single_device", "devices": 2, "accelerator": "cpu"}, ValueError, "such as 'ddp'"),
         ({"precision": "8"}, ValueError, "choose from 64-true, 32-true, 16-mixed"),
         ({"precision": 1.5}, TypeError, "is a float"),
         ({"devices": 0}, ValueError, "below 1"),

@@ -12,6 +12,16 @@ from trainwright.devices import cuda
 GENERAL = "gpu"
 """The name that stands for whatever accelerator torch has."""
 HOST = torch.device("cpu")
+OTHER_WORDS = {
+    "rocm": cuda.NAME,
+    "hip": cuda.NAME,
+    "nvidia": cuda.NAME,
+    "amd": cuda.NAME,
+    "metal": "mps",
+    "mac": "mps",
+    "intel": "xpu",
+}
+"""Names that are not accepted, and what to say to who uses one."""
 _used: set[str] = set()
 """The kinds of accelerator that this process computes on; some modules of torch's cannot say."""
 
@@ -44,7 +54,7 @@ def is_available(device_type: str) -> bool:
         return False
 
 
-def resolve_device_type(accelerator: str) -> str:
+def resolve_device_type(accelerator: Any) -> str:
     """Return the kind of device that a name stands for; "auto" is the accelerator that is here, else the CPU.
 
     Raises:
@@ -54,7 +64,11 @@ def resolve_device_type(accelerator: str) -> str:
     """
     accepted = ", ".join(("auto", *names()))
     if not isinstance(accelerator, str):
-        raise TypeError(f"accelerator={accelerator!r} is a {type(accelerator).__name__}; accepted are {accepted}.")
+        kind = getattr(accelerator, "type", None)  # of a torch.device
+        hint = f" Pass {kind!r}." if kind else ""
+        raise TypeError(
+            f"accelerator={accelerator!r} is a {type(accelerator).__name__}; accepted are {accepted}.{hint}"
+        )
     if accelerator == "cpu":
         return accelerator
     here = accelerator_type()
@@ -69,14 +83,15 @@ def resolve_device_type(accelerator: str) -> str:
     if wanted is not None and is_available(wanted):
         return wanted
     if accelerator not in names():
-        close = difflib.get_close_matches(accelerator, names(), n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        name = accelerator.lower()
+        close = OTHER_WORDS.get(name) or next(iter(difflib.get_close_matches(name, names(), n=1, cutoff=0.7)), None)
+        hint = f" Did you mean {close!r}?" if close else " A backend of another package has to be imported first."
         raise ValueError(f"accelerator={accelerator!r} is unknown; choose from {accepted}.{hint}")
     has = "no accelerator" if here is None else f"{here!r}"
     other = "'cpu'" if here is None else f"'auto' for {here!r}, or 'cpu'"
     raise RuntimeError(
-        f"accelerator={accelerator!r} was asked for, but torch {torch.__version__} has {has} here; check the driver and the "
-        f"torch build, or pass accelerator={other}."
+        f"accelerator={accelerator!r} was asked for, but torch {torch.__version__} has {has} here; check that torch was built "
+        f"for it and that its driver is there, or pass accelerator={other}."
     )
 
 

@@ -174,8 +174,8 @@ def pick_backend(device_type: str, *, on_host_too: bool = False) -> str:
     backend = collective_backend(device_type)
     if backend is None:
         raise ValueError(
-            f"accelerator={device_type!r} has no process group in torch {torch.__version__}, so one process alone computes on "
-            "it, and no strategy that shares work out; pass devices=1 with strategy='auto', or accelerator='cpu'."
+            f"torch {torch.__version__} has no process group for {device_type!r}, so neither several processes nor strategies "
+            "that need a process group can compute on it; pass devices=1 with strategy='auto', or accelerator='cpu'."
         )
     return f"cpu:gloo,{device_type}:{backend}" if on_host_too and device_type != "cpu" else backend
 

@@ -26,12 +26,15 @@ def device_numbers(devices: Any, device_type: str) -> list[int] | None:
         raise TypeError(f"devices={devices!r} is no list of GPUs; pass their numbers, such as [0, 2] or '0,2'.")
     if device_type == "cpu":
         raise ValueError(
-            f"devices={devices!r} names GPUs, but this run computes on the CPU; pass a number of processes, such as devices=2."
+            f"devices={devices!r} names devices of an accelerator, but this run computes on the CPU; pass the number of "
+            f"processes, devices={len(devices)}."
         )
-    if len(set(devices)) < len(devices) or max(devices) >= count(device_type):
-        raise ValueError(
-            f"devices={devices!r} names a GPU twice, or one that is not there (torch sees {count(device_type)})."
-        )
+    present = count(device_type)
+    if len(set(devices)) < len(devices):
+        raise ValueError(f"devices={devices!r} names a device twice; each process computes on one of its own.")
+    if absent := [each for each in devices if each >= present]:
+        numbers, those = ", ".join(map(str, absent)), ", ".join(map(str, range(present)))
+        raise ValueError(f"devices={devices!r}: torch sees no {device_type!r} {numbers}; choose from {those}.")
     return list(devices)
 
 
@@ -73,7 +76,10 @@ def resolve_num_processes(devices: int | str | list[int], device_type: str, envi
     if devices < 1:
         raise ValueError(f"devices={devices} is below 1; pass a number of devices, -1 for all, or 'auto'.")
     if present is not None and devices > present and not has_own:
-        raise ValueError(f"devices={devices} GPUs were asked for, but torch sees {present}; pass at most that many.")
+        raise ValueError(
+            f"devices={devices} was asked for, but torch sees {present} of {device_type!r}; pass at most that many, or "
+            "accelerator='cpu' to try several processes."
+        )
     if launched is not None and devices != launched:
         raise ValueError(
             f"devices={devices} was asked for, but this job was launched with {launched} processes on this node; pass "

@@ -60,8 +60,8 @@ def restored(
     if rng is not None and (lost := lost_devices(state_in(rng))):
         warnings.warn(
             f"{checkpoint.path}: the saved run has drawn on {device.type} device(s) {', '.join(lost)} beside its own, and this "
-            f"process, on {device} of {count(device.type)}, cannot put those generators back; it draws anew there. The generator "
-            "of its own device goes on as it would have.",
+            f"process, on {device} of {count(device.type)}, cannot put those generators back; it draws anew there. Its own "
+            "device goes on with the draws of the saved one.",
             stacklevel=2,
         )
     first = own if saved == world_size else checkpoint.rank_state(0)

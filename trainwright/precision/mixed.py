@@ -68,7 +68,9 @@ class MixedPrecision(Precision):
     def check(self, device: torch.device) -> None:
         if _mixes(self.name, device):
             return
-        what = f"an autocast in {self.autocast_dtype}" + (" and a loss scale" if self.name == "16-mixed" else "")
+        what = f"an autocast in {self.autocast_dtype}"
+        if autocasts(device.type, self.autocast_dtype):
+            what = "a loss scale (torch.amp.GradScaler)"
         accepted = [*(repr(name) for name in DTYPES if _mixes(name, device)), repr("32-true")]
         raise ValueError(
             f"precision={self.name!r} needs {what}, which torch {torch.__version__} does not have on {device.type!r}; pass "

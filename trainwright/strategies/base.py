@@ -147,8 +147,8 @@ class Strategy:
             ValueError: an engine has sharded it for another strategy, or it cannot be given values.
         """
         refuse_sharded(module, self.name)
-        materialize(module)
-        self.precision.convert_module(module)  # what had no values before
+        if materialize(module):
+            self.precision.convert_module(module)  # what had no values when it was converted first
         move(module, self.device)
 
     def setup_optimizers(

@@ -145,18 +145,18 @@ class FSDPStrategy(Strategy):
         for each in innermost_first(module):
             constructed.append(each)
             if each in chosen and each is not module:
-                materialize(module, constructed)
+                self._materialize(module, constructed, each)
                 kind = type(each)
                 each.register_forward_hook(_without_views)  # before FSDP's
                 self._shard_group(each, mesh, MixedPrecisionPolicy() if each in self._float32.groups else low)
                 open_methods(each, kind, lambda: root.depth > 0)
             elif each in self._float32.groups and each is not module:
-                materialize(module, constructed)
+                self._materialize(module, constructed, each)
                 self._shard_group(each, mesh, MixedPrecisionPolicy())
             else:
                 continue
             constructed = []
-        materialize(module, constructed)
+        self._materialize(module, constructed, root)
         for each in to_checkpoint:
             each.forward = partial(checkpoint, each.forward, use_reentrant=False)
         is_float32 = module in self._float32.groups  # a layer by itself
@@ -192,11 +192,14 @@ class FSDPStrategy(Strategy):
         # Autocast goes on within, so inputs are cast by the operations that want it and targets are left alone.
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
+    def _materialize(self, module: nn.Module, parts: list[nn.Module], group: nn.Module) -> None:
+        if materialize(module, parts):
+            self.precision.convert_module(group)  # what had no values when it was converted first
+
     def _shard_group(
         self, group: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, is_root: bool = False
     ) -> None:
         """Give one group's parameters rank 0's values, and keep this rank's shard of them. Collective."""
-        self.precision.convert_module(group)  # what had no values before
         # Shards may be in host memory, and are to stay there.
         move(group, self.device, stays=lambda each: isinstance(each, DTensor))
         whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]

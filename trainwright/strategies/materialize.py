@@ -15,8 +15,10 @@ Places = dict[Tensor, list[tuple[dict[str, Any], str]]]
 """Where each meta tensor stands: in which tables of which modules, by which name."""
 
 
-def materialize(module: nn.Module, parts: Sequence[nn.Module] | None = None) -> None:
+def materialize(module: nn.Module, parts: Sequence[nn.Module] | None = None) -> bool:
     """Replace the module's meta tensors by real ones in host memory, initialised as its constructors would have.
+
+    Returns whether there was any.
 
     They are drawn on the host whatever device they go to: the numbers of its generator are those of a module that was made on
     the host, and every device draws others.
@@ -40,7 +42,7 @@ def materialize(module: nn.Module, parts: Sequence[nn.Module] | None = None) -> 
             if tensor.is_meta and not isinstance(tensor, DTensor):
                 places.setdefault(tensor, []).append((table, name))
     if not places:
-        return
+        return False
     counts: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
         for each in innermost_first(module) if parts is None else parts:
@@ -55,6 +57,7 @@ def materialize(module: nn.Module, parts: Sequence[nn.Module] | None = None) -> 
             raise ValueError(
                 f"{name!r} of {type(module).__name__} was made on the meta device, where values are lost, and {how}. {REMEDY}"
             )
+    return True
 
 
 def _initialise(module: nn.Module, places: Places) -> Iterator[tuple[Tensor, Tensor]]:
