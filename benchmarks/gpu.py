@@ -89,7 +89,11 @@ class Run:
                 self._visit = None
                 case, lasted = visit.case, time.monotonic() - began
                 self._lasted[case.like] = max(lasted, self._lasted.get(case.like, 0.0))
-                left = f", {self.deadline - time.monotonic():.0f} s left" if self.options.minutes is not None else ""
+                left = (
+                    f", {max(0.0, self.deadline - time.monotonic()):.0f} s left"
+                    if self.options.minutes is not None
+                    else ""
+                )
                 print(f"{case.name}: {lasted:.0f} s{left}", flush=True)
         finally:
             if self._upcoming is not None:
@@ -222,7 +226,7 @@ def parse() -> tuple[argparse.Namespace, list[Case], list[str]]:
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: 1 or more")
     if options.visits < 0:
-        parser.error(f"--visits {options.visits}: 1 or more")
+        parser.error(f"--visits {options.visits}: 0 or more")
     if options.small and options.minutes is None:
         options.minutes = SMALL_MINUTES
     if options.minutes is not None and options.minutes <= 0:
@@ -237,12 +241,18 @@ def parse() -> tuple[argparse.Namespace, list[Case], list[str]]:
 
 
 def main() -> None:
+    if sys.version_info < (3, 11):  # noqa: UP036 - run as it is, on any interpreter
+        sys.exit(
+            f"{sys.executable} is Python {sys.version.split()[0]}; Python 3.11 or newer is needed. Name one by PYTHON=."
+        )
     options, cases, names = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes are ended, and the table written
     try:
         environment = describe(options.device, child_environment({}))
     except JobFailed as error:
-        sys.exit(f"--device {options.device or 'of this machine'}: {error}")
+        if "No module named 'torch'" in str(error):
+            sys.exit(f"{sys.executable} has no torch; name an interpreter that has one by PYTHON=.")
+        sys.exit(f"--device {options.device}: {error}" if options.device else str(error))
     if not environment["device"]:
         print("torch sees no accelerator here: pass --device cpu --small to try the same code on the CPU.")
         return
@@ -252,7 +262,11 @@ def main() -> None:
         run = Run(options, cases, names, environment)
     except ValueError as error:
         sys.exit(str(error))
-    run.run()
+    try:
+        run.run()
+    except KeyboardInterrupt:
+        print(f"\ncut short; what was measured is in {run.folder}: table.md, table.csv")
+        sys.exit(130)
     print((run.folder / "table.md").read_text())
     print(f"written to {run.folder}: table.md, table.csv and the picture")
 

@@ -38,6 +38,11 @@ def files() -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Run the tests; return pytest's exit code, 0 where there was none to run."""
+    if sys.version_info < (3, 11):  # noqa: UP036 - run as it is, on any interpreter
+        print(
+            f"{sys.executable} is Python {sys.version.split()[0]}; Python 3.11 or newer is needed. Name one by PYTHON=."
+        )
+        return 2
     if absent := missing():
         print(
             f"the tests on a GPU need {', '.join(absent)}, which {sys.executable} does not have; install what is missing, or "

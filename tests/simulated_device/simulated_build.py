@@ -32,6 +32,11 @@ def load_native() -> ModuleType:
         with library.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
+                print(
+                    f"the simulated device is compiled into {library.parent} (half a minute)",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 _compile(library)
     loader = importlib.machinery.ExtensionFileLoader(NAME, str(library))
     spec = importlib.util.spec_from_file_location(NAME, library, loader=loader)

@@ -27,6 +27,7 @@ def register() -> None:
         return
     import simulated_build
 
+    _check_variables()
     torch.utils.rename_privateuse1_backend("sim")
     _native = simulated_build.load_native()
     torch._register_device_module("sim", sys.modules[__name__])
@@ -51,6 +52,16 @@ def _tell_what_was_not_told() -> None:
 def _collectives(store: torch.distributed.Store, rank: int, size: int, timeout: timedelta) -> Any:
     gloo = torch.distributed.ProcessGroupGloo(torch.distributed.PrefixStore("simccl", store), rank, size, timeout)
     return _native.collectives(gloo, timeout)
+
+
+def _check_variables() -> None:
+    number = os.environ.get("SIM_DEVICES", "2")
+    if not number.isdigit():
+        raise ValueError(f"SIM_DEVICES={number!r}: a number of devices is accepted.")
+    accepted = {name: ("0", "1") for name in ("SIM_FLOAT64", "SIM_PINNED", "SIM_BF16", "SIM_PROCESS_GROUP")}
+    for name, values in {**accepted, "SIM_VIOLATIONS": ("raise", "count")}.items():
+        if os.environ.get(name, values[0]) not in values:
+            raise ValueError(f"{name}={os.environ[name]!r}: {' and '.join(values)} are accepted.")
 
 
 # ---- devices

@@ -6,6 +6,7 @@ Opening the group is left to `environment.py`. Nothing here is pickled: objects 
 from __future__ import annotations
 
 import json
+import warnings
 import zlib
 from datetime import timedelta
 from typing import Any
@@ -179,7 +180,11 @@ def set_timeout(seconds: float) -> None:
     if _world_size() > 1:
         # torch 2.15 has a public call, and warns at each use of the private one; before it there is the private one alone.
         public = getattr(dist, "set_timeout", None)
-        (public or dist.distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds))
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "Set timeout is now only supported"
+            )  # another backend keeps what it was opened with
+            (public or dist.distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds))
 
 
 class _GatherWithGradients(torch.autograd.Function):

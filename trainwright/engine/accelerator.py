@@ -48,8 +48,9 @@ class Accelerator:
     Args:
         mixed_precision: "no", "fp16" or "bf16".
         gradient_accumulation_steps: batches of one optimizer step, inside `accumulate`.
-        cpu: compute on the CPU though there is a GPU.
-        devices: processes on this node; "auto" is what was launched, else every GPU, else one.
+        cpu: compute on the CPU though torch has an accelerator here; else on the accelerator, whatever its kind.
+        devices: processes on this node, one a device; a list of devices; "auto" is what was launched, else every device of
+            the accelerator, else one.
         strategy: a name or a Strategy.
         precision: in place of mixed_precision, any precision that the Trainer takes.
         num_nodes: nodes of the job, as for the Trainer.
@@ -65,7 +66,7 @@ class Accelerator:
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
-        devices: int | str = "auto",
+        devices: int | str | list[int] = "auto",
         strategy: str | Strategy = "auto",
         precision: str | int | Precision | None = None,
         num_nodes: int = 1,
