@@ -58,7 +58,7 @@ def _check_variables() -> None:
     number = os.environ.get("SIM_DEVICES", "2")
     if not number.isdigit():
         raise ValueError(f"SIM_DEVICES={number!r}: a number of devices is accepted.")
-    accepted = {name: ("0", "1") for name in ("SIM_FLOAT64", "SIM_PINNED", "SIM_BF16", "SIM_PROCESS_GROUP")}
+    accepted = dict.fromkeys(("SIM_FLOAT64", "SIM_PINNED", "SIM_BF16", "SIM_PROCESS_GROUP"), ("0", "1"))
     for name, values in {**accepted, "SIM_VIOLATIONS": ("raise", "count")}.items():
         if os.environ.get(name, values[0]) not in values:
             raise ValueError(f"{name}={os.environ[name]!r}: {' and '.join(values)} are accepted.")
