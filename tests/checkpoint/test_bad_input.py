@@ -279,7 +279,7 @@ import os, sys
 import torch
 import trainwright as tw
 
-accelerator = tw.Accelerator(cpu=ON_HOST)
+accelerator = tw.Accelerator(cpu=True)
 accelerator.prepare(torch.nn.Linear(2, 2))
 accelerator.save_state(sys.argv[1])  # which imports what a save needs, while this user may read it
 if os.geteuid() == 0:
