@@ -71,5 +71,5 @@ def test_memory_that_is_given_back_is_the_systems_again(locked: dict[int, int]) 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="torch has an accelerator here, whose memory it can lock")
 def test_what_the_driver_refuses_is_asked_of_torch(locked: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "lock_pages", lambda address, size: False)
-    with pytest.raises(RuntimeError, match="pin|NVIDIA driver"):  # as torch was built
+    with pytest.raises(RuntimeError, match=r"pin|NVIDIA driver"):  # as torch was built
         LockedMemory(SIZE, "cuda")
