@@ -17,16 +17,26 @@ PASSING = (torch.OutOfMemoryError, torch.AcceleratorError)
 """What it raises that may be able to at another time: no answer, which is neither given nor kept."""
 
 
-@functools.cache
+def _asked_once(ask: Callable[..., bool]) -> Callable[..., bool]:
+    """Make of a trial the answer whether a device can do it, which is kept."""
+
+    @functools.wraps(ask)
+    def answer(*question: Any) -> bool:
+        try:
+            return ask(*question)
+        except PASSING:
+            raise
+        except CAUGHT:
+            return False
+
+    return functools.cache(answer)
+
+
+@_asked_once
 def computes_in(device_type: str, dtype: torch.dtype) -> bool:
     """Return whether a device has tensors of a dtype, and adds them."""
-    try:
-        one = torch.ones(1, dtype=dtype, device=device_type)
-        return (one + one).dtype == dtype
-    except PASSING:
-        raise
-    except CAUGHT:
-        return False
+    one = torch.ones(1, dtype=dtype, device=device_type)
+    return (one + one).dtype == dtype
 
 
 def widest_float(device_type: str) -> torch.dtype:
@@ -34,67 +44,47 @@ def widest_float(device_type: str) -> torch.dtype:
     return torch.float64 if computes_in(device_type, torch.float64) else torch.float32
 
 
-@functools.cache
+@_asked_once
 def autocasts(device_type: str, dtype: torch.dtype) -> bool:
     """Return whether torch.autocast computes in a dtype on a device."""
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("error")  # torch warns, and computes in float32, where it has no such autocast
-            one = torch.ones(1, 1, dtype=torch.float32, device=device_type)
-            with torch.autocast(device_type, dtype):
-                return torch.mm(one, one).dtype == dtype
-    except PASSING:
-        raise
-    except (*CAUGHT, Warning):
-        return False
+    with warnings.catch_warnings(record=True), torch.no_grad():
+        warnings.simplefilter("always")  # torch warns, and computes in float32, where it has no such autocast
+        one = torch.ones(1, 1, dtype=torch.float32, device=device_type)
+        with torch.autocast(device_type, dtype):
+            return torch.mm(one, one).dtype == dtype
 
 
-@functools.cache
+@_asked_once
 def scales_losses(device_type: str) -> bool:
     """Return whether torch.amp.GradScaler works on a device: it computes its inverse scale in float64, but on MPS."""
-    try:
-        weight = torch.ones(1, dtype=torch.float32, device=device_type, requires_grad=True)
-        weight.grad = torch.ones_like(weight)
-        scaler = torch.amp.GradScaler(device_type)
-        scaler.scale(torch.ones_like(weight))
-        scaler.unscale_(torch.optim.SGD([weight], lr=0.1))
-        return True
-    except PASSING:
-        raise
-    except CAUGHT:
-        return False
+    weight = torch.ones(1, dtype=torch.float32, device=device_type, requires_grad=True)
+    weight.grad = torch.ones_like(weight)
+    scaler = torch.amp.GradScaler(device_type)
+    scaler.scale(torch.ones_like(weight))
+    scaler.unscale_(torch.optim.SGD([weight], lr=0.1))
+    return True
 
 
-@functools.cache
+@_asked_once
 def has_pinned_memory(device_type: str) -> bool:
     """Return whether there is page-locked memory on the host that a device copies from by itself."""
     if device_type == "cpu":
         return False
-    try:
-        page = torch.empty(1, device="cpu", pin_memory=True)
-        return page.is_pinned() and page.to(device_type, non_blocking=True).device.type == device_type
-    except PASSING:
-        raise
-    except CAUGHT:
-        return False
+    page = torch.empty(1, device="cpu", pin_memory=True)
+    return page.is_pinned() and page.to(device_type, non_blocking=True).device.type == device_type
 
 
-@functools.cache
+@_asked_once
 def has_streams(device_type: str) -> bool:
     """Return whether a device does work in several streams, beside one another."""
     if device_type == "cpu":
         return False
-    try:
-        side = torch.Stream(torch.device(device_type, torch.accelerator.current_device_index()))
-        with side:
-            copy = torch.zeros(1, device=device_type)
-        torch.accelerator.current_stream().wait_event(side.record_event())
-        copy.record_stream(torch.accelerator.current_stream())
-        return True
-    except PASSING:
-        raise
-    except CAUGHT:
-        return False
+    side = torch.Stream(torch.device(device_type, torch.accelerator.current_device_index()))
+    with side:
+        copy = torch.zeros(1, device=device_type)
+    torch.accelerator.current_stream().wait_event(side.record_event())
+    copy.record_stream(torch.accelerator.current_stream())
+    return True
 
 
 def copies_aside(device_type: str) -> bool:
@@ -102,19 +92,14 @@ def copies_aside(device_type: str) -> bool:
     return has_pinned_memory(device_type) and has_streams(device_type)
 
 
-@functools.cache
+@_asked_once
 def fuses(device_type: str, optimizer: str, dtype: torch.dtype) -> bool:
     """Return whether torch has a fused step of "Adam", "SGD" or "Adagrad" for parameters of a dtype on a device."""
-    try:
-        weight, gradient, *moments = (torch.ones(2, dtype=dtype, device=device_type) for _ in range(5))
-        step = torch.ones((), dtype=torch.float32, device=device_type)
-        with torch.no_grad():
-            _STEPS[optimizer]([weight], [gradient], [[each] for each in moments], [step])
-        return True
-    except PASSING:
-        raise
-    except CAUGHT:
-        return False
+    weight, gradient, *moments = (torch.ones(2, dtype=dtype, device=device_type) for _ in range(5))
+    step = torch.ones((), dtype=torch.float32, device=device_type)
+    with torch.no_grad():
+        _STEPS[optimizer]([weight], [gradient], [[each] for each in moments], [step])
+    return True
 
 
 def collective_backend(device_type: str) -> str | None:

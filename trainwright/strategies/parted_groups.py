@@ -39,9 +39,9 @@ def by_kind(optimizer: Optimizer) -> list[Any]:
 
 def _is_mixed(group: dict[str, Any]) -> bool:
     """Return whether a group holds both kinds, and may be stepped by a kernel over many tensors."""
-    kinds = _kinds(group["params"])
-    return len(kinds) > 1 and bool(
-        group.get("foreach") or group.get("fused") or any(p.device.type != "cpu" for kind in kinds for p in kind)
+    parameters = group["params"]
+    return len({isinstance(each, DTensor) for each in parameters}) > 1 and bool(
+        group.get("foreach") or group.get("fused") or any(each.device.type != "cpu" for each in parameters)
     )
 
 
