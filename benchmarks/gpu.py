@@ -17,6 +17,7 @@ nothing is begun that would not fit.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import signal
 import sys
@@ -48,10 +49,16 @@ class Run:
         cases: what is to be measured, the most important first.
         names: the implementations that are asked for.
         environment: what `describe` has found.
+        began: when the command began, on the monotonic clock.
     """
 
     def __init__(
-        self, options: argparse.Namespace, cases: list[Case], names: list[str], environment: dict[str, Any]
+        self,
+        options: argparse.Namespace,
+        cases: list[Case],
+        names: list[str],
+        environment: dict[str, Any],
+        began: float,
     ) -> None:
         self.options, self.cases = options, cases
         missing = {
@@ -72,8 +79,7 @@ class Run:
             environment=child_environment(environment),
         )
         self.records = Records(self.folder / "records.jsonl", environment, options.resume)
-        self.began = time.monotonic()
-        self.deadline = float("inf") if options.minutes is None else self.began + 60 * options.minutes - SAFETY_SECONDS
+        self.deadline = float("inf") if options.minutes is None else began + 60 * options.minutes - SAFETY_SECONDS
         self.most_visits = options.visits or (1 if options.minutes is None else MOST_VISITS)
         self._lasted: dict[tuple[str, ...], float] = {}
         self._visit: Visit | None = None
@@ -133,7 +139,11 @@ class Run:
         return recorded
 
     def _next_case(self, left: float, present: Case | None = None) -> Case | None:
-        waiting = [case for case in self.cases if self._visits(case, present) < self.most_visits]
+        waiting = [
+            case
+            for case in self.cases
+            if self._visits(case, present) < self.most_visits and not self.records.has_failed(case)
+        ]
         waiting.sort(key=lambda case: self._visits(case, present))  # stable: the most important stays first
         if not waiting or left <= 0:
             return None
@@ -203,7 +213,9 @@ def chosen(parser: argparse.ArgumentParser, option: str, given: str, known: Sequ
     patterns = [each.strip() for each in given.split(",") if each.strip()] or ["*"]
     for each in patterns:
         if not any(fnmatchcase(name, each) for name in known):
-            parser.error(f"{option} {each!r} is unknown; choose from {', '.join(known)}")
+            close = difflib.get_close_matches(each, known, n=1)
+            meant = f"did you mean {close[0]!r}? " if close else ""
+            parser.error(f"{option} {each!r} is unknown; {meant}Choose from {', '.join(known)}")
     return [name for name in known if any(fnmatchcase(name, each) for each in patterns)]
 
 
@@ -245,6 +257,7 @@ def main() -> None:
         sys.exit(
             f"{sys.executable} is Python {sys.version.split()[0]}; Python 3.11 or newer is needed. Name one by PYTHON=."
         )
+    began = time.monotonic()
     options, cases, names = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes are ended, and the table written
     try:
@@ -259,7 +272,7 @@ def main() -> None:
     environment["with_transformers"] = "transformers" in environment["installed"]
     environment["small"] = options.small
     try:
-        run = Run(options, cases, names, environment)
+        run = Run(options, cases, names, environment, began)
     except ValueError as error:
         sys.exit(str(error))
     try:

@@ -47,7 +47,7 @@ def _by_matplotlib(path: Path, bars: list[Row], title: str) -> Path:
         place += 1.0 if row.case == case else 2.0
         if row.case != case:
             case = row.case
-            axes.text(0.0, place - 1.0, case, fontsize=8, fontweight="bold", va="center")
+            axes.text(0.03, place - 0.9, case, fontsize=8, fontweight="bold", va="center")
         length = min(row.ratio or 0.0, WIDEST_RATIO)
         axes.barh(place, length, color=_colour(row), height=0.8)
         axes.text(length + 0.02, place, f"{row.ratio:.3f}", fontsize=7, va="center")

@@ -32,6 +32,9 @@ OTHERS = ("Laptop", "D", "A100X")
 TOLERANCES = {"fp32": (1e-3, 0.02), "tf32": (5e-3, 0.05), "16-mixed": (0.02, 0.05), "bf16-mixed": (0.02, 0.05)}
 """How far a loss may be from that by hand, after the warm-up and at the end, as a part of the warm-up's loss by hand."""
 
+CUT_SHORT = "cut short"
+"""How the reason begins of what could have been measured, had there been time."""
+
 
 @dataclass
 class Record:
@@ -134,6 +137,11 @@ class Records:
     def visits(self, case: Case) -> int:
         """Return how often a case was visited, whatever came of it."""
         return len({each.visit for each in self.all if each.case == case.name})
+
+    def has_failed(self, case: Case) -> bool:
+        """Return whether a visit of a case came to its end and measured nothing: another would not, either."""
+        ended = [each for each in self.all if each.case == case.name and not each.reason.startswith(CUT_SHORT)]
+        return bool(ended) and not any(each.seconds for each in self.all if each.case == case.name)
 
     def rows(self, cases: Iterable[Case], unfinished: Iterable[Record] = ()) -> list[Row]:
         """Return the table's rows in the order of the cases, with those of processes that are still under way."""

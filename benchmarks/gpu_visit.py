@@ -9,7 +9,7 @@ from typing import Any
 
 from gpu_cases import Case
 from gpu_job import Job, JobFailed, Place
-from gpu_records import Record
+from gpu_records import CUT_SHORT, Record
 
 COMPILED_PATIENCE = 2.5
 """How much longer a process may be silent that compiles."""
@@ -81,7 +81,7 @@ class Visit:
             else:
                 self._take_turns(meanwhile)
         finally:
-            self.end("cut short")
+            self.end(CUT_SHORT)
 
     def end(self, reason: str = "") -> None:
         """End what is under way; with a reason, keep what was measured."""
@@ -111,7 +111,7 @@ class Visit:
                     action(name)
                 except JobFailed as error:
                     is_over = time.monotonic() >= self.deadline
-                    self._close(name, "cut short, the time was up" if is_over else str(error))
+                    self._close(name, f"{CUT_SHORT}, the time was up" if is_over else str(error))
 
     def _start(self, name: str) -> None:
         try:

@@ -133,6 +133,9 @@ def test_what_fails_is_a_row_with_the_reason(tmp_path: Path) -> None:
         assert reason in rows["mlp", name]["note"]
     assert rows["mlp", "by_hand"]["note"] == ""
     assert float(rows["mlp", "by_hand"]["ms"]) > 0
+    small_run(tmp_path / "again", "mlp", "accelerate", "--visits", "3", path=tmp_path / "path")
+    lines = (tmp_path / "again" / "records.jsonl").read_text().splitlines()
+    assert len(lines) == 1 + 1  # a case of which nothing could be measured is not visited again
 
 
 @pytest.mark.slow
@@ -152,7 +155,8 @@ def test_a_run_is_resumed_with_the_cases_that_were_not_visited(tmp_path: Path) -
 def test_unknown_names_are_refused() -> None:
     done = run("--cases", "gtp")
     assert done.returncode == 2
-    assert "--cases 'gtp' is unknown; choose from distilbert-12-512-bf16-mixed, mlp, gpt, resnet" in done.stderr
+    told = "--cases 'gtp' is unknown; did you mean 'gpt'? Choose from distilbert-12-512-bf16-mixed, mlp, gpt, resnet"
+    assert told in done.stderr
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
@@ -205,6 +209,7 @@ def test_rows_of_records(records: ModuleType, tmp_path: Path) -> None:
     kept.add(records.Record("gpt", "lightning", 0, [0.02], losses=[2.5], warm_loss=3.2, facts=facts))
     kept.add(records.Record("gpt", "ignite", 0, reason="RuntimeError: a | b"))
     again = records.Records(tmp_path / "records.jsonl", environment, resumes=True)
+    assert not again.has_failed(case)
     by_hand, mine, lightning, ignite = rows = again.rows([case])
     assert (by_hand.ms, by_hand.ratio, by_hand.tokens_per_second) == (20.0, 1.0, 5000.0)
     assert by_hand.mfu == pytest.approx(0.05)
