@@ -35,7 +35,7 @@ os.environ["PATH"] = os.pathsep.join([*map(str, sorted(_pyenv.glob("versions/3.*
 
 
 @nox.session(python=PYTHONS)
-@nox.parametrize("torch", [nox.param(OLDEST, id="oldest"), nox.param("torch", id="newest")])
+@nox.parametrize("torch", [nox.param(OLDEST, id=f"oldest, {OLDEST}"), nox.param("torch", id="newest")])
 def tests(session: nox.Session, torch: str) -> None:
     """Run the fast tests; what stands behind `--` goes on to pytest."""
     session.notify("table")

@@ -102,7 +102,7 @@ def trainwright_raw(work: Work, pacer: Pacer) -> None:
     """A loop of one's own with the Accelerator."""
     import trainwright as tw
 
-    accelerator = tw.Accelerator(cpu=work.device.type == "cpu", devices=1, precision=work.precision)
+    accelerator = tw.Accelerator(accelerator=accelerator_name(work.device), devices=1, precision=work.precision)
     plain = work.model().to(work.device)
     if work.compile_options:
         plain.compile(**work.compile_options)

@@ -29,13 +29,15 @@ TORCHRUN = {
 # Rank 0 holds the store and ends first; rank 1 goes on for a while and must not take that for a failure.
 PLAIN_SCRIPT = """
 import sys, time
-import torch, torch.distributed as dist
+import pytest, torch, torch.distributed as dist
 from trainwright.distributed.environment import Environment, open_process_group
 from trainwright.distributed.collectives import all_reduce
 
 environment = Environment.detect()
 if sys.argv[1] == "joined":
-    dist.init_process_group("gloo")
+    dist.init_process_group("cpu:gloo")
+    with pytest.raises(RuntimeError, match="opened with 'cpu:gloo', which has no backend for 'cuda'; .* 'cuda:nccl,cpu:gloo'"):
+        open_process_group(environment, "nccl", device_types=["cuda", "cpu"])
 connection = open_process_group(environment, "gloo")
 assert connection.owns_group == (sys.argv[1] != "joined")
 assert all_reduce(torch.ones(1)).item() == 2

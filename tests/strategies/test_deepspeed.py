@@ -249,7 +249,9 @@ def test_the_local_rank_is_no_devices_number() -> None:
 
 
 def test_a_device_that_deepspeed_does_not_know() -> None:
-    with pytest.raises(ValueError, match=r"strategy='deepspeed' on 'odd': DeepSpeed is set to .* choose 'fsdp'"):
+    with pytest.raises(
+        ValueError, match=r"strategy='deepspeed' on 'odd': DeepSpeed has no class for it.* choose 'fsdp'"
+    ):
         _accelerator(import_deepspeed(torch.device("cpu")), "odd")
 
 

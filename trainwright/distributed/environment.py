@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -255,18 +255,27 @@ _generation = 0  # how often this process opened a group; equal on all ranks, as
 
 
 def open_process_group(
-    environment: Environment, backend: str, timeout_seconds: float = 1800.0, *, needs_group: bool = False
+    environment: Environment,
+    backend: str,
+    timeout_seconds: float = 1800.0,
+    *,
+    needs_group: bool = False,
+    device_types: Collection[str] = (),
 ) -> Connection:
     """Open this process's connection to its job, or return the one already open. Collective: call on every rank.
 
     A group that the script opened itself is joined and left open at the end. One process alone opens nothing, unless it
     `needs_group`: then one of this process alone, over which nothing is sent.
+
+    Raises:
+        RuntimeError: a group is open that belongs to another job, or has no backend for one of the `device_types`.
     """
     global _connection, _generation
     if environment.world_size == 1:
         if needs_group:
             _choose_interface(environment)
             _open_group_of_one(backend)
+            _check_backends(device_types)
         return Connection(environment, None, Agreement(None, environment.rank, 1))
     if _connection is not None:
         if _connection.environment != environment:
@@ -274,6 +283,7 @@ def open_process_group(
                 f"a process group is already open for {_connection.environment}, not for {environment}; "
                 "a process belongs to one job. Close the first connection before opening another."
             )
+        _check_backends(device_types)
         return _connection
 
     import torch.distributed as dist
@@ -283,6 +293,7 @@ def open_process_group(
     is_joined = dist.is_initialized()
     if is_joined:
         _check_joined_group(environment)
+        _check_backends(device_types)
     base, store_host = open_store(environment, timeout, is_joined)
     job = stores().PrefixStore(f"{STORE_PREFIX}/{environment.restart_count}", base)
     # NOTE: a blocking call of one thread holds its connection, so the group, the agreement and the watch have one each.
@@ -386,6 +397,20 @@ def _check_joined_group(environment: Environment) -> None:
         raise RuntimeError(
             f"torch.distributed is initialised as rank {found[0]} of {found[1]}, but the environment says "
             f"rank {environment.rank} of {environment.world_size}; both must agree. Leave the initialisation to us."
+        )
+
+
+def _check_backends(device_types: Collection[str]) -> None:
+    """Refuse a group, opened earlier in this process, that cannot send what is on one of these kinds of device."""
+    import torch.distributed as dist
+
+    config = dist.get_backend_config()  # "cpu:gloo,cuda:nccl"
+    served = [each.partition(":")[0] for each in config.split(",")]
+    if missing := [each for each in device_types if each not in served]:
+        wanted = ",".join(f"{each}:{pick_backend(each)}" for each in device_types)
+        raise RuntimeError(
+            f"the process group of this process was opened with {config!r}, which has no backend for {missing[0]!r}; this run "
+            f"needs {wanted!r}. Run it in a process of its own, or before the run that opened the group."
         )
 
 

@@ -48,7 +48,9 @@ class Accelerator:
     Args:
         mixed_precision: "no", "fp16" or "bf16".
         gradient_accumulation_steps: batches of one optimizer step, inside `accumulate`.
-        cpu: compute on the CPU though torch has an accelerator here; else on the accelerator, whatever its kind.
+        cpu: the same as accelerator="cpu".
+        accelerator: the kind of device, as for the Trainer: "auto" (the accelerator that torch has here, else the CPU),
+            "gpu", "cpu", "cuda", "mps", "xpu", or the name of a backend that another package registers.
         devices: processes on this node, one a device; a list of devices; "auto" is what was launched, else every device of
             the accelerator, else one.
         strategy: a name or a Strategy.
@@ -57,6 +59,7 @@ class Accelerator:
 
     Raises:
         ValueError, TypeError: a setting is wrong; said before any process is started.
+        RuntimeError: the accelerator is not here.
         LaunchError: the processes of the job could not be started.
     """
 
@@ -66,6 +69,7 @@ class Accelerator:
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
+        accelerator: str = "auto",
         devices: int | str | list[int] = "auto",
         strategy: str | Strategy = "auto",
         precision: str | int | Precision | None = None,
@@ -76,13 +80,17 @@ class Accelerator:
                 f"mixed_precision={mixed_precision!r} and precision={precision!r} were both given; pass one."
             )
         if mixed_precision is not None and mixed_precision not in MIXED:
-            raise ValueError(f"mixed_precision={mixed_precision!r} is unknown; choose from {', '.join(MIXED)}.")
+            of_trainer = next((word for word, name in MIXED.items() if name == mixed_precision), None)
+            hint = f" precision={mixed_precision!r} means mixed_precision={of_trainer!r}." if of_trainer else ""
+            raise ValueError(f"mixed_precision={mixed_precision!r} is unknown; choose from {', '.join(MIXED)}.{hint}")
+        if cpu and accelerator not in ("auto", "cpu"):
+            raise ValueError(f"cpu=True and accelerator={accelerator!r} were both given; pass one.")
         _check_length(gradient_accumulation_steps)
         self.engine = Engine(
             devices=devices,
             strategy=strategy,
             precision=MIXED[mixed_precision] if mixed_precision is not None else precision,
-            accelerator="cpu" if cpu else "auto",
+            accelerator="cpu" if cpu else accelerator,
             num_nodes=num_nodes,
         )
         self._settled = self.engine.strategy.settle(Optimization(accumulate=gradient_accumulation_steps))

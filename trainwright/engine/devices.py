@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trainwright.devices.abilities import collective_backend
-from trainwright.devices.accelerator import count
+from trainwright.devices.accelerator import count, names
 from trainwright.distributed.environment import Environment, pick_backend
 
 
@@ -22,7 +22,11 @@ def device_numbers(devices: Any, device_type: str) -> list[int] | None:
         devices = [int(part) if part.isdigit() else part for part in parts]
     if not isinstance(devices, (list, tuple)):
         return None
-    if not devices or not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in devices):
+    if not devices:
+        raise ValueError(
+            f"devices={devices!r} names no device; pass the numbers of some, such as [0, 2], or 'auto' for all."
+        )
+    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in devices):
         raise TypeError(f"devices={devices!r} is no list of GPUs; pass their numbers, such as [0, 2] or '0,2'.")
     if device_type == "cpu":
         raise ValueError(
@@ -66,6 +70,10 @@ def resolve_num_processes(devices: int | str | list[int], device_type: str, envi
         return launched or (present if collective_backend(device_type) is not None else 1) or 1
     if isinstance(devices, str) and devices.lstrip("-").isdigit():
         devices = int(devices)
+    if isinstance(devices, str) and devices in ("cpu", *names()):
+        raise ValueError(
+            f"devices={devices!r} names a kind of device; pass accelerator={devices!r}, and as devices their number, or 'auto'."
+        )
     if isinstance(devices, bool) or not isinstance(devices, int):
         raise TypeError(
             f"devices={devices!r} is a {type(devices).__name__}; accepted are a number of devices, a list of "

@@ -129,6 +129,7 @@ class Engine:
             backend,
             self.timeout_seconds,
             needs_group=self.strategy.needs_group,
+            device_types=[*dict.fromkeys([device_type, "cpu"] if on_host_too else [device_type])],
         )
         if asked_seconds is not None or self.connection.owns_group:
             collectives.set_timeout(self.timeout_seconds)  # the group may have been opened before, with another
