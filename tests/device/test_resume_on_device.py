@@ -70,6 +70,20 @@ def test_a_resumed_run_is_the_run_that_was_never_cut(device: torch.device, tmp_p
         assert_equal(resumed, whole)
 
 
+@pytest.mark.parametrize("stops", [False, True], ids=["saved within an epoch", "stopped within it"])
+def test_a_run_of_the_cpu_goes_on_with_draws_of_its_own_seed(tmp_path: Path, stops: bool) -> None:
+    """It holds no generator of the device: what is drawn there follows the run's seed, not what the process drew before."""
+    saved = tmp_path / "host" / "saved.ckpt"
+    _, trainer = run(tmp_path / "host", accelerator="cpu", devices=1, max_steps=8 if stops else -1)
+    if stops:
+        trainer.save_checkpoint(str(saved))
+    else:
+        saved = next((tmp_path / "host").glob("*step=5.ckpt"))
+    first, _ = run(tmp_path / "first", str(saved), seed=5)
+    second, _ = run(tmp_path / "second", str(saved), seed=6)
+    assert_equal(second, first)
+
+
 def test_a_resumed_run_is_exact_with_workers_and_windows(tmp_path: Path) -> None:
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 
