@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,15 +20,16 @@ QUIET = {
 }
 
 
-def by_hand(work: Work, pacer: Pacer, fused: bool | None = None) -> None:
-    """As one writes it for a device, with torch's default flags."""
+def make_step(work: Work, pacer: Pacer, fused: bool | None = None) -> Callable[[Batch], Tensor]:
+    """Return a step as one writes it for a device, with torch's default flags: of a batch on the host, the loss."""
     model = work.model().to(work.device)
     if work.compile_options:
         model.compile(**work.compile_options)
     optimizer = work.optimizer(model.parameters(), fused)
     scaler = torch.amp.GradScaler(work.device.type) if work.amp_dtype is torch.float16 else None
     kind = work.device.type
-    for on_host in work.loader():
+
+    def step(on_host: Batch) -> Tensor:
         batch = work.moved(on_host)
         pacer.step()
         optimizer.zero_grad()
@@ -41,6 +43,15 @@ def by_hand(work: Work, pacer: Pacer, fused: bool | None = None) -> None:
             scaler.step(optimizer)
             scaler.update()
         pacer.saw(loss)
+        return loss
+
+    return step
+
+
+def by_hand(work: Work, pacer: Pacer, fused: bool | None = None) -> None:
+    step = make_step(work, pacer, fused)
+    for batch in work.loader():
+        step(batch)
 
 
 def by_hand_fused(work: Work, pacer: Pacer) -> None:
@@ -51,11 +62,10 @@ def accelerator_name(device: torch.device) -> str:
     return "gpu" if device.type == "cuda" else device.type
 
 
-def make_module(work: Work, pacer: Pacer) -> Any:
-    """Return the work as a Module of trainwright's, that logs its loss at each step."""
-    import trainwright as tw
+def make_net(base: Any, work: Work, pacer: Pacer) -> Any:
+    """Return the work as a module of a framework's class, that logs its loss at each step."""
 
-    class Net(tw.Module):
+    class Net(base):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.net = work.model()
@@ -71,6 +81,12 @@ def make_module(work: Work, pacer: Pacer) -> Any:
             return work.optimizer(self.parameters())
 
     return Net()
+
+
+def make_module(work: Work, pacer: Pacer) -> Any:
+    import trainwright as tw
+
+    return make_net(tw.Module, work, pacer)
 
 
 def _train(work: Work, pacer: Pacer, **settings: Any) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from gpu_loops import accelerator_name
+from gpu_loops import accelerator_name, make_net, make_step
 from gpu_pacer import Pacer
 from gpu_work import Batch, Work
 from torch import Tensor
@@ -16,23 +15,9 @@ def make_lightning(work: Work, pacer: Pacer) -> tuple[Any, Any]:
     """Return Lightning's trainer, bare, and the work as its module, that logs its loss at each step."""
     import lightning.pytorch as pl
 
-    class Net(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = work.model()
-            if work.compile_options:
-                self.net.compile(**work.compile_options)
-
-        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-            pacer.step()
-            loss = work.loss_of(self.net, batch)
-            self.log("loss", loss)
-            pacer.saw(loss)
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return work.optimizer(self.parameters())
-
+    module = make_net(pl.LightningModule, work, pacer)
+    if work.compile_options:
+        module.net.compile(**work.compile_options)
     trainer = pl.Trainer(
         max_epochs=1,
         accelerator=accelerator_name(work.device),
@@ -44,7 +29,7 @@ def make_lightning(work: Work, pacer: Pacer) -> tuple[Any, Any]:
         enable_model_summary=False,
         default_root_dir=work.folder,
     )
-    return trainer, Net()
+    return trainer, module
 
 
 def lightning(work: Work, pacer: Pacer) -> None:
@@ -120,30 +105,8 @@ def hf_trainer(work: Work, pacer: Pacer) -> None:
 def ignite(work: Work, pacer: Pacer) -> None:
     from ignite.engine import Engine
 
-    model = work.model().to(work.device)
-    if work.compile_options:
-        model.compile(**work.compile_options)
-    optimizer = work.optimizer(model.parameters())
-    scaler = torch.amp.GradScaler(work.device.type) if work.amp_dtype is torch.float16 else None
-
-    def update(engine: Any, on_host: Batch) -> Tensor:
-        batch = work.moved(on_host)
-        pacer.step()
-        optimizer.zero_grad()
-        kind = work.device.type
-        with torch.autocast(kind, work.amp_dtype) if work.amp_dtype is not None else nullcontext():
-            loss = work.loss_of(model, batch)
-        if scaler is None:
-            loss.backward()
-            optimizer.step()
-        else:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        pacer.saw(loss)
-        return loss
-
-    Engine(update).run(work.loader(), max_epochs=1)
+    step = make_step(work, pacer)
+    Engine(lambda _, batch: step(batch)).run(work.loader(), max_epochs=1)
 
 
 def _check_device(name: str, found: torch.device, wanted: torch.device) -> None:

@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 from gpu_cases import LABELS
 from gpu_records import Row
 
-COLOURS = ("#555555", "#1f77b4", "#999999", "#17a2e8", "#7fc4f0", "#d62728", "#ff7f0e", "#9467bd", "#2ca02c", "#8c564b")
+COLOURS = ("#555555", "#999999", "#1f77b4", "#17a2e8", "#7fc4f0", "#0b4f8a", "#d62728", "#ff7f0e", "#9467bd", "#2ca02c")
 WIDEST_RATIO = 4.0
 """Longer bars are cut here, with their number beside them."""
 
