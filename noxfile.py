@@ -68,6 +68,7 @@ def install(session: nox.Session, torch: str) -> str:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     constraints.write_text("\n".join(line for line in lines if line.partition("==")[0] not in OF_TORCH))
     pinned = ("--no-build-isolation", "-c", str(constraints))
+    session.env["UV_COMPILE_BYTECODE"] = "1"  # or the first test's processes would, all of them at once
     # DeepSpeed and FairScale come as source, which looks for the torch that is there: that first, and them last.
     session.install(*pinned, torch, "setuptools", "wheel", "hatchling", "editables")
     session.install(*pinned, torch, "-e", ".[test]")

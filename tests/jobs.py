@@ -1,8 +1,8 @@
 """Starts a real job of several gloo ranks for a test and brings back what each rank returned.
 
-A test module defines a function that takes the job's folder and returns plain data and tensors; `run_job` starts our
-launcher on this file, which calls that function on every rank, with warnings as errors. Start a job once and make all
-its checks on the result.
+A test module defines a function that takes the job's folder and returns plain data and tensors; `run_job` calls it on every
+rank, with warnings as errors: in processes that are forked (see forked.py), on an accelerator in interpreters that our launcher
+starts. Start a job once and make all its checks on the result.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forked import run_ranks
+from small import ON_HOST
 
 
 def run_job(
@@ -23,6 +25,15 @@ def run_job(
 ) -> list[Any]:
     """Run a module-level function on every rank of a job and return the results by rank."""
     folder.mkdir(parents=True, exist_ok=True)
+    if ON_HOST and not torch.accelerator.is_available():
+        place = (function.__code__.co_filename, function.__name__, str(folder))
+        run_ranks(call_on_rank, place, ranks, folder, seconds)
+    else:
+        _launch(function, ranks, folder, seconds, warnings_are)
+    return [torch.load(folder / f"result-{rank}.pt") for rank in range(ranks)]
+
+
+def _launch(function: Callable[[Path], Any], ranks: int, folder: Path, seconds: float, warnings_are: str) -> None:
     command = [
         sys.executable,
         "-W",
@@ -41,7 +52,6 @@ def run_job(
         cwd=folder,
     )
     assert done.returncode == 0, f"the job ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return [torch.load(folder / f"result-{rank}.pt") for rank in range(ranks)]
 
 
 def run_alone(script: str, folder: Path, *, seconds: float = 120.0) -> None:
@@ -58,8 +68,8 @@ def run_alone(script: str, folder: Path, *, seconds: float = 120.0) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def main() -> None:
-    path, name, folder = sys.argv[1:]
+def call_on_rank(path: str, name: str, folder: str) -> None:
+    """Call the function of a file on this rank, and keep what it returns."""
     sys.path.append(str(Path(path).parent))  # of the job's neighbours
     spec = importlib.util.spec_from_file_location("job_module", path)
     assert spec is not None
@@ -73,4 +83,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    call_on_rank(*sys.argv[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,6 +34,11 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 BANNED_WORDS = ("utils", "helpers", "misc", "common", "manager", "handler", "connector", "impl")
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def part_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
@@ -58,7 +64,7 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_run_one_way(path: Path) -> None:
     part = part_of(path)
-    for module, line, at_import in imports(ast.parse(path.read_text())):
+    for module, line, at_import in imports(tree_of(path)):
         names = module.split(".")
         if names[0] != "trainwright" or len(names) < 2 or part in ("__init__", "__main__"):
             continue
@@ -76,8 +82,7 @@ def test_imports_run_one_way(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_stay_short(path: Path) -> None:
-    text = path.read_text()
-    tree = ast.parse(text)
+    tree = tree_of(path)
     docstring_lines = 0
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
@@ -87,13 +92,13 @@ def test_files_and_functions_stay_short(path: Path) -> None:
             body = node.body[1:] if ast.get_docstring(node) else node.body
             length = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
             assert length <= LONGEST_BODY, f"{path}:{node.lineno} {node.name} has {length} lines"
-    assert len(text.splitlines()) - docstring_lines <= LONGEST_FILE
+    assert len(path.read_text().splitlines()) - docstring_lines <= LONGEST_FILE
 
 
 def test_names_are_nouns() -> None:
     for path in FILES:
         words = path.stem.split("_")
-        words += [node.name.lower() for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+        words += [node.name.lower() for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)]
         for word in words:
             found = word.replace("simple", "")  # holds "impl"
             assert not any(banned in found for banned in BANNED_WORDS), f"{path}: {word}"
@@ -104,7 +109,7 @@ def test_no_strategy_is_named_outside_its_folder() -> None:
     for path in FILES:
         if part_of(path) in ("strategies", "__init__"):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             assert not (isinstance(node, ast.Name) and node.id.endswith("Strategy") and node.id != "Strategy"), path
             if isinstance(node, ast.Compare):
                 constants = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
@@ -116,7 +121,7 @@ def test_the_environment_is_read_in_two_places() -> None:
         relative = str(path.relative_to(ROOT))
         if relative == "distributed/environment.py" or relative.startswith("launch/"):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv"):
                 pytest.fail(f"{relative}:{node.lineno} reads the environment")
 
@@ -132,7 +137,7 @@ def test_nothing_is_pickled_or_loaded_unsafely() -> None:
     for path in FILES:
         if path.relative_to(ROOT).as_posix() == "launch/packing.py":
             continue  # work on its way between two processes of one user, of which nothing is kept
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 names = {name for each in node.names for name in each.name.split(".")}
                 names |= set((getattr(node, "module", None) or "").split("."))
@@ -181,7 +186,7 @@ def test_kinds_of_accelerators_are_named_in_one_place() -> None:
         relative = str(path.relative_to(ROOT))
         if relative == "devices/cuda.py" or part_of(path) == "precision":
             continue
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         texts = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, DOCUMENTED)}
         for node in ast.walk(tree):
             named = ""
