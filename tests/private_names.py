@@ -182,7 +182,7 @@ TORCH = (
     Use(
         "torch.optim.Optimizer",
         "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
-        "watch a fused step once, and know optimizers that step by themselves",
+        "watch a fused step once, know optimizers that step by themselves, and join groups before a step's hooks see them",
     ),
     Use(
         "torch.optim.optimizer",

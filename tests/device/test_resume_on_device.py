@@ -130,6 +130,34 @@ def test_generators_of_devices_that_are_not_there(
     assert_equal(resumed, whole)
 
 
+def test_a_step_may_leave_another_device_the_current_one(device: torch.device, tmp_path: Path) -> None:
+    if torch.accelerator.device_count() < 2:
+        pytest.skip(f"torch sees one {device.type} device here")
+    other = torch.device(device.type, 1)
+
+    class OverTwo(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            seen.append((torch.rand((), device=device).item(), torch.rand((), device=other).item()))
+            torch.accelerator.set_device_index(1)
+            return loss_of(self.net, batch)
+
+    def train(epochs: int, ckpt_path: str | None = None) -> list[tuple[float, float]]:
+        seen.clear()
+        torch.accelerator.set_device_index(0)
+        tw.seed_everything(3)
+        trainer = tw.Trainer(max_epochs=epochs, **ON_DEVICE)
+        trainer.fit(OverTwo(), make_loader(), ckpt_path=ckpt_path)
+        tw.Trainer(**{**ON_DEVICE, "devices": [1]})  # which makes its device the current one, too
+        if ckpt_path is None:
+            trainer.save_checkpoint(str(tmp_path / f"{epochs}.ckpt"))
+        assert torch.accelerator.current_device_index() == 1
+        return list(seen)
+
+    seen: list[tuple[float, float]] = []
+    whole, half = train(2), train(1)
+    assert half + train(2, str(tmp_path / "1.ckpt")) == whole
+
+
 def test_a_run_leaves_the_generators_of_other_devices_alone(device: torch.device, tmp_path: Path) -> None:
     if torch.accelerator.device_count() < 2:
         pytest.skip(f"torch sees one {device.type} device here")

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from trainwright.devices import abilities, accelerator
+from trainwright.devices import abilities, accelerator, generators
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +57,47 @@ def test_an_unknown_accelerator_is_refused_with_the_nearest_name(name: str, clos
         accelerator.resolve_device_type(name)
     with pytest.raises(TypeError, match="accelerator=1 is a int; accepted are auto, cpu"):
         accelerator.resolve_device_type(1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("cpu:0", r"names a device by its number; pass accelerator='cpu'\.$"),
+        ("xpu:1", r"names a device by its number; pass accelerator='xpu' with devices=\[1\]\.$"),
+        (":1", "is unknown; choose from"),
+        ("xpu:", "is unknown; choose from"),
+    ],
+)
+def test_a_devices_number_is_no_part_of_its_kind(name: str, told: str) -> None:
+    with pytest.raises(ValueError, match=rf"accelerator='{name}' {told}"):
+        accelerator.resolve_device_type(name)
+
+
+def test_a_second_kind_of_accelerator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "accelerator_type", lambda: "xpu")
+    monkeypatch.setattr(accelerator, "is_available", lambda kind: True)
+    assert accelerator.resolve_device_type("gpu") == "xpu"
+    with pytest.raises(
+        RuntimeError, match=r"'mps' was asked for, but torch .* takes 'xpu' for this process's accelerator"
+    ):
+        accelerator.resolve_device_type("mps")
+
+
+def test_earlier_checkpoints_hold_generators_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with as many devices they go back by number; on another the one that has drawn is the process's own."""
+
+    def state(offset: int) -> torch.Tensor:
+        return torch.tensor([7, offset]).view(torch.uint8)
+
+    earlier = {"cuda": [state(0), state(40)]}
+    zero = torch.device("cuda", 0)
+    for present, own in ((2, 0), (1, 1)):
+        monkeypatch.setattr(accelerator, "count", lambda kind, present=present: present)
+        found = generators.state_in(earlier, zero)
+        assert found is not None
+        assert (found["index"], set(found["others"])) == (own, {str(1 - own)})
+        there = generators.taken_over(earlier, zero, 0)["device"]
+        assert (there["index"], there["state"][8].item(), set(there["others"])) == (0, (0, 40)[own], {"1"} - {str(own)})
 
 
 def test_the_host_is_asked_what_it_can_do() -> None:

@@ -72,7 +72,7 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    return bool(_native.is_initialized())
+    return bool(_native.is_initialized()) and not _is_in_bad_fork()
 
 
 def init() -> None:
@@ -125,6 +125,13 @@ def _is_in_bad_fork() -> bool:
     return bool(_native.is_in_bad_fork())
 
 
+def _refuse_bad_fork() -> None:
+    if _is_in_bad_fork():
+        raise RuntimeError(
+            "Cannot re-initialize sim in forked subprocess: this process was forked from one that uses it."
+        )
+
+
 # ---- random numbers
 
 
@@ -147,6 +154,7 @@ def initial_seed() -> int:
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
+    _refuse_bad_fork()
     state: torch.Tensor = _native.default_generator(_index(device)).get_state()
     return state
 
@@ -156,6 +164,7 @@ def get_rng_state_all() -> list[torch.Tensor]:
 
 
 def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    _refuse_bad_fork()
     _native.default_generator(_index(device)).set_state(state)
 
 

@@ -161,6 +161,38 @@ class Made(Blocks):
         torch.manual_seed(13)  # values of meta modules are drawn later on
 
 
+class Nested(nn.Module):
+    """A group with a layer before its inner group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(WIDTH, WIDTH), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.first(x))
+
+
+class EndsInBlock(Made):
+    """Whose last layer on the meta device is in a group of its own."""
+
+    def configure_model(self) -> None:
+        if hasattr(self, "blocks"):
+            return
+        torch.manual_seed(12)
+        self.out = nn.Linear(WIDTH, 1)
+        torch.manual_seed(13)
+        with torch.device(self.made_on):
+            self.stem = nn.Linear(WIDTH, WIDTH)
+            self.blocks = nn.ModuleList([Nested()])
+        torch.manual_seed(13)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.blocks[0](self.stem(x)))
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("mean", self(batch[0]).mean())
+
+
 def rows(samples: int, ranks: int) -> DataLoader[Any]:
     x = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(14))
     return DataLoader(TensorDataset(x), batch_size=RANK_BATCH * ranks)
@@ -223,9 +255,12 @@ def on_meta(folder: Path) -> dict[str, Any]:
 
     losses = {}
     for device in ("cpu", "meta"):
-        module = Made(device)
+        module, ending = Made(device), EndsInBlock(device)
         fitted(by_blocks, module, 1, folder / f"{device}.ckpt")
-        losses[device] = module.losses
+        nested = partial(FSDPStrategy, auto_wrap_policy={Block, Nested})
+        fitted(nested, ending, 1, folder / f"{device} bfloat16.ckpt", precision="bf16-true")
+        assert {each.dtype for each in ending.parameters()} == {torch.bfloat16}
+        losses[device] = (module.losses, ending.losses)
     with pytest.raises(ValueError, match=r"'out.weight' of Custom was made on the meta device"):
         trainer(by_blocks).fit(Custom("meta"), rows(4, 1))
     return losses

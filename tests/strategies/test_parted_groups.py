@@ -45,11 +45,17 @@ def test_a_step_of_both_kinds_is_that_of_whole_parameters(mesh: DeviceMesh) -> N
         optimizer = torch.optim.AdamW(groups, foreach=True)
         groups = list(optimizer.param_groups)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        seen: list[int] = []
+
+        def closure(seen: list[int] = seen, optimizer: torch.optim.Optimizer = optimizer) -> float:
+            seen.append(len(optimizer.param_groups))
+            return 0.0
+
         for _ in range(3):
             with parted_groups(optimizer):
-                assert len(optimizer.param_groups) == (2 if where is None else 3)
-                optimizer.step()
+                optimizer.step(closure)
             scheduler.step()
+        assert seen == [2 if where is None else 3] * 3
         assert all(one is other for one, other in zip(optimizer.param_groups, groups, strict=True))
         assert [group["lr"] for group in groups] == [0.0125, 0.025]
         assert len(groups[0]["params"]) == 3
@@ -80,6 +86,41 @@ def test_what_a_step_writes_into_its_groups_is_kept(mesh: DeviceMesh) -> None:
     assert group["steps"] == 2
     assert group["param_names"] == ["0", "1", "2", "3"]
     assert group["params"] == own
+
+
+def test_the_hooks_of_a_step_see_whole_groups(mesh: DeviceMesh) -> None:
+    own, late = parameters(mesh), torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD(own, 0.1, foreach=True)
+    seen = []
+
+    def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        seen.append(len(optimizer.param_groups))
+
+    def add(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        optimizer.add_param_group({"params": [late]})
+
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    optimizer.register_step_post_hook(add)
+    before = [each.detach().clone() for each in own]
+    with parted_groups(optimizer):
+        optimizer.step()
+    assert seen == [1, 1]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [len(own), 1]
+    assert not any(torch.equal(each, was) for each, was in zip(own, before, strict=True))
+
+
+def test_a_step_that_raises_leaves_whole_groups(mesh: DeviceMesh) -> None:
+    optimizer = torch.optim.SGD(parameters(mesh), 0.1, foreach=True)
+    groups = optimizer.param_groups
+
+    def closure() -> float:
+        assert len(optimizer.param_groups) == 2
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError), parted_groups(optimizer):
+        optimizer.step(closure)
+    assert optimizer.param_groups is groups
 
 
 def test_groups_of_one_kind_and_those_stepped_one_by_one_stay_as_they_are(mesh: DeviceMesh) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from trainwright.devices import cuda
-from trainwright.devices.generators import derived_device_state, device_state, set_device_state, state_in
+from trainwright.devices.generators import device_state, set_device_state, state_in
 from trainwright.distributed.environment import Environment
 
 _chosen = itertools.count()
@@ -95,11 +95,10 @@ def _nested_tuple(value: Any) -> Any:
     return tuple(_nested_tuple(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def derived_rng_state(*parts: int) -> dict[str, Any]:
-    """Return what `rng_state` would return with all generators seeded by the parts; nothing is changed."""
-    seed = derive_seed(*parts)
+def derived_rng_state(seed: int) -> dict[str, Any]:
+    """Return what `rng_state` would return with the generators of the host seeded; nothing is changed."""
     with SideGenerators(seed).drawn():
-        return {**host_state(), **cuda.FOR_EARLIER_READERS, "device": derived_device_state(seed)}
+        return {**host_state(), **cuda.FOR_EARLIER_READERS, "device": None}
 
 
 class SideGenerators:

@@ -10,17 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainwright.devices.abilities import computes_in
+
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch with each tensor in it on the device; other leaves as they are.
 
     An object with a `to(device)` of its own is asked to move itself. Copies from pinned memory do not wait; those to the host
     do, as it may read them at once.
+
+    Raises:
+        TypeError: a tensor of float64, which the device does not have.
     """
     to_host = device.type == "cpu"
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
+            if leaf.dtype == torch.float64 and not computes_in(device.type, torch.float64):
+                raise TypeError(
+                    f"the batch holds a tensor of torch.float64, of shape {tuple(leaf.shape)}, which {device} does not have; "
+                    "let the dataset return torch.float32 (torch makes float64 of Python's floats and of numpy's)."
+                )
             return leaf.to(device, non_blocking=not to_host)
         return leaf.to(device) if callable(getattr(leaf, "to", None)) and not isinstance(leaf, type) else leaf
 

@@ -68,7 +68,7 @@ def scales_losses(device_type: str) -> bool:
 @_asked_once
 def has_pinned_memory(device_type: str) -> bool:
     """Return whether there is page-locked memory on the host that a device copies from by itself."""
-    if device_type == "cpu":
+    if device_type in ("cpu", "mps"):  # torch's DataLoader pins nothing for MPS, whose memory is the host's
         return False
     page = torch.empty(1, device="cpu", pin_memory=True)
     return page.is_pinned() and page.to(device_type, non_blocking=True).device.type == device_type

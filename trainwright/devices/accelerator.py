@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +27,8 @@ OTHER_WORDS = {
 """Names that are not accepted, and what to say to who uses one."""
 _used: set[str] = set()
 """The kinds of accelerator that this process computes on; some modules of torch's cannot say."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_used.clear)
 
 
 def names() -> tuple[str, ...]:
@@ -74,13 +79,17 @@ def resolve_device_type(accelerator: Any) -> str:
     here = accelerator_type()
     if accelerator == "auto":
         return here or "cpu"
-    if ":" in accelerator:
-        raise ValueError(
-            f"accelerator={accelerator!r} names a device by its number; pass accelerator={accelerator.split(':')[0]!r} with "
-            f"devices=[{accelerator.split(':')[1]}]."
-        )
+    kind, _, number = accelerator.partition(":")
+    if kind in names() and number.isdecimal():
+        instead = "'cpu'" if kind == "cpu" else f"{kind!r} with devices=[{number}]"
+        raise ValueError(f"accelerator={accelerator!r} names a device by its number; pass accelerator={instead}.")
     wanted = here if accelerator == GENERAL else accelerator
     if wanted is not None and is_available(wanted):
+        if here is not None and wanted != here:
+            raise RuntimeError(
+                f"accelerator={accelerator!r} was asked for, but torch {torch.__version__} takes {here!r} for this process's "
+                f"accelerator, and works with one kind at a time; pass accelerator={here!r} or 'cpu'."
+            )
         return wanted
     if accelerator not in names():
         name = accelerator.lower()
@@ -116,13 +125,26 @@ def use(device: torch.device) -> None:
     torch.empty(1, device=device)  # until it has been used, torch's DeviceMesh chooses another, by LOCAL_RANK
 
 
+@contextmanager
+def using(device: torch.device) -> Iterator[None]:
+    """Make a device the current one of this thread for the block, and the one that was it before afterwards."""
+    before = current()
+    use(device)
+    try:
+        yield
+    finally:
+        if before is not None:
+            use(before)
+
+
 def current() -> torch.device | None:
     """Return the accelerator's device that this thread computes on; None where the process has used none so far."""
     kind = built_for()  # asks no driver, which a run on the CPU may leave alone
     if kind is None:
         return None
     is_initialized = getattr(torch.get_device_module(kind), "is_initialized", None)
-    if kind not in _used and (is_initialized is None or not is_initialized()):
+    # A process that was forked from one that uses the device says no, and could not.
+    if not (kind in _used if is_initialized is None else is_initialized()):
         return None
     return torch.device(kind, torch.accelerator.current_device_index())
 
@@ -139,5 +161,5 @@ def free_memory(device: torch.device) -> int | None:
         if hasattr(module, "recommended_max_memory"):  # MPS: the host's memory, of which it takes a part
             return int(module.recommended_max_memory() - module.current_allocated_memory())
         return int(torch.accelerator.get_memory_info(device)[0] + torch.accelerator.memory_reserved(device))
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, AttributeError):
         return None

@@ -1,4 +1,4 @@
-"""Generators: the states of those on the accelerator, this process's own device first."""
+"""Generators: the states of those on the accelerator's devices, by number, and which of them is a process's own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from trainwright.devices import accelerator, cuda
 def device_state() -> dict[str, Any] | None:
     """Return the states of the accelerator's generators; None where this process uses none.
 
-    "state" is that of the device it computes on, whose number is "index"; "others" are those of the further devices that
-    torch sees, by number: a process may draw on them too.
+    "state" is that of the current device, whose number is "index"; "others" are those of the further devices that torch
+    sees, by number: a process may draw on them too.
     """
     device = accelerator.current()
     if device is None:
@@ -32,57 +32,74 @@ def device_state() -> dict[str, Any] | None:
 
 
 def set_device_state(state: Mapping[str, Any] | None) -> None:
-    """Put the generators back to what `device_state` returned, also where this process computes on another device.
+    """Put the generators back by their numbers, whichever device is current now; see `taken_over` for another process's.
 
-    What is of another kind of device than the one in use is left out, and so is what `lost_devices` names.
+    What is of another kind of device than the one in use is left out, and so are numbers that torch does not see.
     """
     device = accelerator.current()
     if state is None or device is None or state["type"] != device.type:
         return
     module: Any = torch.get_device_module(device)
-    module.set_rng_state(state["state"])
     present = accelerator.count(device.type)
-    for number, other in state["others"].items():
-        if int(number) != device.index and int(number) < present:
-            module.set_rng_state(other, int(number))
+    for number, each in {state["index"]: state["state"], **state["others"]}.items():
+        if int(number) == device.index:
+            module.set_rng_state(each)
+        elif int(number) < present:
+            module.set_rng_state(each, int(number))
 
 
-def lost_devices(state: Mapping[str, Any] | None) -> list[str]:
-    """Return the numbers of further devices that the states' process has drawn from and that cannot be put back here."""
-    device = accelerator.current()
-    if state is None or device is None or state["type"] != device.type:
+def owned(states: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the states with that of a device, on which the process computes, as its own: another may have been current."""
+    state = state_in(states)
+    if state is None or state["type"] != device.type or state["index"] == device.index:
+        return dict(states)
+    others = {**state["others"], str(state["index"]): state["state"]}
+    own = others.pop(str(device.index))
+    return {**states, "device": {"type": device.type, "index": device.index, "state": own, "others": others}}
+
+
+def taken_over(states: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
+    """Return the states from a checkpoint as a process on a device goes on with them: their own there, others by number.
+
+    Where they hold none for this kind of device, its generator starts from the seed: else it would draw once more what the
+    run has drawn from its own seed on.
+    """
+    if device.type == "cpu":
+        return dict(states)
+    state = state_in(states, device)
+    if state is None or state["type"] != device.type:
+        started = torch.Generator(device).manual_seed(seed).get_state()
+        state = {"type": device.type, "index": device.index, "state": started, "others": {}}
+    others = {number: each for number, each in state["others"].items() if int(number) != device.index}
+    return {**states, "device": {**state, "index": device.index, "others": others}}
+
+
+def lost_devices(states: Mapping[str, Any], device: torch.device) -> list[str]:
+    """Return the numbers of further devices that a checkpoint's process has drawn on and one on a device cannot put back."""
+    state = state_in(states, device)
+    if state is None or state["type"] != device.type:
         return []
     present = accelerator.count(device.type)
     gone = [number for number in state["others"] if int(number) == device.index or int(number) >= present]
     return [number for number in gone if _has_drawn(device, state["others"][number])]
 
 
-def derived_device_state(seed: int) -> dict[str, Any] | None:
-    """Return what `device_state` would return with this process's own device's generator seeded; nothing is changed."""
-    device = accelerator.current()
-    if device is None:
-        return None
-    return {"type": device.type, "index": device.index, "state": _seeded(device, seed), "others": {}}
+def state_in(states: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any] | None:
+    """Return the device's part of the states of a process's generators, as a checkpoint of any time holds them.
 
-
-def fits_device(states: Mapping[str, Any], device: torch.device) -> bool:
-    """Return whether the states of a process's generators, from a checkpoint, have one for the device of a run."""
-    stored = state_in(states)
-    return device.type == "cpu" or (stored is not None and stored["type"] == device.type)
-
-
-def state_in(states: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the device's part of the states of a process's generators, as a checkpoint of any time holds them."""
+    Args:
+        states: the states; those of earlier checkpoints do not say which device was their process's own.
+        device: that of the process which reads them. On a machine with as many devices it is their own, too.
+    """
     if "device" in states:
         found: dict[str, Any] | None = states["device"]
         return found
     by_number = cuda.earlier_generators(states)
     if not by_number:
         return None
-    device = accelerator.current()
-    own = device.index if device is not None and device.index < len(by_number) else 0
+    own = device.index if device is not None and device.type == cuda.NAME and device.index < len(by_number) else 0
     drawn = [number for number, state in enumerate(by_number) if cuda.has_drawn(state)]
-    if len(drawn) == 1:  # that of the rank which saved it, whatever its number is here
+    if len(drawn) == 1 and len(by_number) != accelerator.count(cuda.NAME):
         own = drawn[0]
     others = {str(number): state for number, state in enumerate(by_number) if number != own}
     return {"type": cuda.NAME, "index": own, "state": by_number[own], "others": others}
@@ -116,12 +133,7 @@ def forked_generators() -> Iterator[None]:
         set_device_state(device)
 
 
-def _seeded(device: torch.device, seed: int) -> Tensor:
-    state: Tensor = torch.Generator(device).manual_seed(seed).get_state()
-    return state
-
-
 def _has_drawn(device: torch.device, state: Tensor) -> bool:
     generator = torch.Generator(device)
     generator.set_state(state)
-    return not torch.equal(state, _seeded(device, generator.initial_seed()))
+    return not torch.equal(state, torch.Generator(device).manual_seed(generator.initial_seed()).get_state())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
 from contextlib import suppress
 
@@ -37,7 +38,7 @@ class LockedMemory:
             address = self.tensor.data_ptr()
             if cuda.lock_pages(address, size):
                 # It holds the memory: pages that are unmapped while they are locked stay locked for good.
-                self._unlock = weakref.finalize(self, _unlock, address, area)
+                self._unlock = weakref.finalize(self, _unlock, address, area, os.getpid())
                 self._unlock.atexit = False  # the process gives all back at its end, and the driver may be gone by then
                 return
         self.tensor = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -63,5 +64,6 @@ def _pages(size: int) -> mmap.mmap | None:
     return area
 
 
-def _unlock(address: int, area: mmap.mmap) -> None:
-    cuda.unlock_pages(address)
+def _unlock(address: int, area: mmap.mmap, pid: int) -> None:
+    if os.getpid() == pid:  # a forked process has neither the pages nor the device
+        cuda.unlock_pages(address)

@@ -25,10 +25,12 @@ from trainwright.checkpoint.outcomes import Outcomes
 from trainwright.checkpoint.store import SAVE, Checkpoint, open_checkpoint
 from trainwright.checkpoint.tensors import Piece
 from trainwright.checkpoint.writer import CheckpointWriter
+from trainwright.data.generator_states import is_generator_state
 from trainwright.data.index_stream import Mode
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.seeding import rng_state
-from trainwright.devices.accelerator import resolve_device_type, use
+from trainwright.devices.accelerator import resolve_device_type, use, using
+from trainwright.devices.generators import owned
 from trainwright.distributed import collectives
 from trainwright.distributed.environment import Environment, open_process_group, pick_backend
 from trainwright.engine.between_ranks import broadcast, first_here
@@ -137,6 +139,8 @@ class Engine:
         self.agreement = self.connection.agreement
         self.writer = CheckpointWriter(self.agreement, self.timeout_seconds, lambda: self.connection.has_failed)
         self.strategy.connect(environment.rank, environment.world_size, self.device, asked)
+        if self.precision is not asked:
+            self.precision.check(self.device)
         self.seed = 0
         """What the order of the data starts from, alike on every rank: see `take_seed`."""
         self.modules: list[nn.Module] = []
@@ -326,48 +330,56 @@ class Engine:
         Raises:
             CheckpointError: on every rank alike, for the one in flight before too; nothing is left at the path then.
         """
-        use(self.device)
-        # First of all, so that no collective of a save is paired with another one of ranks that do not save here.
-        self.agreement.exchange(b"", call=f"a save of step {step}", timeout_seconds=self.timeout_seconds)
-        self.finish_save()
-        refuse_lazy_tensors(path, self.modules)
-        for module in self.modules:
-            computed_entries(self.strategy, module)  # refuses what it cannot store
-        pieces = model_pieces(self.strategy, self.modules)
-        self.finiteness.look(path, overwrite, self.modules, pieces)
-        if edit is not None:
-            edited: list[Piece] = []
-            state, left = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
-            subject = f"checkpoint {path} was not written"
-            Outcomes(self.agreement, SAVE, subject, path, self.timeout_seconds).settle(lambda: edited.extend(left()))
-            pieces = edited
-        sections = {"model": pieces}
-        extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
-        contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **state}
-        if not weights_only:
-            named = named_optimizers(self.modules, self.optimizers)
-            sections["optimizer"] = optimizer_pieces(self.strategy, named)
-            if strays := stray_pieces(self.strategy, self.modules, self.optimizers):
-                sections["parameters"] = strays
-            contents["precision"] = self.precision.state_dict()
-            contents["strategy"] = self.strategy.state
-            contents["optimizers"] = describe_optimizers(self.strategy, named, self.agreement, self.timeout_seconds)
-        self.writer.save(
-            path,
-            sections=sections,
-            state=contents,
-            rank_state=None if weights_only else {"rng": rng_state(), **(rank_state or {})},
-            header={
-                "step": step,
-                "epoch": epoch,
-                "world_size": self.world_size,
-                "strategy": self.strategy.name,
-                "weights_only": weights_only,
-                "number": number,
-            },
-            blocking=blocking,
-            overwrite=overwrite,
-        )
+        with using(self.device):
+            # First of all, so that no collective of a save is paired with another one of ranks that do not save here.
+            self.agreement.exchange(b"", call=f"a save of step {step}", timeout_seconds=self.timeout_seconds)
+            self.finish_save()
+            refuse_lazy_tensors(path, self.modules)
+            for module in self.modules:
+                computed_entries(self.strategy, module)  # refuses what it cannot store
+            pieces = model_pieces(self.strategy, self.modules)
+            self.finiteness.look(path, overwrite, self.modules, pieces)
+            if edit is not None:
+                edited: list[Piece] = []
+                state, left = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
+                subject = f"checkpoint {path} was not written"
+                Outcomes(self.agreement, SAVE, subject, path, self.timeout_seconds).settle(
+                    lambda: edited.extend(left())
+                )
+                pieces = edited
+            sections = {"model": pieces}
+            extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
+            contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **state}
+            if not weights_only:
+                named = named_optimizers(self.modules, self.optimizers)
+                sections["optimizer"] = optimizer_pieces(self.strategy, named)
+                if strays := stray_pieces(self.strategy, self.modules, self.optimizers):
+                    sections["parameters"] = strays
+                contents["precision"] = self.precision.state_dict()
+                contents["strategy"] = self.strategy.state
+                contents["optimizers"] = describe_optimizers(self.strategy, named, self.agreement, self.timeout_seconds)
+            self.writer.save(
+                path,
+                sections=sections,
+                state=contents,
+                rank_state=None if weights_only else self._owned({"rng": rng_state(), **(rank_state or {})}),
+                header={
+                    "step": step,
+                    "epoch": epoch,
+                    "world_size": self.world_size,
+                    "strategy": self.strategy.name,
+                    "weights_only": weights_only,
+                    "number": number,
+                },
+                blocking=blocking,
+                overwrite=overwrite,
+            )
+
+    def _owned(self, rank_state: dict[str, Any]) -> dict[str, Any]:
+        """Return a rank's state with the generator of its own device as such, whichever device was current."""
+        return {
+            key: owned(value, self.device) if is_generator_state(value) else value for key, value in rank_state.items()
+        }
 
     def finish_save(self) -> None:
         """Wait until a save that was begun with blocking=False has committed. Collective: call on every rank.

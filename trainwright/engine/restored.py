@@ -12,7 +12,7 @@ from trainwright.data.generator_states import check_generator_states, is_generat
 from trainwright.data.seeding import derive_seed, derived_rng_state
 from trainwright.data.source_state import SourceState
 from trainwright.devices.accelerator import count
-from trainwright.devices.generators import derived_device_state, fits_device, lost_devices, state_in
+from trainwright.devices.generators import lost_devices, taken_over
 from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_info
 
@@ -45,6 +45,7 @@ def restored(
         raise CheckpointError(
             f"{checkpoint.path}: the states of rank {rank}'s generators are not there. Use another checkpoint."
         )
+    start = (seed, int(checkpoint.header["step"]), rank)
     if saved < world_size:
         rank_zero_info(
             "%s was saved on %d processes, and this run has %d: the generators of the further ones start from seeds that are "
@@ -53,17 +54,20 @@ def restored(
             saved,
             world_size,
         )
-        rng = rng if rank < saved else derived_rng_state(seed, int(checkpoint.header["step"]), rank)
-    if rng is not None and not fits_device(rng, device):
-        # Else the device would draw once more what the run has drawn from its seed on.
-        rng = {**rng, "device": derived_device_state(derive_seed(seed, int(checkpoint.header["step"]), rank))}
-    if rng is not None and (lost := lost_devices(state_in(rng))):
-        warnings.warn(
-            f"{checkpoint.path}: the saved run has drawn on {device.type} device(s) {', '.join(lost)} beside its own, and this "
-            f"process, on {device} of {count(device.type)}, cannot put those generators back; it draws anew there. Its own "
-            "device goes on with the draws of the saved one.",
-            stacklevel=2,
-        )
+        rng = rng if rank < saved else derived_rng_state(derive_seed(*start))
+    if rng is not None:
+        if lost := lost_devices(rng, device):
+            warnings.warn(
+                f"{checkpoint.path}: the saved run has drawn on {device.type} device(s) {', '.join(lost)} beside its own, and "
+                f"this process, on {device} of {count(device.type)}, cannot put those generators back; it draws anew there. "
+                "Its own device goes on with the draws of the saved one.",
+                stacklevel=2,
+            )
+        rng = taken_over(rng, device, derive_seed(*start))
     first = own if saved == world_size else checkpoint.rank_state(0)
     check_generator_states(first, checkpoint.path)
-    return Restored(state, rng, own if saved == world_size else None, (first or {}).get("sources", []))
+    mine = own if saved == world_size else None
+    for number, (key, value) in enumerate((mine or {}).items()):
+        if is_generator_state(value) and key != "rng":  # of an earlier moment of the run
+            mine = {**(mine or {}), key: taken_over(value, device, derive_seed(*start, number))}
+    return Restored(state, rng, mine, (first or {}).get("sources", []))

@@ -169,8 +169,11 @@ def resolve(options: argparse.Namespace, variables: Mapping[str, str]) -> dict[s
             "the script without trainwright launch here, or unset the variable."
         )
     from trainwright.devices import accelerator
+    from trainwright.devices.abilities import collective_backend
 
     num_gpus = 0 if options.cpu else accelerator.count()
+    if num_gpus > 1 and collective_backend(accelerator.built_for() or "cpu") is None:
+        num_gpus = 1  # torch has no process group there
     settings = {
         "devices": _devices(options.devices, num_gpus),
         "accelerator": Setting(

@@ -322,11 +322,13 @@ def _mixes(name: str, device: torch.device) -> bool:
 
 def _by_kind(optimizer: Optimizer) -> list[tuple[Any, torch.device]]:
     """Return what the scaler divides at a time, and where it lies: DTensors apart from other gradients."""
+    held = [(p, grad) for group in optimizer.param_groups for p in group["params"] if (grad := p.grad) is not None]
+    kind, device = (type(held[0][1]), held[0][1].device) if held else (None, None)
+    if device is not None and all(type(grad) is kind and grad.device == device for _, grad in held):
+        return [(optimizer, device)]
     kinds: dict[tuple[type, torch.device], list[Tensor]] = {}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-        kinds.setdefault((type(parameter.grad), parameter.grad.device), []).append(parameter)
-    if len(kinds) == 1:
-        return [(optimizer, next(iter(kinds))[1])]
+    for parameter, grad in held:
+        kinds.setdefault((type(grad), grad.device), []).append(parameter)
     return [
         (SimpleNamespace(param_groups=[{"params": parameters}]), device) for (_, device), parameters in kinds.items()
     ]

@@ -105,7 +105,7 @@ class FSDPStrategy(Strategy):
         self.wrapped: dict[nn.Module, Root] = {}
         self._float32 = Float32()
         self._late = LateReduction()
-        self._automatic = True
+        self._automatic, self._was_meta = True, False
         self._tried: list[Optimizer] = []
 
     # -- before a run ------------------------------------------------------------------------------------------------
@@ -141,6 +141,7 @@ class FSDPStrategy(Strategy):
         elif low.param_dtype is not None:
             self._float32.groups.update(each for each in module.modules() if isinstance(each, _BatchNorm))
         constructed: list[nn.Module] = []
+        self._was_meta = False
         # Innermost first, so that meta modules draw their values in the order of their constructors.
         for each in innermost_first(module):
             constructed.append(each)
@@ -156,7 +157,7 @@ class FSDPStrategy(Strategy):
             else:
                 continue
             constructed = []
-        self._materialize(module, constructed, root)
+        self._materialize(module, constructed, module)
         for each in to_checkpoint:
             each.forward = partial(checkpoint, each.forward, use_reentrant=False)
         is_float32 = module in self._float32.groups  # a layer by itself
@@ -193,8 +194,9 @@ class FSDPStrategy(Strategy):
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     def _materialize(self, module: nn.Module, parts: list[nn.Module], group: nn.Module) -> None:
-        if materialize(module, parts):
-            self.precision.convert_module(group)  # what had no values when it was converted first
+        self._was_meta |= materialize(module, parts)
+        if self._was_meta:  # the group's own layers may have got their values with an inner group's
+            self.precision.convert_module(group)  # which passed over what had none
 
     def _shard_group(
         self, group: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, is_root: bool = False

@@ -16,19 +16,49 @@ OWN = ("params", "param_names")
 
 @contextmanager
 def parted_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Let each group that holds both kinds be two for a step, with the same options; what the step writes there is kept."""
-    whole = optimizer.param_groups
-    if not any(map(_is_mixed, whole)):
+    """Let each group that holds both kinds be two in the optimizer's steps, with the same options; what they write is kept.
+
+    They are whole again in the hooks of a step, whoever's they are.
+    """
+    if not any(map(_is_mixed, optimizer.param_groups)):
         yield
         return
-    parts = [[{**group, "params": kind} for kind in _kinds(group["params"])] for group in whole]
-    optimizer.param_groups = [part for each in parts for part in each]
+    parting = _Parting(optimizer)
+    before, after = optimizer.register_step_pre_hook(parting.part), optimizer.register_step_post_hook(parting.join)
+    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined] # an OrderedDict
     try:
         yield
     finally:
-        for group, each in zip(whole, parts, strict=True):
+        before.remove()
+        after.remove()
+        parting.end()  # of a step that has raised
+
+
+class _Parting:
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._depth = 0  # a subclass's step calls that of its base, with the hooks around both
+        self._whole: list[dict[str, Any]] | None = None
+        self._parts: list[list[dict[str, Any]]] = []
+
+    def part(self, *_: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._whole = whole = self._optimizer.param_groups
+            self._parts = [[{**group, "params": kind} for kind in _kinds(group["params"])] for group in whole]
+            self._optimizer.param_groups = [part for each in self._parts for part in each]
+
+    def join(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.end()
+
+    def end(self) -> None:
+        if self._whole is None:
+            return
+        for group, each in zip(self._whole, self._parts, strict=True):
             group.update((key, value) for part in each[:1] for key, value in part.items() if key not in OWN)
-        optimizer.param_groups = whole
+        self._optimizer.param_groups, self._whole, self._depth = self._whole, None, 0
 
 
 def by_kind(optimizer: Optimizer) -> list[Any]:

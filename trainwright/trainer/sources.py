@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from trainwright.data.datamodule import DataModule
 from trainwright.data.transfer import to_device
-from trainwright.devices.abilities import copies_aside
+from trainwright.devices.abilities import computes_in, copies_aside
 from trainwright.module import Module, is_overridden
 from trainwright.trainer.inputs import check_loader
 from trainwright.trainer.logbook import Logbook
@@ -120,7 +122,12 @@ class BatchTransfer:
     def may_go_ahead(self) -> bool:
         """Return whether the copy to the device may be made before the batch's turn: no hook of the user's is part of it."""
         moves = {"on_before_batch_transfer", "transfer_batch_to_device"}
-        return not moves & self._hooks.keys() and copies_aside(self._device.type)
+        return not moves & self._hooks.keys() and copies_aside(self._device.type) and not self._converts_first
+
+    @property
+    def _converts_first(self) -> bool:
+        """Return whether a batch may hold what the device does not have (float64) until it is converted."""
+        return self._precision.converts_batch and not computes_in(self._device.type, torch.float64)
 
     def __call__(self, batch: Any, loader_index: int = 0) -> Any:
         hooks = self._hooks
@@ -129,7 +136,7 @@ class BatchTransfer:
         if "transfer_batch_to_device" in hooks:
             batch = hooks["transfer_batch_to_device"](batch, self._device, loader_index)
         elif self._device.type != "cpu":
-            batch = to_device(batch, self._device)
+            batch = to_device(self._precision.convert_batch(batch) if self._converts_first else batch, self._device)
         return self.arrived(batch, loader_index)
 
     def arrived(self, batch: Any, loader_index: int = 0) -> Any:
