@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
+import math
 import os
 import signal
 import sys
@@ -68,6 +70,8 @@ class Run:
         self.missing = sorted(set(missing.values()))
         self.folder = Path(options.out)
         self.environment = environment
+        if not options.resume:
+            put_aside(self.folder)
         logs = self.folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         self.place = Place(
@@ -111,9 +115,9 @@ class Run:
         left = self.deadline - time.monotonic()
         visit, self._upcoming = self._upcoming, None
         if visit is not None:
-            if self._seconds_of(visit.case) <= left:
+            if self._seconds_of(visit.case) <= left and not self.records.has_failed(visit.case):
                 return visit
-            visit.end()  # the one before it took longer than was thought
+            visit.end()  # the one before it took longer than was thought, or showed that this cannot be measured
         case = self._next_case(left)
         if case is None:
             return None
@@ -186,6 +190,13 @@ class Run:
         print(f"  {record.case} {record.implementation}: {told}", flush=True)
         self.write()
 
+    def written(self) -> str:
+        """Say what there is of this run; nothing where nothing was measured."""
+        names = ("table.md", "table.csv", "ratios.png", "ratios.svg")
+        if not any(each.seconds for each in self.records.all):
+            return ""
+        return f"{self.folder}: {', '.join(each for each in names if (self.folder / each).exists())}"
+
     def write(self) -> None:
         """Write the table and the picture of what is there."""
         unfinished = [] if self._visit is None else list(self._visit.records.values())
@@ -195,6 +206,20 @@ class Run:
         notes += [f"Not run: {', '.join(not_run)}."] if not_run else []
         write(self.folder, rows, self.environment, notes)
         draw(self.folder, rows, self.environment)
+
+
+def put_aside(folder: Path) -> None:
+    """Move what an earlier run has left in a folder into one of its own, so that nothing measured is lost."""
+    kept = [folder / each for each in ("records.jsonl", "table.md", "table.csv", "ratios.png", "ratios.svg", "logs")]
+    kept = [each for each in kept if each.exists()]
+    if not kept:
+        return
+    number = next(each for each in itertools.count(1) if not (folder / f"earlier-{each}").exists())
+    aside = folder / f"earlier-{number}"
+    aside.mkdir()
+    for each in kept:
+        each.rename(aside / each.name)
+    print(f"what {folder} held is in {aside} now; --resume adds to it instead", flush=True)
 
 
 def child_environment(environment: dict[str, Any]) -> dict[str, str]:
@@ -214,26 +239,34 @@ def chosen(parser: argparse.ArgumentParser, option: str, given: str, known: Sequ
     for each in patterns:
         if not any(fnmatchcase(name, each) for name in known):
             close = difflib.get_close_matches(each, known, n=1)
-            meant = f"did you mean {close[0]!r}? " if close else ""
-            parser.error(f"{option} {each!r} is unknown; {meant}Choose from {', '.join(known)}")
+            if len([name for name in known if name.startswith(each)]) > 1:
+                close = [f"{each}*"]
+            meant = f" Did you mean {close[0]!r}?" if close else ""
+            parser.error(f"{option} {each!r} is unknown.{meant} Choose from {', '.join(known)}")
     return [name for name in known if any(fnmatchcase(name, each) for each in patterns)]
 
 
 def parse() -> tuple[argparse.Namespace, list[Case], list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=None, help="how long it may take; without, each case once")
-    parser.add_argument("--device", default="", help="cpu, or an accelerator's type; else the one that torch sees")
+    parser.add_argument(
+        "--device", default="", help="cpu, or an accelerator's type; else (or auto) the one that torch sees"
+    )
     parser.add_argument(
         "--small", action="store_true", help="tiny models, to try it; --minutes is 2 then, and peers run in mlp alone"
     )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each process; the median counts")
-    parser.add_argument("--visits", type=int, default=0, help="of each case at most; else 3 with --minutes, 1 without")
+    parser.add_argument(
+        "--visits", type=int, default=0, help="visits of each case at most; else 3 with --minutes, 1 without"
+    )
     parser.add_argument("--cases", default="", help="names or patterns (distilbert-12-*), comma-separated")
     parser.add_argument("--implementations", default="", help="names or patterns, comma-separated")
-    parser.add_argument("--out", default=str(ROOT / "benchmarks" / "out"), help="where tables and logs go")
-    parser.add_argument("--resume", action="store_true", help="add to what --out holds of this machine")
+    parser.add_argument(
+        "--out", default=str(ROOT / "benchmarks" / "out"), help="where table.md, table.csv, ratios.png and logs go"
+    )
+    parser.add_argument("--resume", action="store_true", help="add to what --out holds; else that is moved aside")
     parser.add_argument("--compiler", default="", help="torch.compile's backend; inductor, aot_eager with --small")
-    parser.add_argument("--patience", type=float, default=120.0, help="seconds of silence after which a process hangs")
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds of silence until a process is given up")
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: 1 or more")
@@ -241,8 +274,11 @@ def parse() -> tuple[argparse.Namespace, list[Case], list[str]]:
         parser.error(f"--visits {options.visits}: 0 or more")
     if options.small and options.minutes is None:
         options.minutes = SMALL_MINUTES
-    if options.minutes is not None and options.minutes <= 0:
-        parser.error(f"--minutes {options.minutes:g}: more than 0")
+    if options.minutes is not None and not 0 < options.minutes < math.inf:
+        parser.error(f"--minutes {options.minutes:g}: a number above 0")
+    if not 0 < options.patience < math.inf:
+        parser.error(f"--patience {options.patience:g}: a number above 0")
+    options.device = "" if options.device == "auto" else options.device
     cases = all_cases()
     wanted = chosen(parser, "--cases", options.cases, [case.name for case in cases])
     names = chosen(parser, "--implementations", options.implementations, list(LABELS))
@@ -262,12 +298,17 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes are ended, and the table written
     try:
         environment = describe(options.device, child_environment({}))
+    except KeyboardInterrupt:
+        sys.exit("\ncut short before anything was measured")
     except JobFailed as error:
         if "No module named 'torch'" in str(error):
             sys.exit(f"{sys.executable} has no torch; name an interpreter that has one by PYTHON=.")
-        sys.exit(f"--device {options.device}: {error}" if options.device else str(error))
+        sys.exit(str(error).replace("accelerator=", "--device ") if options.device else str(error))
     if not environment["device"]:
-        print("torch sees no accelerator here: pass --device cpu --small to try the same code on the CPU.")
+        print(
+            "torch sees no accelerator here: pass --device cpu --small to try the same code on the CPU "
+            '(make bench-gpu ARGS="--device cpu --small").'
+        )
         return
     environment["with_transformers"] = "transformers" in environment["installed"]
     environment["small"] = options.small
@@ -278,10 +319,13 @@ def main() -> None:
     try:
         run.run()
     except KeyboardInterrupt:
-        print(f"\ncut short; what was measured is in {run.folder}: table.md, table.csv")
+        told = run.written()
+        print(f"\ncut short; what was measured is in {told}" if told else "\ncut short before anything was measured")
         sys.exit(130)
     print((run.folder / "table.md").read_text())
-    print(f"written to {run.folder}: table.md, table.csv and the picture")
+    if not (told := run.written()):
+        sys.exit(f"nothing was measured; the table's notes and {run.folder / 'logs'} say why")
+    print(f"written to {told}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ def draw(folder: Path, rows: list[Row], environment: dict[str, Any]) -> Path | N
     if not bars:
         return None
     title = f"Time beside the loop by hand: {environment.get('name', '')}, torch {environment.get('torch', '')}"
+    title += ", small models" if environment.get("small") else ""
     if "matplotlib" in environment.get("installed", []):
         try:
             return _by_matplotlib(folder / "ratios.png", bars, title)

@@ -32,12 +32,13 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 """A field of a Row, its heading, and how it is written."""
 LEGEND = """\
 `ms`: of a step, of a save's call, or of a process from its start to the end of its first step; the median of all rounds.
-`ratio`: the median of the ratios to the loop by hand (torch's defaults) in the same round. `committed`: until a save is written
-whole. `idle`: the part of a step in which nothing ran on the device: 1 - (time under kernels and copies, by torch.profiler over
-a few steps) / (`ms`, which is timed without it). `peak`: the most that tensors took, after the warm-up. `syncs`: reads that the
-host waits for, as torch's sync debug mode warns of them. `KiB`: copies between host and device a step, by the profiler. `first
-step`: with what is compiled and allocated in it, while the others of its case warm up too. A loss with `!=` is not that by
-hand: the two did not do the same. An empty cell was not measured here."""
+`ratio`: the median of the ratios to the loop by hand (torch's defaults) in the same round, between the `lowest` and the
+`highest` of them. `committed`: until a save is written whole. `idle`: the part of a step in which nothing ran on the device:
+1 - (time under kernels and copies, by torch.profiler over a few steps) / (`ms`, which is timed without it). `peak`: the most
+that tensors took, after the warm-up. `syncs`: reads that the host waits for, as torch's sync debug mode warns of them. `KiB`:
+copies between host and device a step, by the profiler. `first step`: with what is compiled and allocated in it, while the
+others of its case warm up too. A loss with `!=` is not that by hand: the two did not do the same. Losses of two runs differ,
+as a faster machine takes more steps in the time of a turn. An empty cell was not measured here."""
 
 
 def markdown(rows: list[Row], environment: dict[str, Any], notes: Iterable[str]) -> str:

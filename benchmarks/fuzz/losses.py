@@ -54,7 +54,11 @@ LOSSES: dict[str, Loss] = {
     "ce": Loss(nn.CrossEntropyLoss),
     "weighted_ce": Loss(lambda: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5])), is_alike=False),
     "smooth_ce": Loss(lambda: nn.CrossEntropyLoss(label_smoothing=0.1)),
-    "linear_ce": Loss(lambda: nn.LinearCrossEntropyLoss(3, 3, bias=True)),
+    **(
+        {"linear_ce": Loss(lambda: nn.LinearCrossEntropyLoss(3, 3, bias=True))}
+        if hasattr(nn, "LinearCrossEntropyLoss")  # since torch 2.13
+        else {}
+    ),
     "nll": Loss(nn.NLLLoss, lambda loss, y, t: loss(F.log_softmax(y, 1), t)),
     "bce": Loss(nn.BCELoss, lambda loss, y, t: loss(y.float().sigmoid(), hot(y, t).float())),
     "bce_logits": Loss(lambda: nn.BCEWithLogitsLoss(pos_weight=torch.full((3,), 2.0)), on_vectors),

@@ -250,7 +250,7 @@ def test_the_local_rank_is_no_devices_number() -> None:
 
 def test_a_device_that_deepspeed_does_not_know() -> None:
     with pytest.raises(
-        ValueError, match=r"strategy='deepspeed' on 'odd': DeepSpeed has no class for it.* choose 'fsdp'"
+        ValueError, match=r"strategy='deepspeed' on 'odd': DeepSpeed does not support it.* choose 'fsdp'"
     ):
         _accelerator(import_deepspeed(torch.device("cpu")), "odd")
 

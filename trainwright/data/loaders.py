@@ -28,7 +28,14 @@ from trainwright.data.share import Mode, Place
 from trainwright.data.source_state import SourceState, StateLog
 from trainwright.data.stated_reader import END
 from trainwright.data.stateful_iterable import StatedCollate, StatedStart, StatefulIterable, tells_state
-from trainwright.data.workers import SeededDataset, SeededIterable, WorkerStart, holding_signals, note_begun
+from trainwright.data.workers import (
+    SeededDataset,
+    SeededIterable,
+    WorkerStart,
+    holding_signals,
+    note_begun,
+    refuse_deep_folder,
+)
 from trainwright.rank_zero import rank_zero_warn
 
 
@@ -102,6 +109,8 @@ class ShardedLoader:
             if tells_state(loader) and self._is_training:
                 self._states = StateLog(loader, None, self.world_size, self._goes_on, self.close)
             return loader
+        if loader.num_workers > 0:
+            refuse_deep_folder()
         clone = copy.copy(loader)
         # Through __dict__: a DataLoader refuses to have its sampler set, and a subclass may have properties of its own.
         clone.__dict__["_iterator"] = None  # a used persistent loader would go on with its old index stream

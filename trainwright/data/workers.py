@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,23 @@ from trainwright.data.seeding import derive_seed
 from trainwright.distributed.signals import STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1
+LONGEST_FOLDER = 75
+"""Bytes in the path of the temporary folder: a socket's has 107, and a worker's ends in "/pymp-abcdefgh/listener-abcdefgh"."""
+
+
+def refuse_deep_folder() -> None:
+    """Refuse workers that could not make the sockets which they hand batches over by: torch would wait for ever.
+
+    Raises:
+        ValueError: the path of the temporary folder is too long.
+    """
+    folder = tempfile.gettempdir()
+    size = len(os.fsencode(folder))
+    if size > LONGEST_FOLDER and torch.multiprocessing.get_sharing_strategy() == "file_descriptor":  # type: ignore[no-untyped-call]
+        raise ValueError(
+            f"num_workers: loader workers make sockets in the temporary folder {folder!r}, whose path of {size} bytes is too "
+            f"long for them (at most {LONGEST_FOLDER}); set TMPDIR to a shorter one, or pass num_workers=0."
+        )
 
 
 class SeededBatch(list[Any]):

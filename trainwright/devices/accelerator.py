@@ -70,7 +70,8 @@ def resolve_device_type(accelerator: Any) -> str:
     accepted = ", ".join(("auto", *names()))
     if not isinstance(accelerator, str):
         kind = getattr(accelerator, "type", None)  # of a torch.device
-        hint = f" Pass {kind!r}." if kind else ""
+        number = getattr(accelerator, "index", None)
+        hint = f" Pass {kind!r}{'' if number is None else f' with devices=[{number}]'}." if kind else ""
         raise TypeError(
             f"accelerator={accelerator!r} is a {type(accelerator).__name__}; accepted are {accepted}.{hint}"
         )

@@ -82,6 +82,7 @@ class Accelerator:
         if mixed_precision is not None and mixed_precision not in MIXED:
             of_trainer = next((word for word, name in MIXED.items() if name == mixed_precision), None)
             hint = f" precision={mixed_precision!r} means mixed_precision={of_trainer!r}." if of_trainer else ""
+            hint = hint or " precision= takes every precision of the Trainer."
             raise ValueError(f"mixed_precision={mixed_precision!r} is unknown; choose from {', '.join(MIXED)}.{hint}")
         if cpu and accelerator not in ("auto", "cpu"):
             raise ValueError(f"cpu=True and accelerator={accelerator!r} were both given; pass one.")

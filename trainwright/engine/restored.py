@@ -58,9 +58,9 @@ def restored(
     if rng is not None:
         if lost := lost_devices(rng, device):
             warnings.warn(
-                f"{checkpoint.path}: the saved run has drawn on {device.type} device(s) {', '.join(lost)} beside its own, and "
-                f"this process, on {device} of {count(device.type)}, cannot put those generators back; it draws anew there. "
-                "Its own device goes on with the draws of the saved one.",
+                f"{checkpoint.path}: the saved run has drawn on {device.type} device(s) {', '.join(lost)} beside its own. This "
+                f"process computes on {device} and sees {count(device.type)} device(s), so it cannot restore the generators of "
+                "those; that of its own device is restored.",
                 stacklevel=2,
             )
         rng = taken_over(rng, device, derive_seed(*start))

@@ -47,9 +47,9 @@ def _accelerator(deepspeed: Any, device_type: str) -> Any:
         return present
     if device_type not in ACCELERATORS:
         raise ValueError(
-            f"strategy='deepspeed' on {device_type!r}: DeepSpeed has no class for it, and is set to {present.device_name()!r}; "
-            f"call deepspeed.accelerator.set_accelerator with a class for {device_type!r} before you make the Trainer, or "
-            "choose 'fsdp'."
+            f"strategy='deepspeed' on {device_type!r}: DeepSpeed does not support it, and would compute on "
+            f"{present.device_name()!r}; choose 'fsdp', or call deepspeed.accelerator.set_accelerator with a class for "
+            f"{device_type!r} before you make the Trainer."
         )
     module = importlib.import_module(f"deepspeed.accelerator.{device_type}_accelerator")
     general = importlib.import_module("deepspeed.accelerator.abstract_accelerator").DeepSpeedAccelerator
