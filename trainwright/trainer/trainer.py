@@ -62,8 +62,8 @@ class Trainer(Status):
         accelerator: "auto" and "gpu" are whichever accelerator torch has here ("auto" the CPU where it has none); or its
             name, "cuda" (ROCm too), "mps", "xpu" or that of a registered backend; or "cpu".
         strategy: how processes share the work: "auto" (one: single_device, several: ddp), a name, or a Strategy.
-        devices: processes on this node, one a device; a list of GPUs; -1 for all (of the CPU, one a core); "auto" is what was launched, else every
-            GPU, else one.
+        devices: processes on this node, one a device; a list of GPUs; -1 for all (of the CPU, one a core); "auto" is what
+            was launched, else every GPU, else one.
         num_nodes: nodes of the job. More than one are started by torchrun, srun or `trainwright launch`, or by the script
             itself on each node, with NODE_RANK, MASTER_ADDR and MASTER_PORT in its environment.
         precision: "32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true", their short forms 32, 16, "bf16",
