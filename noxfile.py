@@ -44,12 +44,12 @@ def tests(session: nox.Session, torch: str) -> None:
     position = len(ROWS) - 1
     results = Path(session.create_tmp(), "results.xml")
     results.unlink(missing_ok=True)
-    session.env.pop("TMPDIR", None)  # nox's own is too deep for the sockets that loader workers make in it
     try:
         row[1] = install(session, torch)
         start = time.monotonic()
         try:
-            session.run("python", "-m", "pytest", "-m", FAST, f"--junitxml={results}", *session.posargs)
+            command = ("python", "-m", "pytest", "-m", FAST, f"--junitxml={results}", *session.posargs)
+            session.run(*command, env={"TMPDIR": None})  # nox's own is too deep for loader workers' sockets
         finally:
             row[2:] = [*counts(results), f"{time.monotonic() - start:.0f}"]
     finally:

@@ -111,17 +111,16 @@ tw.Trainer(devices=2, max_epochs=3, **QUIET).fit(Broken(), loader)
 
 def test_a_failed_job_with_workers_leaves_no_folder(tmp_path: Path) -> None:
     """Each worker has a temporary folder of its own, which a worker that is killed leaves behind."""
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
-    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 1, done.stderr
-    assert "rank 1 of 2 failed first (ArithmeticError: boom)" in done.stderr
-    assert list(temporary.glob("pymp-*")) == []
+    with tempfile.TemporaryDirectory() as temporary:  # not pytest's, which may be too deep for workers
+        environment = {**os.environ, "TMPDIR": temporary, "PYTHONPATH": str(Path(__file__).parents[1])}
+        done = subprocess.run(
+            [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 1, done.stderr
+        assert "rank 1 of 2 failed first (ArithmeticError: boom)" in done.stderr
+        assert list(Path(temporary).glob("pymp-*")) == []
 
 
 @pytest.mark.parametrize("persistent", [False, True])
