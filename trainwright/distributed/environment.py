@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -260,12 +260,14 @@ def open_process_group(
     timeout_seconds: float = 1800.0,
     *,
     needs_group: bool = False,
-    device_types: Collection[str] = (),
+    device_types: Sequence[str] = (),
 ) -> Connection:
     """Open this process's connection to its job, or return the one already open. Collective: call on every rank.
 
     A group that the script opened itself is joined and left open at the end. One process alone opens nothing, unless it
     `needs_group`: then one of this process alone, over which nothing is sent.
+
+    `device_types` are those whose tensors are sent, first that of the device which this process computes on.
 
     Raises:
         RuntimeError: a group is open that belongs to another job, or has no backend for one of the `device_types`.
@@ -275,7 +277,7 @@ def open_process_group(
         if needs_group:
             _choose_interface(environment)
             _open_group_of_one(backend)
-            _check_backends(device_types)
+            _check_backends(device_types[:1])  # one process sends nothing that is elsewhere
         return Connection(environment, None, Agreement(None, environment.rank, 1))
     if _connection is not None:
         if _connection.environment != environment:
@@ -400,7 +402,7 @@ def _check_joined_group(environment: Environment) -> None:
         )
 
 
-def _check_backends(device_types: Collection[str]) -> None:
+def _check_backends(device_types: Sequence[str]) -> None:
     """Refuse a group, opened earlier in this process, that cannot send what is on one of these kinds of device."""
     import torch.distributed as dist
 
