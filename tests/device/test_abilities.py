@@ -16,7 +16,7 @@ if not hasattr(torch, "sim"):
 pytestmark = pytest.mark.device
 TESTS = Path(__file__).parents[1]
 PREPARED = f"""
-import re, sys, warnings
+import importlib.util, re, sys, warnings
 warnings.simplefilter("error")
 sys.path.insert(0, {str(TESTS)!r})
 import pytest, torch, torchmetrics
@@ -121,6 +121,11 @@ def with_another():
     return weights(module)
 in_a_thread = with_another()
 assert all(torch.equal(in_a_thread[name], whole[name]) for name in whole)
+
+# What a strategy cannot compute on is refused where the Trainer is made, before any process is started.
+if importlib.util.find_spec("deepspeed") is not None:
+    with pytest.raises(ValueError, match="strategy='deepspeed' on 'sim': DeepSpeed does not support it"):
+        tw.Trainer(**{**settings, "devices": 2, "strategy": "deepspeed"})
 
 # What a first draw on another device moves is put back too.
 torch.manual_seed(1)

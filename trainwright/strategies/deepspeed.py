@@ -33,6 +33,7 @@ from trainwright.strategies.deepspeed_config import (
     settle,
 )
 from trainwright.strategies.deepspeed_engine import make_engine, refuse_other_dtype, scale_losses
+from trainwright.strategies.deepspeed_package import check_supported
 from trainwright.strategies.master_optimizer import MasterOptimizer, Share
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.state_entries import state_tensors
@@ -125,10 +126,7 @@ class DeepSpeedStrategy(Strategy):
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
         super().check(device_type, num_processes, precision)
-        if precision.name.startswith("64"):
-            raise ValueError(
-                f"precision={precision.name!r}: DeepSpeed computes in 32 or 16 bits; choose one of these, or 'fsdp'."
-            )
+        check_supported(device_type, precision.name)
         told = self._asked_precision
         if told is not None and precision.name not in ("32-true", told, told.replace("mixed", "true")):
             rank_zero_warn(

@@ -16,6 +16,16 @@ ACCELERATORS = ("cpu", cuda.NAME, "xpu")
 """The devices of torch's own that DeepSpeed has a class for."""
 
 
+def check_supported(device_type: str, precision: str) -> None:
+    """Refuse what DeepSpeed does not compute on or in (ValueError); for kinds of devices that it may not know it is imported."""
+    if precision.startswith("64"):
+        raise ValueError(
+            f"precision={precision!r}: DeepSpeed computes in 32 or 16 bits; choose one of these, or 'fsdp'."
+        )
+    if device_type not in ACCELERATORS:
+        import_deepspeed(torch.device(device_type))
+
+
 def import_deepspeed(device: torch.device) -> Any:
     """Return the package, set to this device, and silent but for warnings.
 
