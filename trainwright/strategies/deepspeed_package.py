@@ -17,7 +17,7 @@ ACCELERATORS = ("cpu", cuda.NAME, "xpu")
 
 
 def check_supported(device_type: str, precision: str) -> None:
-    """Refuse what DeepSpeed does not compute on or in (ValueError); for kinds of devices that it may not know it is imported."""
+    """Refuse what DeepSpeed does not compute on or in (ValueError); it is imported for unknown kinds of devices alone."""
     if precision.startswith("64"):
         raise ValueError(
             f"precision={precision!r}: DeepSpeed computes in 32 or 16 bits; choose one of these, or 'fsdp'."
