@@ -99,11 +99,10 @@ def _server() -> ForkServerContext:
 def _wait(processes: list[ForkServerProcess], seconds: float) -> str:
     """Wait for the ranks; return what went wrong, or nothing."""
     deadline = time.monotonic() + seconds
-    reason = ""
+    has_failed = False
     while running := [each for each in processes if each.exitcode is None]:
-        failed = [rank for rank, each in enumerate(processes) if each.exitcode]
-        if failed and not reason:
-            reason = f"rank {failed[0]} ended with {processes[failed[0]].exitcode}"
+        if any(each.exitcode for each in processes) and not has_failed:
+            has_failed = True
             deadline = min(deadline, time.monotonic() + LEAVE_SECONDS)
         left = deadline - time.monotonic()
         if left <= 0:
@@ -111,10 +110,11 @@ def _wait(processes: list[ForkServerProcess], seconds: float) -> str:
                 each.kill()
             for each in running:
                 each.join()
-            return reason or f"{len(running)} ranks had not ended after {seconds:.0f} s"
+            codes = [None if each in running else each.exitcode for each in processes]
+            return f"the ranks ended with {codes}, where None had not ended after {seconds:.0f} s"
         wait([each.sentinel for each in running], timeout=left)
     codes = [each.exitcode for each in processes]
-    return reason or (f"the ranks ended with {codes}" if any(codes) else "")
+    return f"the ranks ended with {codes}" if any(codes) else ""
 
 
 def _run_rank(
