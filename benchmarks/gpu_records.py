@@ -118,6 +118,7 @@ class Records:
     def __init__(self, path: Path, environment: dict[str, Any], resumes: bool) -> None:
         self.path, self.environment = path, environment
         self.all: list[Record] = []
+        self._added: list[Record] = []
         if resumes and path.exists():
             first, *lines = path.read_text().splitlines()
             if (before := json.loads(first)) != environment:
@@ -131,6 +132,7 @@ class Records:
 
     def add(self, record: Record) -> None:
         self.all.append(record)
+        self._added.append(record)
         with open(self.path, "a") as stream:
             stream.write(json.dumps(asdict(record)) + "\n")
 
@@ -139,9 +141,10 @@ class Records:
         return len({each.visit for each in self.all if each.case == case.name})
 
     def has_failed(self, case: Case) -> bool:
-        """Return whether a visit of a case came to its end and measured nothing: another would not, either."""
-        ended = [each for each in self.all if each.case == case.name and not each.reason.startswith(CUT_SHORT)]
-        return bool(ended) and not any(each.seconds for each in self.all if each.case == case.name)
+        """Return whether a visit of a case came to its end in this run and measured nothing: another would not, either."""
+        mine = [each for each in self._added if each.case == case.name]
+        cut = {each.visit for each in mine if each.reason.startswith(CUT_SHORT)}
+        return bool({each.visit for each in mine} - cut) and not any(each.seconds for each in mine)
 
     def rows(self, cases: Iterable[Case], unfinished: Iterable[Record] = ()) -> list[Row]:
         """Return the table's rows in the order of the cases, with those of processes that are still under way."""

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import torch
 from torch.distributed import TCPStore
 
@@ -125,7 +126,7 @@ def _run_rank(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    """Be a rank: like a new interpreter in what a job can see of it."""
+    """Be a rank: like a new interpreter in what a job can see of it, but for the seed of its hashes."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # with the server, which ends with the tests
     os.environ.clear()
     os.environ.update(variables)
@@ -137,6 +138,7 @@ def _run_rank(
     warnings._filters_mutated()  # type: ignore[attr-defined]
     sys.warnoptions[:] = ["error"]
     random.seed()
+    numpy.random.seed()
     torch.seed()
     torch.set_num_threads(1)
     multiprocessing.set_start_method(_METHOD, force=True)  # a child of the server would start loader workers by it, too

@@ -84,7 +84,7 @@ def test_a_second_kind_of_accelerator_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_earlier_checkpoints_hold_generators_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with as many devices they go back by number; on another the one that has drawn is the process's own."""
+    """The one that has drawn is the process's own; on a machine with as many devices each goes back by its number, too."""
 
     def state(offset: int) -> torch.Tensor:
         return torch.tensor([7, offset]).view(torch.uint8)
@@ -97,7 +97,7 @@ def test_earlier_checkpoints_hold_generators_by_number(monkeypatch: pytest.Monke
         assert found is not None
         assert (found["index"], set(found["others"])) == (own, {str(1 - own)})
         there = generators.taken_over(earlier, zero, 0)["device"]
-        assert (there["index"], there["state"][8].item(), set(there["others"])) == (0, (0, 40)[own], {"1"} - {str(own)})
+        assert (there["index"], there["state"][8].item(), set(there["others"])) == (0, 40, {"1"} - {str(own)})
 
 
 def test_the_host_is_asked_what_it_can_do() -> None:

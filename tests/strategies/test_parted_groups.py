@@ -110,6 +110,30 @@ def test_the_hooks_of_a_step_see_whole_groups(mesh: DeviceMesh) -> None:
     assert not any(torch.equal(each, was) for each, was in zip(own, before, strict=True))
 
 
+def test_an_optimizer_without_torchs_hooks(mesh: DeviceMesh) -> None:
+    class Around(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner, self.defaults, self.state = inner, inner.defaults, inner.state
+
+        @property
+        def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+            return self.inner.param_groups
+
+        @param_groups.setter
+        def param_groups(self, groups: list[dict[str, Any]]) -> None:
+            self.inner.param_groups = groups
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inner.step(closure)
+
+    own = parameters(mesh)
+    around = Around(torch.optim.SGD(own, 0.1, foreach=True))
+    groups = around.param_groups
+    with parted_groups(around):
+        around.step()
+    assert around.param_groups is groups
+
+
 def test_a_step_that_raises_leaves_whole_groups(mesh: DeviceMesh) -> None:
     optimizer = torch.optim.SGD(parameters(mesh), 0.1, foreach=True)
     groups = optimizer.param_groups

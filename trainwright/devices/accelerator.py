@@ -70,7 +70,7 @@ def resolve_device_type(accelerator: Any) -> str:
     accepted = ", ".join(("auto", *names()))
     if not isinstance(accelerator, str):
         kind = getattr(accelerator, "type", None)  # of a torch.device
-        number = getattr(accelerator, "index", None)
+        number = getattr(accelerator, "index", None) if kind != "cpu" else None
         hint = f" Pass {kind!r}{'' if number is None else f' with devices=[{number}]'}." if kind else ""
         raise TypeError(
             f"accelerator={accelerator!r} is a {type(accelerator).__name__}; accepted are {accepted}.{hint}"
@@ -118,24 +118,31 @@ def use(device: torch.device) -> None:
     if device.type == "cpu":
         return
     _used.add(device.type)
+    _select(device)
+    torch.empty(1, device=device)  # until it has been used, torch's DeviceMesh chooses another, by LOCAL_RANK
+
+
+def _select(device: torch.device) -> None:
     module: Any = torch.get_device_module(device)
     if hasattr(module, "set_device"):
         module.set_device(device)
     else:
         torch.accelerator.set_device_index(device)
-    torch.empty(1, device=device)  # until it has been used, torch's DeviceMesh chooses another, by LOCAL_RANK
 
 
 @contextmanager
 def using(device: torch.device) -> Iterator[None]:
     """Make a device the current one of this thread for the block, and the one that was it before afterwards."""
     before = current()
+    if before == device:
+        yield
+        return
     use(device)
     try:
         yield
     finally:
-        if before is not None:
-            use(before)
+        if before is not None and device.type != "cpu":
+            _select(before)  # nothing is put there: its memory may be full, or another process's
 
 
 def current() -> torch.device | None:

@@ -99,10 +99,12 @@ def state_in(states: Mapping[str, Any], device: torch.device | None = None) -> d
         return None
     own = device.index if device is not None and device.type == cuda.NAME and device.index < len(by_number) else 0
     drawn = [number for number, state in enumerate(by_number) if cuda.has_drawn(state)]
+    # The one that has drawn is the process's own, whatever its number, and goes back by its number, too, where it can.
+    state = by_number[drawn[0] if len(drawn) == 1 else own]
     if len(drawn) == 1 and len(by_number) != accelerator.count(cuda.NAME):
         own = drawn[0]
-    others = {str(number): state for number, state in enumerate(by_number) if number != own}
-    return {"type": cuda.NAME, "index": own, "state": by_number[own], "others": others}
+    others = {str(number): each for number, each in enumerate(by_number) if number != own}
+    return {"type": cuda.NAME, "index": own, "state": state, "others": others}
 
 
 def check_device_state(state: Any) -> None:

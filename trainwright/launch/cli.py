@@ -169,15 +169,13 @@ def resolve(options: argparse.Namespace, variables: Mapping[str, str]) -> dict[s
             "the script without trainwright launch here, or unset the variable."
         )
     from trainwright.devices import accelerator
-    from trainwright.devices.abilities import collective_backend
 
     num_gpus = 0 if options.cpu else accelerator.count()
-    if num_gpus > 1 and collective_backend(accelerator.built_for() or "cpu") is None:
-        num_gpus = 1  # torch has no process group there
+    kind = (accelerator.built_for() if num_gpus else None) or "cpu"
     settings = {
-        "devices": _devices(options.devices, num_gpus),
+        "devices": _devices(options.devices, num_gpus, kind),
         "accelerator": Setting(
-            (accelerator.built_for() if num_gpus else None) or "cpu",
+            kind,
             "--cpu" if options.cpu else f"default: {num_gpus} GPU(s) here",
         ),
         "strategy": _given(options.strategy, "--strategy", "auto"),
@@ -199,9 +197,12 @@ def resolve(options: argparse.Namespace, variables: Mapping[str, str]) -> dict[s
     return settings
 
 
-def _devices(given: str | None, num_gpus: int) -> Setting:
+def _devices(given: str | None, num_gpus: int, kind: str) -> Setting:
     if given is None or given == "auto":
-        return Setting(num_gpus or 1, "default" if given is None else "--devices auto")
+        from trainwright.devices.abilities import collective_backend
+
+        number = (num_gpus or 1) if collective_backend(kind) is not None else 1  # torch may have no process group there
+        return Setting(number, "default" if given is None else "--devices auto")
     if given == "-1":
         return Setting(num_gpus or num_cores(), "--devices -1")
     number = _number(given, "--devices", default=1, least=1, more=", -1 for all, or auto").value

@@ -18,12 +18,19 @@ OWN = ("params", "param_names")
 def parted_groups(optimizer: Optimizer) -> Iterator[None]:
     """Let each group that holds both kinds be two in the optimizer's steps, with the same options; what they write is kept.
 
-    They are whole again in the hooks of a step, whoever's they are.
+    They are whole again in the hooks of a step, but for those of a step that a subclass's own step calls.
     """
     if not any(map(_is_mixed, optimizer.param_groups)):
         yield
         return
     parting = _Parting(optimizer)
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):  # it has never called torch's constructor
+        parting.part()
+        try:
+            yield
+        finally:
+            parting.end()
+        return
     before, after = optimizer.register_step_pre_hook(parting.part), optimizer.register_step_post_hook(parting.join)
     optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined] # an OrderedDict
     try:

@@ -133,10 +133,12 @@ class BatchTransfer:
         hooks = self._hooks
         if "on_before_batch_transfer" in hooks:
             batch = hooks["on_before_batch_transfer"](batch, loader_index)
+        if self._converts_first:
+            batch = self._precision.convert_batch(batch)
         if "transfer_batch_to_device" in hooks:
             batch = hooks["transfer_batch_to_device"](batch, self._device, loader_index)
         elif self._device.type != "cpu":
-            batch = to_device(self._precision.convert_batch(batch) if self._converts_first else batch, self._device)
+            batch = to_device(batch, self._device)
         return self.arrived(batch, loader_index)
 
     def arrived(self, batch: Any, loader_index: int = 0) -> Any:
