@@ -39,6 +39,7 @@ from gpu_visit import Visit
 ROOT = Path(__file__).resolve().parents[1]
 SMALL_MINUTES = 2.0
 MOST_VISITS = 3
+SHOWN = ("table.md", "table.csv", "ratios.png", "ratios.svg")
 SAFETY_SECONDS = 3.0
 """What is kept back of the time, for the last table."""
 
@@ -192,10 +193,9 @@ class Run:
 
     def written(self) -> str:
         """Say what there is of this run; nothing where nothing was measured."""
-        names = ("table.md", "table.csv", "ratios.png", "ratios.svg")
         if not any(each.seconds for each in self.records.all):
             return ""
-        return f"{self.folder}: {', '.join(each for each in names if (self.folder / each).exists())}"
+        return f"{self.folder}: {', '.join(each for each in SHOWN if (self.folder / each).exists())}"
 
     def write(self) -> None:
         """Write the table and the picture of what is there."""
@@ -210,7 +210,7 @@ class Run:
 
 def put_aside(folder: Path) -> None:
     """Move what an earlier run has left in a folder into one of its own, so that nothing measured is lost."""
-    kept = [folder / each for each in ("records.jsonl", "table.md", "table.csv", "ratios.png", "ratios.svg", "logs")]
+    kept = [folder / each for each in ("records.jsonl", *SHOWN, "logs")]
     kept = [each for each in kept if each.exists()]
     if not kept:
         return

@@ -118,7 +118,6 @@ class Records:
     def __init__(self, path: Path, environment: dict[str, Any], resumes: bool) -> None:
         self.path, self.environment = path, environment
         self.all: list[Record] = []
-        self._added: list[Record] = []
         if resumes and path.exists():
             first, *lines = path.read_text().splitlines()
             if (before := json.loads(first)) != environment:
@@ -129,10 +128,10 @@ class Records:
             self.all = [Record(**json.loads(line)) for line in lines]
         else:
             path.write_text(json.dumps(environment) + "\n")
+        self._num_earlier = len(self.all)
 
     def add(self, record: Record) -> None:
         self.all.append(record)
-        self._added.append(record)
         with open(self.path, "a") as stream:
             stream.write(json.dumps(asdict(record)) + "\n")
 
@@ -142,7 +141,7 @@ class Records:
 
     def has_failed(self, case: Case) -> bool:
         """Return whether a visit of a case came to its end in this run and measured nothing: another would not, either."""
-        mine = [each for each in self._added if each.case == case.name]
+        mine = [each for each in self.all[self._num_earlier :] if each.case == case.name]
         cut = {each.visit for each in mine if each.reason.startswith(CUT_SHORT)}
         return bool({each.visit for each in mine} - cut) and not any(each.seconds for each in mine)
 

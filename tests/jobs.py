@@ -23,7 +23,10 @@ from small import ON_HOST
 def run_job(
     function: Callable[[Path], Any], ranks: int, folder: Path, *, seconds: float = 180.0, warnings_are: str = "error"
 ) -> list[Any]:
-    """Run a module-level function on every rank of a job and return the results by rank."""
+    """Run a module-level function on every rank of a job and return the results by rank.
+
+    `warnings_are` is for interpreters that are started; forked ranks have the test's own filters.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if ON_HOST and not torch.accelerator.is_available():
         place = (function.__code__.co_filename, function.__name__, str(folder))

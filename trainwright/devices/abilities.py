@@ -1,4 +1,7 @@
-"""Abilities: what a kind of device can do. Each is asked of the device once, by trying, and never guessed from its name."""
+"""Abilities: what a kind of device can do. Each is asked of the device once, by trying.
+
+A device's name decides only where it does in torch: its DataLoader pins nothing for MPS.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from trainwright.devices import accelerator
 
 CAUGHT = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError)
 """What a device raises that cannot do what it is asked for; each kind has its own way."""
@@ -68,7 +73,7 @@ def scales_losses(device_type: str) -> bool:
 @_asked_once
 def has_pinned_memory(device_type: str) -> bool:
     """Return whether there is page-locked memory on the host that a device copies from by itself."""
-    if device_type in ("cpu", "mps"):  # torch's DataLoader pins nothing for MPS, whose memory is the host's
+    if device_type in ("cpu", "mps"):  # torch's DataLoader warns where it is to pin for MPS
         return False
     page = torch.empty(1, device="cpu", pin_memory=True)
     return page.is_pinned() and page.to(device_type, non_blocking=True).device.type == device_type
@@ -111,6 +116,12 @@ def collective_backend(device_type: str) -> str | None:
     # MPS is given gloo by default, which takes no tensor of it.
     takes = dist.Backend.backend_capability.get(backend)
     return backend if takes is None or device_type in takes else None
+
+
+def num_together(device_type: str) -> int:
+    """Return how many devices the processes of one job may compute on: 0 for the CPU, 1 where torch has no process group."""
+    present = accelerator.count(device_type)
+    return present if collective_backend(device_type) is not None else min(present, 1)
 
 
 def _adam(weights: list[Tensor], gradients: list[Tensor], moments: list[list[Tensor]], steps: list[Tensor]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainwright.devices.abilities import collective_backend
+from trainwright.devices.abilities import num_together
 from trainwright.devices.accelerator import count, names
 from trainwright.distributed.environment import Environment, pick_backend
 
@@ -66,8 +66,7 @@ def resolve_num_processes(devices: int | str | list[int], device_type: str, envi
             "most one process a GPU, or pass accelerator='cpu'."
         )
     if devices == "auto":
-        # Where torch has no process group, one device computes.
-        return launched or (present if collective_backend(device_type) is not None else 1) or 1
+        return launched or num_together(device_type) or 1
     if isinstance(devices, str) and devices.lstrip("-").isdigit():
         devices = int(devices)
     if isinstance(devices, str) and devices in ("cpu", *names()):

@@ -15,7 +15,7 @@ import torch
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.data.seeding import rng_state, set_rng_state
 from trainwright.devices import accelerator
-from trainwright.devices.abilities import collective_backend
+from trainwright.devices.abilities import num_together
 from trainwright.distributed.environment import Environment
 from trainwright.strategies import HANDED_OVER, Strategy
 
@@ -80,8 +80,7 @@ def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), nu
             f"notebook_launcher was given a {type(function).__name__}; accepted is a function, with its arguments in args=."
         )
     if num_processes is None:
-        can_be_several = collective_backend(accelerator.built_for() or "cpu") is not None
-        num_processes = max(1, accelerator.count()) if can_be_several else 1
+        num_processes = num_together(accelerator.built_for() or "cpu") or 1
     if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 1:
         raise ValueError(
             f"num_processes={num_processes!r} is not accepted; pass a whole number from 1, or None for one a GPU."

@@ -199,10 +199,9 @@ def resolve(options: argparse.Namespace, variables: Mapping[str, str]) -> dict[s
 
 def _devices(given: str | None, num_gpus: int, kind: str) -> Setting:
     if given is None or given == "auto":
-        from trainwright.devices.abilities import collective_backend
+        from trainwright.devices.abilities import num_together
 
-        number = (num_gpus or 1) if collective_backend(kind) is not None else 1  # torch may have no process group there
-        return Setting(number, "default" if given is None else "--devices auto")
+        return Setting(num_together(kind) or 1, "default" if given is None else "--devices auto")
     if given == "-1":
         return Setting(num_gpus or num_cores(), "--devices -1")
     number = _number(given, "--devices", default=1, least=1, more=", -1 for all, or auto").value

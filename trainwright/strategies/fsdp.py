@@ -105,7 +105,7 @@ class FSDPStrategy(Strategy):
         self.wrapped: dict[nn.Module, Root] = {}
         self._float32 = Float32()
         self._late = LateReduction()
-        self._automatic, self._was_meta = True, False
+        self._automatic = True
         self._tried: list[Optimizer] = []
 
     # -- before a run ------------------------------------------------------------------------------------------------
@@ -140,24 +140,24 @@ class FSDPStrategy(Strategy):
             allow_float32(module)  # before FSDP's hooks
         elif low.param_dtype is not None:
             self._float32.groups.update(each for each in module.modules() if isinstance(each, _BatchNorm))
+        is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
         constructed: list[nn.Module] = []
-        self._was_meta = False
         # Innermost first, so that meta modules draw their values in the order of their constructors.
         for each in innermost_first(module):
             constructed.append(each)
-            if each in chosen and each is not module:
-                self._materialize(module, constructed, each)
-                kind = type(each)
-                each.register_forward_hook(_without_views)  # before FSDP's
-                self._shard_group(each, mesh, MixedPrecisionPolicy() if each in self._float32.groups else low)
-                open_methods(each, kind, lambda: root.depth > 0)
-            elif each in self._float32.groups and each is not module:
-                self._materialize(module, constructed, each)
-                self._shard_group(each, mesh, MixedPrecisionPolicy())
-            else:
+            if each is module or not (each in chosen or each in self._float32.groups):
                 continue
+            if is_meta:
+                self._materialize(module, constructed, each)
+            kind = type(each)
+            if each in chosen:
+                each.register_forward_hook(_without_views)  # before FSDP's
+            self._shard_group(each, mesh, MixedPrecisionPolicy() if each in self._float32.groups else low)
+            if each in chosen:
+                open_methods(each, kind, lambda: root.depth > 0)
             constructed = []
-        self._materialize(module, constructed, module)
+        if is_meta:
+            self._materialize(module, constructed, module)
         for each in to_checkpoint:
             each.forward = partial(checkpoint, each.forward, use_reentrant=False)
         is_float32 = module in self._float32.groups  # a layer by itself
@@ -194,9 +194,8 @@ class FSDPStrategy(Strategy):
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     def _materialize(self, module: nn.Module, parts: list[nn.Module], group: nn.Module) -> None:
-        self._was_meta |= materialize(module, parts)
-        if self._was_meta:  # the group's own layers may have got their values with an inner group's
-            self.precision.convert_module(group)  # which passed over what had none
+        materialize(module, parts)
+        self.precision.convert_module(group)  # before, it passed over what had no values
 
     def _shard_group(
         self, group: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, is_root: bool = False

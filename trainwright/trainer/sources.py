@@ -112,6 +112,8 @@ class BatchTransfer:
                 self._hooks[name] = getattr(datamodule, name)
             elif is_overridden(name, module, Module):
                 self._hooks[name] = getattr(module, name)
+        # Until it is converted a batch may hold what the device does not have.
+        self._converts_first = self._precision.converts_batch and not computes_in(self._device.type, torch.float64)
 
     @property
     def is_needed(self) -> bool:
@@ -123,11 +125,6 @@ class BatchTransfer:
         """Return whether the copy to the device may be made before the batch's turn: no hook of the user's is part of it."""
         moves = {"on_before_batch_transfer", "transfer_batch_to_device"}
         return not moves & self._hooks.keys() and copies_aside(self._device.type) and not self._converts_first
-
-    @property
-    def _converts_first(self) -> bool:
-        """Return whether a batch may hold what the device does not have (float64) until it is converted."""
-        return self._precision.converts_batch and not computes_in(self._device.type, torch.float64)
 
     def __call__(self, batch: Any, loader_index: int = 0) -> Any:
         hooks = self._hooks
