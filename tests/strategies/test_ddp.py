@@ -141,8 +141,8 @@ def timed_out() -> tuple[str, float, float]:
             engine.reduce(torch.ones(3))
         text = str(caught.value)
     waited = time.monotonic() - began
-    engine.agreement.exchange(b"", call="a test", timeout_seconds=60.0)
-    return text, waited, engine.timeout_seconds
+    engine.ranks.wait("a test")
+    return text, waited, engine.ranks.timeout_seconds
 
 
 def job(folder: Path) -> dict[str, Any]:
