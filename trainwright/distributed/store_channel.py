@@ -13,7 +13,9 @@ from contextlib import AbstractContextManager, nullcontext
 from trainwright.distributed.rank_positions import Locate, RankPosition, RankPositions
 from trainwright.distributed.store import Store, post
 
-ON_ALL_RANKS = "Make such calls on all ranks, in the same order: not under `if trainer.is_global_zero:` or in one rank's hook."
+ON_ALL_RANKS = (
+    "Make such calls on all ranks, in the same order: not under `if trainer.is_global_zero:` or in one rank's hook."
+)
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02
 PAUSED_PART = 1 / 32
