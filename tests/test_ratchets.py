@@ -336,7 +336,7 @@ PHRASES: dict[str, Phrase] = {
     "shared out": (r"(?:share|shares|shared|sharing) out", 24, 0),
     "mend": (r"(?:mend|mends|mended|mending)", 4, 0),
     # terms that the field does not have
-    "appointment": (r"appointments?", 38, 0),
+    "appointment": (r"appointments?", 0, 0),
     "lifeline": (r"lifelines?", 6, 0),
     "failure board": (r"failure boards?", 1, 0),
     "echo": (r"echo(?:es)?", 3, 0),
@@ -352,7 +352,7 @@ PHRASES: dict[str, Phrase] = {
     "late reduction": (r"late reductions?", 3, 0),
     "between ranks": (r"between ranks", 8, 0),
     "settle": (r"(?:settle|settles|settled)", 14, 0),
-    "whereabouts": (r"whereabouts", 10, 0),
+    "whereabouts": (r"whereabouts", 0, 0),
     "handover": (r"(?:handover|hand over|hands over|handed over)", 32, 0),
     "place": (r"places?", 386, 60),
 }

@@ -18,13 +18,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
-from trainwright.distributed.appointments import Appointment, AppointmentBook
 from trainwright.distributed.clusters import read_number, read_open_mpi, read_pmi, read_slurm, read_slurm_job, requeue
 from trainwright.distributed.failures import FailureBoard, PeerWatch
 from trainwright.distributed.network import LOOPBACK, interface_towards, loopback_interface
 from trainwright.distributed.rank_positions import RankPositions
 from trainwright.distributed.store import Store, open_store, stores
 from trainwright.distributed.store_channel import StoreChannel
+from trainwright.distributed.sync_points import SyncPoint, SyncPoints
 
 JOB_VARIABLE = "TRAINWRIGHT_JOB"
 """One JSON object: what our launcher tells its workers."""
@@ -190,18 +190,18 @@ class Connection:
     store: Store | None = None
     owns_group: bool = False
     """False where the user's script opened the group; then it also closes it."""
-    _book: AppointmentBook = field(default_factory=lambda: AppointmentBook(None, 0, 1), repr=False)
+    _sync_points: SyncPoints = field(default_factory=lambda: SyncPoints(None, 0, 1), repr=False)
     _watch: PeerWatch | None = field(default=None, repr=False)
     _holders: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list, repr=False)
     _pid: int = field(default_factory=os.getpid, repr=False)
     _is_closed: bool = field(default=False, repr=False)
 
-    def appointment(self, name: str) -> Appointment:
-        """Return a new appointment of all ranks, for one run of the loop.
+    def sync_point(self, name: str) -> SyncPoint:
+        """Return a new sync point of all ranks, for one run of the loop.
 
         Those of one name pair up by their order: make them on every rank, in the same order. Nothing is sent.
         """
-        return self._book.make(name)
+        return self._sync_points.make(name)
 
     @property
     def has_failed(self) -> bool:
@@ -301,7 +301,7 @@ def open_process_group(
     # NOTE: a blocking call of one thread holds its connection, so the group, the channel and the watch have one each.
     control = job.clone()
     positions = RankPositions(environment.rank)
-    watch, book = _start_watch(environment, backend, control, job.clone(), store_host, positions)
+    watch, sync_points = _start_watch(environment, backend, control, job.clone(), store_host, positions)
     atexit.register(watch.stop)
     plain_hook = sys.excepthook
     try:
@@ -327,7 +327,13 @@ def open_process_group(
     )
     _generation += 1
     opened = Connection(
-        environment, dist.get_backend(), channel, control, owns_group=not is_joined, _book=book, _watch=watch
+        environment,
+        dist.get_backend(),
+        channel,
+        control,
+        owns_group=not is_joined,
+        _sync_points=sync_points,
+        _watch=watch,
     )
     _connection = opened
     atexit.register(opened.close)
@@ -356,20 +362,20 @@ def _start_watch(
     watched: Store,
     store_host: int | None,
     positions: RankPositions,
-) -> tuple[PeerWatch, AppointmentBook]:
-    """Start the watcher thread on a connection of its own; return it with the appointments that it looks after."""
-    prefix = f"appointments/{_generation}"
-    book = AppointmentBook(
+) -> tuple[PeerWatch, SyncPoints]:
+    """Start the watcher thread on a connection of its own; return it with the sync points that it polls."""
+    prefix = f"sync_points/{_generation}"
+    sync_points = SyncPoints(
         stores().PrefixStore(prefix, control),
         environment.rank,
         environment.world_size,
         synchronize=None if backend == "gloo" else _synchronize,
     )
-    appointments = stores().PrefixStore(prefix, watched)
+    watched_points = stores().PrefixStore(prefix, watched)
     requests = stores().PrefixStore(f"generation/{_generation}", watched)
 
     def look() -> None:
-        book.look(appointments)
+        sync_points.poll(watched_points)
         positions.answer(requests)
 
     watch = PeerWatch(
@@ -382,7 +388,7 @@ def _start_watch(
         look=look,
     )
     watch.start()
-    return watch, book
+    return watch, sync_points
 
 
 def _synchronize() -> None:

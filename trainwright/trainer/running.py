@@ -195,7 +195,7 @@ def _leave(trainer: Trainer, outcome: Outcome) -> None:
         trainer.compiled = None
     stage, trainer.stage = trainer.stage or "", None
     trainer.logbook.collector, trainer.logbook.is_silent = None, False
-    trainer.run, trainer.stop_appointment, trainer.validation_clock = None, None, None
+    trainer.run, trainer.stop_point, trainer.validation_clock = None, None, None
     trainer.is_evaluating = trainer.is_mid_epoch_validation = False
     for callback in trainer.callbacks:
         callback.__dict__.pop("_running_module", None)
