@@ -338,8 +338,8 @@ PHRASES: dict[str, Phrase] = {
     # terms that the field does not have
     "appointment": (r"appointments?", 0, 0),
     "lifeline": (r"lifelines?", 6, 0),
-    "failure board": (r"failure boards?", 1, 0),
-    "echo": (r"echo(?:es)?", 3, 0),
+    "failure board": (r"failure boards?", 0, 0),
+    "echo": (r"echo(?:es)?", 0, 0),
     "grace": (r"grace", 18, 0),
     "ghost": (r"ghosts?", 39, 0),
     "share": (r"shares?", 175, 20),

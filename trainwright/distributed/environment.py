@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 from trainwright.distributed.clusters import read_number, read_open_mpi, read_pmi, read_slurm, read_slurm_job, requeue
-from trainwright.distributed.failures import FailureBoard, PeerWatch
+from trainwright.distributed.failures import FailureLog, PeerWatch
 from trainwright.distributed.network import LOOPBACK, interface_towards, loopback_interface
 from trainwright.distributed.rank_positions import RankPositions
 from trainwright.distributed.store import Store, open_store, stores
@@ -211,7 +211,7 @@ class Connection:
     def announce_stop(self, code: int) -> None:
         """Tell the launcher that a signal has stopped the run here, and with which code this rank is about to leave."""
         if self.store is not None:
-            FailureBoard(self.store).announce_stop(code)
+            FailureLog(self.store).announce_stop(code)
 
     def before_close(self, release: Callable[[], None]) -> None:
         """Have a bound method called before the group is closed: it lets go of what holds on to the group.
@@ -374,7 +374,7 @@ def _start_watch(
     watched_points = stores().PrefixStore(prefix, watched)
     requests = stores().PrefixStore(f"generation/{_generation}", watched)
 
-    def look() -> None:
+    def poll() -> None:
         sync_points.poll(watched_points)
         positions.answer(requests)
 
@@ -385,7 +385,7 @@ def _start_watch(
         name=str(_generation),
         store_host=store_host,
         error_file=environment.error_file if environment.launched_by == "torchrun" else None,
-        look=look,
+        poll=poll,
     )
     watch.start()
     return watch, sync_points

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from trainwright.distributed.environment import STORE_PREFIX
-from trainwright.distributed.failures import FailureBoard
+from trainwright.distributed.failures import FailureLog
 from trainwright.distributed.network import is_own_name, listen_at, resolve
 from trainwright.distributed.store import Store, post
 from trainwright.errors import LaunchError
@@ -95,9 +95,9 @@ class StaticRendezvous(RendezvousHandler):
         timeout = timedelta(seconds=JOIN_SECONDS)
         return self._stores.TCPStore(*address, None, False, timeout=timeout, wait_for_workers=False)
 
-    def board(self, restart_count: int) -> FailureBoard:
-        """Return where the failures of the job are posted, since it was last started anew."""
-        return FailureBoard(cast(Store, self._stores.PrefixStore(f"{STORE_PREFIX}/{restart_count}", self.store)))
+    def failures(self, restart_count: int) -> FailureLog:
+        """Return the failures of the job since its last start."""
+        return FailureLog(cast(Store, self._stores.PrefixStore(f"{STORE_PREFIX}/{restart_count}", self.store)))
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all nodes and return the place of this one."""
