@@ -16,6 +16,7 @@ from small import QUIET, Classifier, assert_close, assert_equal, loss_of, make_l
 from torch import Tensor, nn
 
 import trainwright as tw
+from trainwright.distributed.ranks import Ranks
 
 SAMPLES = 45
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -141,7 +142,7 @@ def timed_out() -> tuple[str, float, float]:
             engine.reduce(torch.ones(3))
         text = str(caught.value)
     waited = time.monotonic() - began
-    engine.ranks.wait("a test")
+    Ranks(engine.connection.channel, 60.0).wait("a test")
     return text, waited, engine.ranks.timeout_seconds
 
 
