@@ -337,10 +337,10 @@ PHRASES: dict[str, Phrase] = {
     "mend": (r"(?:mend|mends|mended|mending)", 4, 0),
     # terms that the field does not have
     "appointment": (r"appointments?", 0, 0),
-    "lifeline": (r"lifelines?", 6, 0),
+    "lifeline": (r"lifelines?", 0, 0),
     "failure board": (r"failure boards?", 0, 0),
     "echo": (r"echo(?:es)?", 0, 0),
-    "grace": (r"grace", 18, 0),
+    "grace": (r"grace", 13, 5),
     "ghost": (r"ghosts?", 39, 0),
     "share": (r"shares?", 175, 20),
     "forget": (r"(?:forget|forgets|forgot|forgotten)", 19, 0),

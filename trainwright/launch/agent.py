@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 from trainwright.distributed.failures import LOST_PEER_TEXTS, PEER_FAILED_EXIT_CODE, FailureReport
 from trainwright.distributed.signals import STOPPED_EXIT_CODE
 from trainwright.errors import LaunchError
-from trainwright.launch.grace import Grace
+from trainwright.launch.graceful_shutdown import GracefulShutdown
 from trainwright.launch.nodes import Nodes
 from trainwright.launch.output import PrefixedOutput
 from trainwright.launch.rendezvous import StaticRendezvous
@@ -103,7 +103,7 @@ class JobAgent(LocalElasticAgent):
         logs: str | None = None,
         grace_seconds: float = 120.0,
     ) -> None:
-        self.grace = Grace(self._send, grace_seconds)
+        self.shutdown = GracefulShutdown(self._send, grace_seconds)
         self.stopped_code: int | None = None
         """How the ranks have left that a signal has stopped, when all have."""
         self.rendezvous = StaticRendezvous(nodes or Nodes(), num_processes)
@@ -131,12 +131,12 @@ class JobAgent(LocalElasticAgent):
         return self.logs.output
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        if self.grace.number:  # it came between two starts
-            raise SignalException("between two starts", sigval=signal.Signals(self.grace.number))
+        if self.shutdown.number:  # it came between two starts
+            raise SignalException("between two starts", sigval=signal.Signals(self.shutdown.number))
         self.failures = self.rendezvous.failures(worker_group.spec.max_restarts - self._remaining_restarts)
         self._first_codes, self._reported_at = {}, None
         pids = cast("dict[int, Any]", super()._start_workers(worker_group))
-        self.grace.open()
+        self.shutdown.install()
         assert self._pcontext is not None
         # NOTE: elastic waits a fixed 30 s here for workers that do not end on SIGTERM.
         cast(Any, self._pcontext).close = self._close_workers
@@ -179,11 +179,11 @@ class JobAgent(LocalElasticAgent):
         Raises:
             SignalException: the signal has ended a rank at once, or the ranks have had their time.
         """
-        codes, number = self.exit_codes(), self.grace.number
+        codes, number = self.exit_codes(), self.shutdown.number
         told = self._told_codes() if any(codes.values()) else set()
         if not number and not any(code and code in told for code in codes.values()):
             return None
-        self.grace.begin()  # where a rank alone was signalled
+        self.shutdown.start_timer()  # where a rank alone was signalled
         others = [code for code in codes.values() if code != 0 and code not in told]
         if number and others and all(code in (-number, 128 + number) for code in others):
             raise SignalException("a rank has not waited", sigval=signal.Signals(number))
@@ -194,7 +194,7 @@ class JobAgent(LocalElasticAgent):
             self.stopped_code = max(codes.values())
             workers = self._worker_group.workers
             return RunResult(WorkerState.SUCCEEDED, return_values={each.global_rank: None for each in workers})
-        if self.grace.is_over:
+        if self.shutdown.has_timed_out:
             ending = signal.Signals(number or signal.SIGTERM)
             self.tell_others(f"its launcher was asked to end by {ending.name}, and its ranks did not leave in time")
             self.kill_all()
@@ -216,7 +216,7 @@ class JobAgent(LocalElasticAgent):
         try:
             if self.failures.count() > 0:
                 return True
-            lost = self.rendezvous.lifeline.lost() if self.rendezvous.lifeline is not None else []
+            lost = self.rendezvous.heartbeat.lost() if self.rendezvous.heartbeat is not None else []
             if self.rendezvous.nodes.rank > 0:
                 self._has_lost_main = bool(lost) and not self.rendezvous.has_left(0)
             elif lost and not all(self.rendezvous.has_left(node) for node in lost):
@@ -233,7 +233,7 @@ class JobAgent(LocalElasticAgent):
             return
         with contextlib.suppress(*GONE):
             self.rendezvous.say_finished()
-            while not self.rendezvous.all_finished() and not self._job_has_failed() and not self.grace.is_over:
+            while not self.rendezvous.all_finished() and not self._job_has_failed() and not self.shutdown.has_timed_out:
                 time.sleep(0.05)
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
@@ -412,7 +412,7 @@ def run(
                 Path(report).write_text(text.partition("\n")[0].removeprefix("trainwright: "), encoding="utf-8")
     except SignalException as error:
         code = 128 + int(error.sigval)
-        text = agent.grace.describe() if agent.grace.is_over else ""
+        text = agent.shutdown.describe() if agent.shutdown.has_timed_out else ""
         agent.tell_others(f"its launcher was ended by {signal.Signals(error.sigval).name}")
     except LaunchError as error:
         code, text = 1, f"trainwright: {error}\n"
