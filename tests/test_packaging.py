@@ -15,8 +15,8 @@ from deadlines import deadline
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OPTIONAL = ("IPython", "omegaconf", "onnxscript", "psutil")
-"""Imported by the one method that needs it, which says so where it is missing."""
+OPTIONAL = ("omegaconf", "onnxscript", "pydantic")
+"""Imported where a user's own objects come from it, by the one method that needs it, or for the types of DeepSpeed."""
 EXTRAS = ("deepspeed", "fairscale", "tensorboard")
 
 
