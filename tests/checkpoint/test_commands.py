@@ -212,15 +212,12 @@ from pathlib import Path
 import torch
 from trainwright.checkpoint.conversion import export_safetensors
 from trainwright.checkpoint.store import Piece, write_checkpoint
-
-class Alone:
-    def exchange(self, payload, *, call, timeout_seconds):
-        return [payload]
+from trainwright.distributed.ranks import Ranks
 
 big = torch.arange(12 << 20, dtype=torch.float32)
 pieces = [Piece(name, (12 << 20,), 0, tensor) for name, tensor in (("a", big), ("b", big + 1))]
 write_checkpoint("large.ckpt", sections={"model": pieces}, state={}, rank_state=None, header={"step": 0, "epoch": 0},
-                 exchange=Alone(), rank=0, world_size=1)
+                 ranks=Ranks())
 del big, pieces
 torch.zeros(1).bfloat16()
 Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on

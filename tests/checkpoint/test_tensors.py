@@ -32,6 +32,7 @@ from trainwright.checkpoint.shards import (
 )
 from trainwright.checkpoint.store import Checkpoint, open_checkpoint, write_checkpoint
 from trainwright.checkpoint.tensors import DTYPES, Piece, StoredPiece, TensorEntry, deal, merge
+from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
 
@@ -47,7 +48,7 @@ class Meeting:
 
     class Seat:
         def __init__(self, meeting: Meeting, rank: int) -> None:
-            self.meeting, self.rank = meeting, rank
+            self.meeting, self.rank, self.world_size = meeting, rank, len(meeting.payloads)
 
         def exchange(self, payload: bytes, *, call: str, timeout_seconds: float) -> list[bytes]:
             self.meeting.payloads[self.rank] = payload
@@ -67,9 +68,7 @@ def save(path: Path, *ranks: Sequence[Piece], state: Any = None) -> Checkpoint:
             state=state,
             rank_state=None,
             header={"step": 1, "epoch": 0},
-            exchange=meeting.seat(rank),
-            rank=rank,
-            world_size=len(ranks),
+            ranks=Ranks(meeting.seat(rank)),
         )
 
     with ThreadPoolExecutor(len(ranks)) as pool:

@@ -24,7 +24,7 @@ from trainwright.checkpoint import writer
 from trainwright.checkpoint.store import find_checkpoints, latest_checkpoint, open_checkpoint, sweep_temporaries
 from trainwright.checkpoint.tensors import Piece
 from trainwright.checkpoint.writer import CheckpointWriter
-from trainwright.distributed.agreement import Agreement
+from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
 
@@ -34,7 +34,7 @@ class Run:
     def __init__(self) -> None:
         self.weight, self.average = torch.zeros(40, 30), torch.zeros(3)
         self.history: dict[str, Any] = {"losses": [], "average": self.average}
-        self.writer = CheckpointWriter(Agreement(None, 0, 1), 60.0, lambda: False)
+        self.writer = CheckpointWriter(Ranks(), lambda: False)
         self.step = 0
 
     def train(self) -> None:

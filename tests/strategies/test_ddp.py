@@ -143,8 +143,8 @@ def timed_out() -> tuple[str, float, float, float]:
             engine.reduce(torch.ones(3))
         text = str(caught.value)
     waited = time.monotonic() - began
-    engine.agreement.exchange(b"", call="a test", timeout_seconds=deadline(60.0))
-    return text, waited, engine.timeout_seconds, limit
+    engine.connection.channel.exchange(b"", call="a test", timeout_seconds=deadline(60.0))
+    return text, waited, engine.ranks.timeout_seconds, limit
 
 
 def job(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.decision import decided
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -171,7 +170,7 @@ class EarlyStopping(Callback):
         """Decide, alike on every rank. Collective."""
         if trainer.fast_dev_run:
             return
-        score = decided(trainer.engine, "the score of EarlyStopping", lambda: self._score(trainer))
+        score = trainer.engine.ranks.decide(lambda: self._score(trainer), "the score of EarlyStopping")
         if score is None:
             return
         reason, message = self._judge(score)

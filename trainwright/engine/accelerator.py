@@ -442,10 +442,8 @@ class Accelerator:
 
     # -- what the prepared objects ask -------------------------------------------------------------------------------
 
-    def _exchange(self, payload: bytes) -> list[bytes]:
-        return self.engine.agreement.exchange(
-            payload, call="gather or reduce of plain data", timeout_seconds=self.engine.timeout_seconds
-        )
+    def _exchange(self, value: Any) -> list[Any]:
+        return self.engine.ranks.exchange(value, "gather or reduce of plain data")
 
     def _count_step(self, result: StepResult) -> None:
         self.step_count += 1
