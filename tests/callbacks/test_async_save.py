@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from deadlines import deadline
 from held import HeldFiles, held
 from jobs import run_job
 from small import ON_HOST, QUIET, Classifier, assert_equal, make_loader, weights
@@ -93,7 +94,7 @@ def test_a_run_goes_on_from_one(tmp_path: Path) -> None:
 def settle(trainer: tw.Trainer) -> None:
     """Let the save in flight end, committed or failed; nobody is told."""
     if trainer.engine.writer.in_flight is not None:
-        assert trainer.engine.writer.in_flight.wait(20)
+        assert trainer.engine.writer.in_flight.wait(deadline(20))
 
 
 class Watched(tw.Callback):
@@ -298,25 +299,29 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 FAILING = """
-import os, signal, sys, time
+import os, signal, sys, threading
 from pathlib import Path
 import trainwright as tw
 from small import QUIET, Classifier, make_loader
 
 folder, ending = sys.argv[1:]
 sync = os.fsync
+may_go_on = threading.Event()
 
 class Ends(tw.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         step = trainer.global_step
         if step == 4:
-            trainer.engine.writer.in_flight.wait(30)
-            os.fsync = lambda descriptor: (time.sleep(60 if ending == "killed" else 0.2), sync(descriptor))
+            assert trainer.engine.writer.in_flight.wait(600)
+            os.fsync = lambda descriptor: (may_go_on.wait(600), sync(descriptor))
         if step == 7 and trainer.global_rank == 1:
             assert not trainer.engine.writer.in_flight.is_committed
             if ending == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            may_go_on.set()
             raise ValueError("of a callback")
+        if step == 7 and ending == "raised":
+            may_go_on.set()
 
 callback = tw.ModelCheckpoint(folder, every_n_train_steps=3, async_save=True, filename="{step}", save_top_k=-1)
 settings = {**QUIET, "enable_checkpointing": True}
@@ -335,7 +340,7 @@ def test_a_rank_that_fails_while_a_save_is_in_flight(tmp_path: Path) -> None:
     }
     try:
         for ending, job in started.items():
-            assert job.wait(120) != 0
+            assert job.wait() != 0
             assert ("of a callback" if ending == "raised" else "SIGKILL") in job.stderr
             job.check_nothing_left()
             kept = found(tmp_path / ending)

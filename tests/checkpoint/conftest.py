@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deadlines import deadline
 
 from trainwright.checkpoint.store import (
     Checkpoint,
@@ -22,7 +23,7 @@ class Meeting:
     """Exchanges between threads that stand for ranks."""
 
     def __init__(self, world_size: int) -> None:
-        self.barrier = threading.Barrier(world_size, timeout=20)
+        self.barrier = threading.Barrier(world_size, timeout=deadline(20))
         self.payloads = [b""] * world_size
 
     def exchange(self, rank: int, payload: bytes) -> list[bytes]:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from deadlines import deadline
+
 KILLS = 20
 JOB = """
 import json, os, random, signal, socket, sys, time
@@ -64,7 +66,7 @@ for _ in range(kills):
     for rank in range(2):
         pids.append(os.fork())
         if pids[-1] == 0:
-            signal.alarm(100)
+            signal.alarm(600)
             save_forever(folder, rank, port, step, writer)
     os.close(writer)
     started = os.read(reader, 100)  # the first save has returned
@@ -96,7 +98,7 @@ def test_a_kill_at_any_moment_of_a_save_loses_nothing(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=deadline(220),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from deadlines import deadline
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -39,7 +40,7 @@ class Meeting:
     """Exchanges between threads that stand for ranks."""
 
     def __init__(self, world_size: int) -> None:
-        self.barrier = threading.Barrier(world_size, timeout=20)
+        self.barrier = threading.Barrier(world_size, timeout=deadline(20))
         self.payloads = [b""] * world_size
 
     def seat(self, rank: int) -> Meeting.Seat:

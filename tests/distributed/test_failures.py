@@ -6,12 +6,12 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from deadlines import wait_until
 
 from trainwright.distributed import failures as failures_module
 from trainwright.distributed.failures import (
@@ -78,13 +78,6 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
-def wait_until(is_done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not is_done() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert is_done()
-
-
 def test_a_failed_peer_ends_this_rank(exits: list[int]) -> None:
     store = make_store()
     watch = PeerWatch(store, 0, 2, poll_seconds=0.01)
@@ -103,8 +96,8 @@ def test_after_a_clean_close_nothing_ends_this_rank(exits: list[int]) -> None:
     host.start()
     other.start()
     began = time.monotonic()
-    host.stop(farewell_seconds=10)
-    assert time.monotonic() - began < 5  # the other one has said goodbye
+    host.stop(farewell_seconds=120)
+    assert time.monotonic() - began < 60  # the other one has said goodbye
     other.stop()
     FailureLog(store).post(1, "too late")
     time.sleep(0.05)

@@ -21,7 +21,7 @@ def run_ranks(world_size: int, work: Callable[[Ranks], Any]) -> list[Any]:
 
     def attempt(rank: int) -> Any:
         try:
-            return work(Ranks(StoreChannel(store, rank, world_size), 30.0))
+            return work(Ranks(StoreChannel(store, rank, world_size), 120.0))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 

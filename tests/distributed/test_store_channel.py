@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from deadlines import deadline, wait_until
 
 from trainwright.distributed.rank_positions import RankPositions
 from trainwright.distributed.store_channel import StoreChannel
@@ -28,7 +28,7 @@ def run_ranks(world_size: int, work: Callable[[StoreChannel], Any]) -> list[Any]
 def test_all_ranks_get_all_payloads_in_order() -> None:
     def work(channel: StoreChannel) -> list[list[bytes]]:
         return [
-            channel.exchange(b"%d/%d" % (channel.rank, call), call="a test", timeout_seconds=10) for call in range(20)
+            channel.exchange(b"%d/%d" % (channel.rank, call), call="a test", timeout_seconds=120) for call in range(20)
         ]
 
     expected = [[b"%d/%d" % (rank, call) for rank in range(3)] for call in range(20)]
@@ -41,7 +41,7 @@ def test_the_store_does_not_grow() -> None:
 
     def work(channel: StoreChannel) -> None:
         for _ in range(50):
-            channel.exchange(b"\x00\xff", call="a test", timeout_seconds=10)
+            channel.exchange(b"\x00\xff", call="a test", timeout_seconds=120)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, channels))
@@ -50,7 +50,7 @@ def test_the_store_does_not_grow() -> None:
 
 def test_who_has_left_is_not_waited_for() -> None:
     def work(channel: StoreChannel) -> bytes | str:
-        channel.exchange(b"both", call="a test", timeout_seconds=10)
+        channel.exchange(b"both", call="a test", timeout_seconds=120)
         if channel.rank == 1:
             channel.leave()
             return b""
@@ -70,7 +70,7 @@ def test_ranks_in_different_calls_are_told_apart() -> None:
         said = []
         for call in ("a save of step 4" if channel.rank == 1 else "the agreement on a stop", "both"):
             try:
-                said += [text.decode() for text in channel.exchange(b"here", call=call, timeout_seconds=10)]
+                said += [text.decode() for text in channel.exchange(b"here", call=call, timeout_seconds=120)]
             except RuntimeError as error:
                 said.append(str(error))
         return said
@@ -96,15 +96,15 @@ def test_a_rank_that_has_passed_a_call_is_not_waited_for() -> None:
 
     def go_on() -> list[bytes]:
         with second.located_by(lambda: ((batch[1],), f"fit, batch {batch[1]}")):
-            met = second.exchange(b"1", call="both", timeout_seconds=10)
+            met = second.exchange(b"1", call="both", timeout_seconds=120)
             batch[1] += 1
-            blocked.wait(30)
+            blocked.wait(120)
             return met
 
     with ThreadPoolExecutor(2) as pool, first.located_by(lambda: ((batch[0],), f"fit, batch {batch[0]}")):
         pool.submit(watch)
         other = pool.submit(go_on)
-        assert first.exchange(b"0", call="both", timeout_seconds=10) == [b"0", b"1"]
+        assert first.exchange(b"0", call="both", timeout_seconds=120) == [b"0", b"1"]
         with pytest.raises(
             RuntimeError,
             match=r"rank 1 has skipped: a save \(fit, batch 3\)\. Rank 1 is already past it \(fit, batch 4",
@@ -126,14 +126,13 @@ def test_a_rank_that_is_only_slow_is_waited_for() -> None:
             positions[1].answer(store)
 
     def arrive_late() -> None:
-        while not store.check(["position/1"]):  # it has been asked where it is
-            time.sleep(0.01)
-        second.exchange(b"1", call="both", timeout_seconds=10)
+        wait_until(lambda: store.check(["position/1"]))  # it has been asked where it is
+        second.exchange(b"1", call="both", timeout_seconds=120)
 
     with ThreadPoolExecutor(2) as pool:
         pool.submit(watch)
         other = pool.submit(arrive_late)
-        assert first.exchange(b"0", call="both", timeout_seconds=30) == [b"0", b"1"]
+        assert first.exchange(b"0", call="both", timeout_seconds=120) == [b"0", b"1"]
         other.result()
         ended.set()
 
@@ -145,7 +144,7 @@ def test_channels_do_not_mix() -> None:
         # Threads of different ranks reach their channels in different orders.
         with ThreadPoolExecutor(2) as pool:
             turns = order if channel.rank == 0 else order[::-1]
-            done = {text: pool.submit(each.exchange, text, call="a test", timeout_seconds=10) for each, text in turns}
+            done = {text: pool.submit(each.exchange, text, call="a test", timeout_seconds=120) for each, text in turns}
             return [*done[b"first"].result(), *done[b"second"].result()]
 
     assert run_ranks(2, work) == [[b"first", b"first", b"second", b"second"]] * 2
@@ -158,7 +157,7 @@ def test_channels_of_one_name_pair_up_by_their_order() -> None:
         replies = []
         for text in (b"old", b"new"):
             saves = channel.subchannel("saves")
-            replies += saves.exchange(text + bytes(str(channel.rank), "ascii"), call="a test", timeout_seconds=10)
+            replies += saves.exchange(text + bytes(str(channel.rank), "ascii"), call="a test", timeout_seconds=120)
         return replies
 
     assert run_ranks(2, work) == [[b"old0", b"old1", b"new0", b"new1"]] * 2
@@ -170,7 +169,7 @@ def test_a_wait_can_be_given_up() -> None:
         waiting = pool.submit(channel.exchange, b"", call="a test", timeout_seconds=60)
         channel.give_up()
         with pytest.raises(RuntimeError, match="no longer waits for the others"):
-            waiting.result(timeout=20)
+            waiting.result(timeout=deadline(20))
 
 
 def test_a_missing_rank_is_named() -> None:

@@ -73,6 +73,12 @@ class ModelCheckpoint(Callback):
     again then. A save that is due while gradients wait for a step of manual optimization is made after that. Nothing is saved
     with fast_dev_run. Rank 0 decides for all, by its own metrics and files. A fit that begins anew keeps its own best ones,
     and leaves the files of an earlier fit alone.
+
+    >>> best = tw.ModelCheckpoint("runs/mine", filename="{step}", monitor="val_loss")
+    >>> trainer = tw.Trainer(callbacks=best, max_epochs=2, enable_model_summary=False)
+    >>> trainer.fit(module, loader, val_loader)
+    >>> best.best_model_path
+    '...runs/mine/step=16.ckpt'
     """
 
     runs_last = True

@@ -1,4 +1,4 @@
-"""The Engine: one strategy, one precision and the data of one job, behind a dozen methods.
+"""The Engine: one strategy, one precision and the data of one job, behind one interface.
 
 The Trainer and the Accelerator are both written on it, so that a loop of one's own has the same parts and checkpoints.
 What a method does on several ranks is the strategy's; the Engine itself asks for nothing but its contract.

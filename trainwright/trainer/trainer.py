@@ -111,6 +111,11 @@ class Trainer(Status):
     The first Trainer of a plain script that asks for several devices replaces the process by a launcher that runs the same
     script in that many processes. In a notebook, a REPL, a test and `python -c`, and with strategy="ddp_spawn" or
     "ddp_notebook", each call starts the processes, hands its work over, and brings back what it has changed.
+
+    >>> trainer = tw.Trainer(max_epochs=2, enable_model_summary=False)
+    >>> trainer.fit(module, loader)
+    >>> trainer.current_epoch, trainer.global_step
+    (2, 16)
     """
 
     def __init__(
