@@ -20,8 +20,9 @@ import torch.distributed as dist
 from deadlines import deadline
 from jobs import run_job
 
-from trainwright.distributed import environment as environment_module
-from trainwright.distributed.environment import Environment, open_process_group
+from trainwright.distributed import connection as connection_module
+from trainwright.distributed.connection import open_process_group
+from trainwright.distributed.environment import Environment
 from trainwright.distributed.sync_points import SyncPoint, SyncPoints
 
 ROUNDS = 30
@@ -29,7 +30,7 @@ ROUNDS = 30
 
 def reach_sync_points(folder: Path) -> dict[str, Any]:
     """Run loops with a real all-reduce a step, in which random ranks ask at random times, from threads and signals."""
-    environment_module.PeerWatch = functools.partial(environment_module.PeerWatch, poll_seconds=0.02)  # type: ignore[misc, assignment]
+    connection_module.PeerWatch = functools.partial(connection_module.PeerWatch, poll_seconds=0.02)  # type: ignore[misc, assignment]
     environment = Environment.detect()
     connection = open_process_group(environment, "gloo")
     rank = environment.rank

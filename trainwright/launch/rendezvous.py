@@ -19,10 +19,9 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from trainwright.distributed.environment import STORE_PREFIX
 from trainwright.distributed.failures import FailureLog
 from trainwright.distributed.network import is_own_name, listen_at, resolve
-from trainwright.distributed.store import Store, post
+from trainwright.distributed.store import STORE_PREFIX, Store, post
 from trainwright.errors import LaunchError
 from trainwright.launch.heartbeat import Heartbeat
 from trainwright.launch.nodes import Nodes
