@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.checkpoint_name import SUFFIX
 from trainwright.callbacks.checkpoint_place import is_taken, remove_replaced
-from trainwright.callbacks.decision import decided
 from trainwright.checkpoint.store import open_checkpoint
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.errors import CheckpointError
@@ -27,7 +26,7 @@ def save_stopped_run(callback: ModelCheckpoint, trainer: Trainer, name: str) -> 
     except CheckpointError as error:  # alike on every rank; this save may do better, and says it where it does not
         if trainer.is_global_zero:
             print(f"trainwright: {error}", file=sys.stderr, flush=True)
-    path, is_there = decided(trainer.engine, "the save of a run that ends", lambda: _plan(callback, trainer, name))
+    path, is_there = trainer.engine.ranks.decide(lambda: _plan(callback, trainer, name), "the save of a run that ends")
     if is_there:
         return str(path)
     if callback._weights.refuses(trainer, callback.last_model_path):

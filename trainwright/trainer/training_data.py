@@ -109,9 +109,7 @@ class TrainData:
         if self._pulls:
             loader.read_ahead()
         length, limit = limited(loader.length, settings.limit_train_batches), settings.limit_train_batches
-        own = str(loader.length).encode()
-        texts = engine.agreement.exchange(own, call="the start of the data", timeout_seconds=engine.timeout_seconds)
-        lengths = [text.decode() for text in texts]
+        lengths = engine.ranks.exchange(str(loader.length), "the start of the data")
         if len(set(lengths)) > 1:
             raise ValueError(
                 f"The training loaders have different lengths across ranks ({', '.join(lengths)} batches), which would "
