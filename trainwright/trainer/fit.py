@@ -183,9 +183,7 @@ def fit_epoch(run: TrainingRun) -> None:
             break
     else:
         refuse_short_epoch(run, is_last or is_stopped)
-        is_last = is_last or (
-            run.data.num_batches is None and not is_stopped
-        )  # one of unknown length is over when it ends
+        is_last = is_last or (run.data.num_batches is None and not is_stopped)  # no length: it is over
     collector.batch, run.is_within_batch = None, False
     if not trainer.signal_stop.number:  # else the resumed run does what is left of the epoch
         finish_epoch(run, is_complete=is_last)
