@@ -35,7 +35,13 @@ OWN_PARTS = (
 """What a module may do in its own way within a step."""
 
 
-def prepare_fit(trainer: Trainer, module: Module, source: LoaderSource, validation: Evaluation | None) -> TrainingRun:
+def prepare_fit(
+    trainer: Trainer,
+    module: Module,
+    source: LoaderSource,
+    validation: Evaluation | None,
+    note_data: Callable[[Any, int | float], None],
+) -> TrainingRun:
     """Wrap the module, make its optimizers, and gather what the loop reads. Collective.
 
     Raises:
@@ -71,7 +77,7 @@ def prepare_fit(trainer: Trainer, module: Module, source: LoaderSource, validati
         {**trainer.loader_options, "in_order": bool(trainer.given_settings.overfit_batches)},
         validates=validation is not None,
         pulls=arguments.pulls,
-        note=trainer.note_train_data,
+        note=note_data,
     )
     trainer.run = run = TrainingRun(
         trainer=trainer,

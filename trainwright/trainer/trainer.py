@@ -287,7 +287,8 @@ class Trainer(Status):
             seconds = self.settings.validation_seconds
             self.validation_clock = None if seconds is None else IntervalClock(seconds, self.appointment("validation"))
             opened = open_to_resume(self, choice.checkpoint) if choice.checkpoint is not None else None
-            self.run = prepare_fit(self, model, source, self._validation(model, val_dataloaders, datamodule))
+            validation = self._validation(model, val_dataloaders, datamodule)
+            self.run = prepare_fit(self, model, source, validation, self._note_train_data)
             self.hooks.call("on_fit_start")
             generators = restore(self, opened) if opened is not None else None
             fit(self.run, generators)
@@ -454,7 +455,7 @@ class Trainer(Status):
         self.engine.backward(loss, send, **options)
         self.hooks.call("on_after_backward")
 
-    def note_train_data(self, loaders: Any, batches: Batches) -> None:
+    def _note_train_data(self, loaders: Any, batches: Batches) -> None:
         """Show which loaders the run trains on, and how many batches of an epoch are this rank's."""
         self.train_dataloader, self.num_training_batches = loaders, batches
 
