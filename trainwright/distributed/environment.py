@@ -142,7 +142,7 @@ def announced(**variables: str) -> Iterator[None]:
 
 
 def choose_interface(environment: Environment) -> None:
-    """Set the interface on which the group listens, unless the user has: loopback on one node, else that of the main address."""
+    """Set the interface on which the group listens, unless the user has: loopback on one node, else the main address's."""
     if environment.num_nodes == 1:
         name = loopback_interface()
         variables = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
