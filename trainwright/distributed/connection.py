@@ -187,18 +187,9 @@ def open_process_group(
         positions=positions,
     )
     _generation += 1
-    opened = Connection(
-        environment,
-        dist.get_backend(),
-        channel,
-        control,
-        owns_group=not is_joined,
-        _sync_points=sync_points,
-        _watch=watch,
-    )
-    _connection = opened
-    atexit.register(opened.close)
-    return opened
+    _connection = Connection(environment, dist.get_backend(), channel, control, not is_joined, sync_points, watch)
+    atexit.register(_connection.close)
+    return _connection
 
 
 def _open_group_of_one(backend: str) -> None:
