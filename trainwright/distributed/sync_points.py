@@ -59,7 +59,7 @@ class SyncPoint:
         self._synchronize = synchronize
         self._lock = threading.Lock()  # between the loop and the watcher; request() takes none
         self._has_own_request = False
-        self.is_requested = False
+        self.is_pending = False
         """Whether this rank knows of a request; until then `is_reached` need not be called."""
         # Written by the loop only:
         self._round = 0
@@ -77,14 +77,14 @@ class SyncPoint:
         """
         self._has_own_request = True
         if self._store is None:
-            self.is_requested = True
+            self.is_pending = True
 
     def is_reached(self, step: int) -> bool:
         """Return whether it is now. Call at every boundary on every rank, with the same steps, which never decrease.
 
         Costs one attribute read until something is requested, then a few reads of the store at each boundary.
         """
-        return self.is_requested and self._advance(step)
+        return self.is_pending and self._advance(step)
 
     def post_request(self, store: Store) -> bool:
         """For the watcher: post this rank's request; return whether there was a new one."""
@@ -100,18 +100,18 @@ class SyncPoint:
         current = self._round
         if self._polled == (current, requests):
             return
-        is_requested = store.check([self._request_key(current)])
+        is_pending = store.check([self._request_key(current)])
         self._polled = (current, requests)
-        if is_requested:
+        if is_pending:
             with self._lock:
                 # The loop may have finished the round since: then the request was of the finished one.
                 if self._round == current:
-                    self.is_requested = True
+                    self.is_pending = True
 
     def _advance(self, step: int) -> bool:
         store = self._store
         if store is None:
-            self._has_own_request = self.is_requested = False
+            self._has_own_request = self.is_pending = False
             return True
         if self._posted_round != self._round:
             post(store, self._step_key(self._round, self.rank), str(step + 1))
@@ -135,7 +135,7 @@ class SyncPoint:
             self._agreed_step = None
             self._round = finished + 1
             self._has_own_request = False  # requests from here on belong to the next round
-            self.is_requested = False
+            self.is_pending = False
         # Every rank has posted in this round, so every rank has finished the one before it.
         if finished > 0:
             store.delete_key(self._step_key(finished - 1, self.rank))

@@ -201,7 +201,7 @@ def run_loader(
         is_ghost = source.real_length is not None and index >= source.real_length
         if length is not None and index >= length and not is_own:
             refuse_length(length)
-        if asked is not None and asked.is_requested and evaluation.trainer.signal_stop.is_left(place, index):
+        if asked is not None and asked.is_pending and evaluation.trainer.signal_stop.is_left(place, index):
             break
         if noted:
             evaluation.trainer.batch_indices = noted.popleft()
@@ -280,7 +280,7 @@ def run_pulled(
     )
     while not batches.is_at_end:
         taken = batches.begin_step()
-        if asked is not None and asked.is_requested and evaluation.trainer.signal_stop.is_left(place, taken):
+        if asked is not None and asked.is_pending and evaluation.trainer.signal_stop.is_left(place, taken):
             break
         collector.is_uneven = length is None or taken >= length - 1
         collector.hook = step

@@ -179,11 +179,7 @@ def fit_epoch(run: TrainingRun) -> None:
             trainer.save_waiting()
         if validates_within and not is_last and not run.is_within_window and validation_is_due(run):
             validate(run, within=True)
-        if (
-            (stepped or run.is_manual)
-            and (may_end or stop.is_requested or trainer.should_stop)
-            and trainer.wants_to_stop
-        ):
+        if (stepped or run.is_manual) and (may_end or stop.is_pending or trainer.should_stop) and trainer.wants_to_stop:
             break
     else:
         refuse_short_epoch(run, is_last or is_stopped)
