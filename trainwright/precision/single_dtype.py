@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from trainwright.devices.abilities import computes_in
 from trainwright.metric_kinds import is_metric
-from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
+from trainwright.precision.base import Closure, Precision, Sender
 
 DTYPES = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
 
@@ -107,12 +107,12 @@ class SingleDtypePrecision(Precision):
         with self._context:
             super().backward(loss, send, **options)
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
-        """Clip and step outside of the forward's default dtype, in which a closure runs as before."""
+    def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
+        """Step outside of the forward's default dtype, in which a closure runs as before."""
         if not self._context.is_entered:
-            return super().step(optimizer, clip, closure)
+            return super().step(optimizer, closure)
         with self.step_context():
-            return super().step(optimizer, clip, None if closure is None else self._within(closure))
+            return super().step(optimizer, None if closure is None else self._within(closure))
 
     def _within(self, closure: Closure) -> Closure:
         def call() -> Any:

@@ -16,11 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 from torch.optim import Optimizer
 
-from trainwright.precision.base import Clipper, Closure, Sender, StepResult
+from trainwright.precision.base import Closure, Sender
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import (
+    Clipping,
     Optimization,
     StepForward,
+    StepResult,
     Strategy,
     broadcast_tensors,
     own_to_each_rank,
@@ -185,7 +187,7 @@ class DDPStrategy(Strategy):
                 if wrapped.require_backward_grad_sync:
                     wrapped.reducer._rebuild_buckets()
                     wrapped.reducer.prepare_for_backward(list(_find_tensors(loss)))  # type: ignore[no-untyped-call]
-        self.precision.backward(loss, send, **options)
+        super().backward(loss, send, **options)
         self.buffers.end_backward()
 
     def sync_gradients(self, enabled: bool) -> None:
@@ -197,10 +199,12 @@ class DDPStrategy(Strategy):
             is_learning = wrapped.static_graph and not wrapped._static_graph_delay_allreduce_enqueued
             wrapped.require_backward_grad_sync = enabled or is_learning
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
+    def step(
+        self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
+    ) -> StepResult:
         if self._to_check:
             self._refuse_unused()
-        return self.precision.step(optimizer, clip, closure)
+        return super().step(optimizer, clipping, closure)
 
     def _refuse_unused(self) -> None:
         """Say at the first step what torch would say in the forward after it (RuntimeError): that step is not averaged."""
@@ -245,6 +249,7 @@ class DDPStrategy(Strategy):
             order.replay(indices)
 
     def close(self) -> None:
+        super().close()
         for order in self._orders.values():
             order.close()
         self._orders.clear()

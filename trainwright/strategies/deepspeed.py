@@ -20,11 +20,19 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name
-from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
+from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.precision.fast_path import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import zero_gradients, zero_state, zero_traces
-from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, check_alike
+from trainwright.strategies.base import (
+    Clipping,
+    Optimization,
+    StepResult,
+    Strategy,
+    broadcast_tensors,
+    call_step,
+    check_alike,
+)
 from trainwright.strategies.deepspeed_config import (
     build_config,
     low_precision,
@@ -119,8 +127,6 @@ class DeepSpeedStrategy(Strategy):
         self._writes = ZeroWrites()
         self._left: dict[Any, list[Share]] = {}
         """The shares of engines whose module is the user's own again; what they hold can still be saved."""
-        self._finished: set[ZeroOptimizer] = set()
-        """The optimizers whose gradients are this rank's share already, before their step."""
 
     # -- before a run ------------------------------------------------------------------------------------------------
 
@@ -294,42 +300,42 @@ class DeepSpeedStrategy(Strategy):
             engine.optimizer.clear_backward_seen_flag()
             engine._backward_prologue()
             loss = engine.scale(loss)
-        self._finished.clear()
-        self.precision.backward(loss, send, **options)
+        super().backward(loss, send, **options)
         for engine in self._engines.values():
             # Engines that this loss reached have run their epilogue from their gradient hooks; the others did not.
             engine.optimizer._backward_hook_state.backward_active_depth = 0
         self.buffers.end_backward()
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
+    def finalize_gradients(self, optimizer: Optimizer) -> None:
+        if not self._offloads:  # where DeepSpeed's own step alone can do it
+            zero_gradients.finalize(self._taken(optimizer).engine, self.stage)
+
+    def step(
+        self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
+    ) -> StepResult:
         facade = self._taken(optimizer)
         engine, master = facade.engine, facade.master
         zero, norm = engine.optimizer, None
         zero_gradients.fill_missing_gradients(zero, self.stage)
         self._writes.settle()
         zero.clip_grad = 0.0
-        if isinstance(clip, partial) and clip.func == self.clip_gradients:
-            asked = clip.keywords
-            if asked["value"] is not None or asked["scale"] != 1.0:
-                self.clip_gradients(facade, None, asked["value"], asked["scale"])
+        if clipping is not None:
+            if clipping.value is not None or clipping.scale != 1.0:
+                self.clip_gradients(facade, clipping._replace(norm=None))
             # By the engine, which takes the norm in any case; of what has yet to be multiplied.
-            zero.clip_grad = (asked["norm"] or 0.0) / master.rescale
-        elif clip is not None:
-            norm = clip(facade)
-        engine.enable_backward_allreduce = facade not in self._finished
+            zero.clip_grad = (clipping.norm or 0.0) / master.rescale
+        engine.enable_backward_allreduce = self._offloads or not self.finalized.get(facade)
         with self.precision.step_context():
             engine.step()
         engine.enable_backward_allreduce = True
         if zero.clip_grad:
             norm = torch.as_tensor(zero._global_grad_norm) * master.rescale
-        self._finished.discard(facade)
+        self.finalized.pop(facade, None)
         master.forget()
         return StepResult(norm, bool(zero.overflow))
 
-    def clip_gradients(
-        self, optimizer: Optimizer, norm: float | None, value: float | None, scale: float = 1.0
-    ) -> Tensor | None:
-        facade = self._taken(optimizer)
+    def clip_gradients(self, optimizer: Optimizer, clipping: Clipping) -> Tensor | None:
+        facade, (norm, value, scale) = self._taken(optimizer), clipping
         if self._offloads and norm is None:
             facade.master.put_off(value, scale)
             return None
@@ -338,8 +344,8 @@ class DeepSpeedStrategy(Strategy):
                 "under offloading DeepSpeed keeps gradients where their norm is not known before its step; clip by the "
                 "Trainer's gradient_clip_val, or do not offload."
             )
-        mine = zero_gradients.own_gradients(facade.engine, self.stage, facade in self._finished)
-        self._finished.add(facade)
+        self.finalize(facade)
+        mine = zero_gradients.own_gradients(facade.engine)
         loss_scale = float(facade.engine.optimizer.loss_scale)
         zero_gradients.clip_by_value(mine, value, scale, loss_scale)
         return None if norm is None else zero_gradients.clip_by_norm(mine, norm, loss_scale, self.device)
@@ -422,7 +428,8 @@ class DeepSpeedStrategy(Strategy):
 
     def close(self) -> None:
         """Give the engines back; what stage 3 has sharded stays so."""
+        super().close()
         self._let_go()
-        held: tuple[Any, ...] = (self._engines, self._left, self._trained, self._finished, self.buffers, self.wrapped)
+        held: tuple[Any, ...] = (self._engines, self._left, self._trained, self.buffers, self.wrapped)
         for each in held:
             each.clear()
