@@ -27,11 +27,21 @@ class Precision:
     """Full precision: nothing is converted and nothing is scaled."""
 
     name = "32-true"
+    param_dtype: torch.dtype | None = None
+    """The dtype that floating-point parameters and buffers are converted to; None where they keep their own."""
     autocast_dtype: torch.dtype | None = None
+    """The dtype that autocast computes in; None without autocast."""
+    has_scaler = False
+    """True where losses are multiplied by a scale, against underflow in float16."""
     takes_closure = True
     """True where an optimizer may call a closure again within its step; a loss scale forbids it."""
     converts_batch = False
     """True where `convert_batch` has something to do."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Return the dtype that a forward computes in; None for the parameters' own."""
+        return self.autocast_dtype or self.param_dtype
 
     def check(self, device: torch.device) -> None:
         """Refuse a device that does not compute in this precision's dtype.

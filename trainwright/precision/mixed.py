@@ -54,7 +54,8 @@ class MixedPrecision(Precision):
         if name == "16-mixed" and scaler is None:
             scaler = torch.amp.GradScaler(device_type)
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.takes_closure = self.scaler is None
+        self.has_scaler = self.scaler is not None
+        self.takes_closure = not self.has_scaler
         self._first_state = self.scaler.state_dict() if self.scaler is not None else {}
         self._device_type = device_type
         self._autocast = _Autocast(device_type, self.autocast_dtype)

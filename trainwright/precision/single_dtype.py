@@ -30,20 +30,21 @@ class SingleDtypePrecision(Precision):
         name: "64-true", "16-true" or "bf16-true".
     """
 
+    param_dtype: torch.dtype
     converts_batch = True
 
     def __init__(self, name: str) -> None:
         if name not in DTYPES:
             raise ValueError(f"name={name!r} is no precision of one dtype; choose from {', '.join(DTYPES)}.")
         self.name = name
-        self.dtype = DTYPES[name]
-        self._context = _DefaultDtype(self.dtype)
+        self.param_dtype = DTYPES[name]
+        self._context = _DefaultDtype(self.param_dtype)
 
     def check(self, device: torch.device) -> None:
-        if not computes_in(device.type, self.dtype):
+        if not computes_in(device.type, self.param_dtype):
             has = [repr(name) for name, dtype in DTYPES.items() if computes_in(device.type, dtype)]
             raise ValueError(
-                f"precision={self.name!r} computes in {self.dtype}, which {device} does not have; pass one of "
+                f"precision={self.name!r} computes in {self.param_dtype}, which {device} does not have; pass one of "
                 f"{', '.join([repr('32-true'), *has])}, or accelerator='cpu'."
             )
 
@@ -63,7 +64,9 @@ class SingleDtypePrecision(Precision):
             for each in chain(*(tables if not own_way else (module.parameters(), module.buffers())))
             if each is not None
         ]
-        is_done = all(each.is_meta or each.dtype == self.dtype or not each.dtype.is_floating_point for each in own)
+        is_done = all(
+            each.is_meta or each.dtype == self.param_dtype or not each.dtype.is_floating_point for each in own
+        )
         is_sharded = any(isinstance(each, DTensor) for each in own)  # which torch cannot swap, for equal ones either
         if is_done and (is_sharded or type(module)._apply is nn.Module._apply or isinstance(module, nn.RNNBase)):
             return
@@ -90,7 +93,7 @@ class SingleDtypePrecision(Precision):
         return batch
 
     def init_context(self) -> AbstractContextManager[Any]:
-        return _DefaultDtype(self.dtype)
+        return _DefaultDtype(self.param_dtype)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         return self._context
@@ -122,7 +125,7 @@ class SingleDtypePrecision(Precision):
         return call
 
     def _converted(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() and not tensor.is_meta else tensor
+        return tensor.to(self.param_dtype) if tensor.is_floating_point() and not tensor.is_meta else tensor
 
 
 class _DefaultDtype(AbstractContextManager[None]):

@@ -127,7 +127,7 @@ class Strategy:
         self.world_size = 1
         self.device = torch.device("cpu")
         self.precision = Precision()
-        self.wrapped: Mapping[nn.Module, Any] = {}
+        self.wrapped: dict[nn.Module, Any] = {}
         """The modules whose forward has to go through `run`, since calling them would leave something out."""
         self.buffers = SharedBuffers()
         """Makes those that training steps read and write rank 0's, where a strategy lets it."""
@@ -272,8 +272,7 @@ class Strategy:
 
     def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
         """Make every rank evaluate the same model: rank 0's buffers go to all. Collective."""
-        if self.world_size > 1:
-            broadcast_tensors(buffer for module in modules for buffer in module.buffers())
+        broadcast_tensors(each for module in modules for each in common(module, module.named_buffers()))
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -355,7 +354,8 @@ class Strategy:
 
         Called before the first run too. A sharded module stays sharded: whole, it might not fit.
         """
-        self.finalized.clear()
+        for each in (self.wrapped, self.finalized, self.buffers):
+            each.clear()
 
 
 def with_gradients(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -428,6 +428,18 @@ def refuse_row_norms(module: nn.Module, name: str) -> None:
 def own_to_each_rank(module: nn.Module) -> frozenset[str]:
     """Return the parameters and buffers of which torch's DDP is told, on the module, to leave each rank its own."""
     return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def common(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
+    """Return those of a module's parameters or buffers that are to be alike on every rank."""
+    left_out = own_to_each_rank(module)
+    return [each for name, each in named if name not in left_out]
+
+
+def trained(module: nn.Module) -> list[str]:
+    """Return the names of the parameters that require gradients, and are not each rank's own."""
+    left_out = own_to_each_rank(module)
+    return [name for name, each in module.named_parameters() if each.requires_grad and name not in left_out]
 
 
 def check_alike(module: nn.Module, name: str, optimization: Optimization | None) -> None:

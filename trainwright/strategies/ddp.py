@@ -25,9 +25,11 @@ from trainwright.strategies.base import (
     StepResult,
     Strategy,
     broadcast_tensors,
+    common,
     own_to_each_rank,
     refuse_lazy,
     refuse_row_norms,
+    trained,
 )
 
 UNUSED = (
@@ -91,7 +93,6 @@ class DDPStrategy(Strategy):
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.bucket_cap_mb = bucket_cap_mb
-        self.wrapped: dict[nn.Module, DistributedDataParallel] = {}
         self._automatic = True
         self._orders: dict[nn.Module, ReadyOrder] = {}
         self._trained: dict[nn.Module, list[str]] = {}
@@ -104,8 +105,8 @@ class DDPStrategy(Strategy):
             return
         refuse_lazy(module, self.name)
         if optimization is None:
-            broadcast_tensors(_common(module, module.named_parameters()))
-            broadcast_tensors(_common(module, module.named_buffers()))
+            broadcast_tensors(common(module, module.named_parameters()))
+            broadcast_tensors(common(module, module.named_buffers()))
             return
         refuse_row_norms(module, self.name)
         self._automatic = optimization.automatic
@@ -119,10 +120,10 @@ class DDPStrategy(Strategy):
     def _wrap(self, module: nn.Module) -> None:
         self._trained[module] = trained(module)
         left_out = own_to_each_rank(module)
-        broadcast_tensors(_common(module, module.named_buffers()))
+        broadcast_tensors(common(module, module.named_buffers()))
         self.buffers.follow(module, left_out)
         if not self._trained[module]:
-            broadcast_tensors(_common(module, module.named_parameters()))
+            broadcast_tensors(common(module, module.named_parameters()))
             return
         forward: Any = StepForward(module)
         # Buffers too: those that DDP would send are the ones that were there when it was made (see SharedBuffers).
@@ -220,10 +221,6 @@ class DDPStrategy(Strategy):
             names.append(f"and {len(indices) - MOST_NAMES} more")
         return UNUSED.format(names=", ".join(names) or "in another step than the others")
 
-    def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
-        """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""
-        broadcast_tensors(buffer for module in modules for buffer in _common(module, module.named_buffers()))
-
     @property
     def state(self) -> dict[str, Any]:
         return {"ready_orders": [order.indices for order in self._orders.values()]}
@@ -253,8 +250,6 @@ class DDPStrategy(Strategy):
         for order in self._orders.values():
             order.close()
         self._orders.clear()
-        self.buffers.clear()
-        self.wrapped.clear()
         self._trained.clear()
 
 
@@ -294,18 +289,6 @@ def seconds_of(timeout: float | timedelta | None) -> float | None:
     if not 0 < seconds < float("inf"):
         raise ValueError(f"timeout={timeout!r} is not accepted; pass a positive number of seconds, or None.")
     return float(seconds)
-
-
-def trained(module: nn.Module) -> list[str]:
-    """Return the names of the parameters that require gradients, and are not each rank's own."""
-    left_out = own_to_each_rank(module)
-    return [name for name, each in module.named_parameters() if each.requires_grad and name not in left_out]
-
-
-def _common(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
-    """Return those of a module's parameters or buffers that are to be alike on every rank."""
-    left_out = own_to_each_rank(module)
-    return [each for name, each in named if name not in left_out]
 
 
 class ReadyOrder:

@@ -202,7 +202,6 @@ class ShardedDDPStrategy(Strategy):
             raise ValueError(f"reduce_buffer_size={reduce_buffer_size!r} is not accepted; pass a whole number from 0.")
         self.reduce_buffer_size = 0 if reduce_fp16 else reduce_buffer_size
         self.reduce_fp16 = reduce_fp16
-        self.wrapped: dict[nn.Module, Any] = {}
         self._optimizers: dict[int, ShardedOptimizer] = {}
         self._late = LateReduction()
         self._automatic = True
@@ -365,7 +364,6 @@ class ShardedDDPStrategy(Strategy):
         return described
 
     def close(self) -> None:
-        super().close()
         for wrapped in self.wrapped.values():
             if wrapped is not None:
                 for hook in wrapped._grad_hooks:
@@ -374,10 +372,9 @@ class ShardedDDPStrategy(Strategy):
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 parameter.grad = None  # it may lie in a bucket
             optimizer.reached.close()
-        self.wrapped.clear()
+        super().close()
         self._optimizers.clear()
         self._late.clear()
-        self.buffers.clear()
 
 
 def _refuse_mixed(optimizer: Optimizer) -> None:

@@ -111,7 +111,6 @@ class FSDPStrategy(Strategy):
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.mixed_precision = mixed_precision
         self.sync_every_batch = sync_every_batch
-        self.wrapped: dict[nn.Module, Root] = {}
         self._float32 = Float32()
         self._late = LateReduction()
         self._automatic = True
@@ -378,12 +377,10 @@ class FSDPStrategy(Strategy):
 
     def close(self) -> None:
         """Give back what is held; the modules stay sharded."""
-        super().close()
         self._keep_writes()
         self._reshard_roots()
-        self.wrapped.clear()
+        super().close()
         self._late.clear()
-        self.buffers.clear()
         self._tried.clear()
 
     def _roots(self) -> Iterator[FSDPModule]:
