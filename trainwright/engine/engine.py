@@ -32,7 +32,8 @@ from trainwright.data.seeding import rng_state
 from trainwright.devices.accelerator import resolve_device_type, use, using
 from trainwright.devices.generators import owned
 from trainwright.distributed import collectives
-from trainwright.distributed.environment import Environment, open_process_group, pick_backend
+from trainwright.distributed.connection import open_process_group, pick_backend
+from trainwright.distributed.environment import Environment
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine.between_ranks import broadcast
 from trainwright.engine.command_line import fill_open
@@ -432,7 +433,7 @@ class Engine:
         strays = [] if weights_only else stray_pieces(self.strategy, self.modules, self.optimizers)
         loads = ModuleLoads(self.strategy, self.modules, state, checkpoint.path)
         seed = int(state.get("seed", self.seed))
-        told = Restored(state, None, None, [])
+        told = Restored(state, None, None, {})
 
         def fits() -> None:
             nonlocal told
