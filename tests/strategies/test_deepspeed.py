@@ -151,7 +151,7 @@ def test_a_damaged_file(tmp_path: Path) -> None:
 def test_batch_sizes_that_leave_the_accumulation_open() -> None:
     strategy = DeepSpeedStrategy(config={"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2})
     with pytest.raises(ValueError, match=r"leave the accumulation to be worked out; give gradient_accumulation_steps"):
-        strategy.settle(Optimization())
+        strategy.resolve(Optimization())
 
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:

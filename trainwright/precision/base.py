@@ -19,7 +19,7 @@ Sender = Callable[..., Any]
 Closure = Callable[[], Any]
 """Computes the loss and its gradients anew, for an optimizer that looks at them several times in a step."""
 
-Agree = Callable[[Tensor], Any]
+ReduceMax = Callable[[Tensor], Any]
 """Puts the maximum over the ranks into a tensor, in place."""
 
 
@@ -88,17 +88,17 @@ class Precision:
             optimizer.step(closure)
         return False
 
-    def unscale(self, optimizer: Optimizer, agree: Agree | None = None) -> None:
+    def unscale(self, optimizer: Optimizer, reduce_max: ReduceMax | None = None) -> None:
         """Divide the gradients of this optimizer by the loss scale, once until the next backward; nothing here.
 
-        `agree` is for ranks that hold different gradients: it is given a tensor that is 1 where one of this rank's is not
+        `reduce_max` is for ranks that hold different gradients: it is given a tensor that is 1 where one of this rank's is not
         finite, and leaves in it the maximum over the ranks.
         """
 
     def release(self, optimizer: Optimizer) -> None:
         """Let this optimizer's unscaled gradients go: they were discarded without a step; nothing here."""
 
-    def follow(self, optimizers: Sequence[Optimizer]) -> None:
+    def track(self, optimizers: Sequence[Optimizer]) -> None:
         """Take note of all optimizers that will be stepped, whose gradients a loss scale has to keep to; nothing here."""
 
     def reset(self) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainwright.devices.abilities import autocasts, scales_losses
-from trainwright.precision.base import Agree, Closure, Precision, Sender
+from trainwright.precision.base import Closure, Precision, ReduceMax, Sender
 from trainwright.precision.fast_path import NoFastPath
 
 DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
@@ -25,7 +25,7 @@ Found = dict[Any, Tensor]
 
 
 @dataclass
-class Looked:
+class Unscaled:
     """An optimizer whose gradients were divided by the loss scale."""
 
     optimizer: Optimizer
@@ -33,7 +33,7 @@ class Looked:
     is_divided: bool = True
     """False from a further backward on, before which they were multiplied again."""
     has_stepped: bool = False
-    is_told: bool = False
+    is_recorded: bool = False
     """Whether the scale has heard, or is going to hear, of what was found."""
 
 
@@ -59,11 +59,11 @@ class MixedPrecision(Precision):
         self._first_state = self.scaler.state_dict() if self.scaler is not None else {}
         self._device_type = device_type
         self._autocast = _Autocast(device_type, self.autocast_dtype)
-        self._looked: dict[int, Looked] = {}
-        self._told: dict[int, Found] = {}
+        self._unscaled: dict[int, Unscaled] = {}
+        self._found: dict[int, Found] = {}
         """What was found in gradients that were stepped with or dropped, until the scale has heard of it."""
         self._has_scaled = False
-        self._followed: Sequence[Optimizer] = ()
+        self._tracked: Sequence[Optimizer] = ()
         _see_every_step()
 
     def check(self, device: torch.device) -> None:
@@ -82,15 +82,15 @@ class MixedPrecision(Precision):
         return self._autocast
 
     def step_context(self) -> AbstractContextManager[Any]:
-        return _Outside(self._device_type)
+        return _NoAutocast(self._device_type)
 
     def backward_context(self) -> AbstractContextManager[Any] | None:
         # Its operations have the dtypes that the forward has chosen; what is computed again enters autocast by itself.
-        return _Outside(self._device_type) if torch.is_autocast_enabled(self._device_type) else None
+        return _NoAutocast(self._device_type) if torch.is_autocast_enabled(self._device_type) else None
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         if self.scaler is not None:
-            self._take_along()
+            self._rescale()
             self._has_scaled = True
             loss = self.scaler.scale(loss)
         context = self.backward_context()
@@ -100,29 +100,31 @@ class MixedPrecision(Precision):
             with context:
                 super().backward(loss, send, **options)
 
-    def unscale(self, optimizer: Optimizer, agree: Agree | None = None) -> None:
+    def unscale(self, optimizer: Optimizer, reduce_max: ReduceMax | None = None) -> None:
         if self.scaler is None or not self._has_scaled:
             return
-        looked = self._looked.get(id(optimizer))
-        if looked is not None and looked.is_divided:
+        unscaled = self._unscaled.get(id(optimizer))
+        if unscaled is not None and unscaled.is_divided:
             return
-        looked = looked or Looked(optimizer)
-        self._looked[id(optimizer)] = looked
-        looked.is_divided = True
+        unscaled = unscaled or Unscaled(optimizer)
+        self._unscaled[id(optimizer)] = unscaled
+        unscaled.is_divided = True
         for part, device in _by_kind(optimizer):
             with self._scale_on(device):
                 self.scaler.unscale_(part)
             for place, value in self.scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].items():
-                looked.found[place] = torch.maximum(looked.found[place], value) if place in looked.found else value
-        if agree is not None:
+                unscaled.found[place] = (
+                    torch.maximum(unscaled.found[place], value) if place in unscaled.found else value
+                )
+        if reduce_max is not None:
             # One tensor: a rank without a gradient of its own does not know where the others' lie.
-            any_found = looked.found.pop(self._scale.device, None)
+            any_found = unscaled.found.pop(self._scale.device, None)
             if any_found is None:
                 any_found = torch.zeros_like(self._scale).reshape(1)
-            for value in looked.found.values():
+            for value in unscaled.found.values():
                 any_found = torch.maximum(any_found, value.to(any_found.device))
-            agree(any_found)
-            looked.found = {any_found.device: any_found}
+            reduce_max(any_found)
+            unscaled.found = {any_found.device: any_found}
 
     @contextmanager
     def _scale_on(self, device: torch.device) -> Iterator[None]:
@@ -170,30 +172,30 @@ class MixedPrecision(Precision):
         if not self._has_scaled:
             return super().step(optimizer)
         self.unscale(optimizer)
-        looked = self._looked[id(optimizer)]
-        skipped = any(bool(value.item()) for value in looked.found.values())
+        unscaled = self._unscaled[id(optimizer)]
+        skipped = any(bool(value.item()) for value in unscaled.found.values())
         if not skipped:
             optimizer.step()
-        looked.has_stepped = True
-        self._tell(looked)
+        unscaled.has_stepped = True
+        self._record(unscaled)
         return skipped
 
-    def _take_along(self) -> None:
+    def _rescale(self) -> None:
         """Adapt the scale; multiply the gradients that were divided already and to which the next backward adds."""
         present: list[list[Tensor]] = []
-        for number, looked in list(self._looked.items()):
+        for number, unscaled in list(self._unscaled.items()):
             gradients = [
-                p.grad for group in looked.optimizer.param_groups for p in group["params"] if p.grad is not None
+                p.grad for group in unscaled.optimizer.param_groups for p in group["params"] if p.grad is not None
             ]
             if not gradients:  # dropped, in whatever way
-                self._tell(looked)
-                del self._looked[number]
-            elif looked.is_divided:
+                self._record(unscaled)
+                del self._unscaled[number]
+            elif unscaled.is_divided:
                 present.append(gradients)
-                looked.is_divided = False
-                if looked.has_stepped:
-                    looked.found, looked.has_stepped, looked.is_told = {}, False, False
-        if self._told:
+                unscaled.is_divided = False
+                if unscaled.has_stepped:
+                    unscaled.found, unscaled.has_stepped, unscaled.is_recorded = {}, False, False
+        if self._found:
             self._adapt([id(each) for gradients in present for each in gradients])
         for gradient in (each for gradients in present for each in gradients):
             self._multiply(gradient, self._scale)
@@ -202,7 +204,7 @@ class MixedPrecision(Precision):
         """Adapt the scale, and with it the gradients that wait for a step, but those that are divided by it."""
         before = self._scale.clone()
         self._update_scale()
-        parameters = [p for each in self._followed for group in each.param_groups for p in group["params"]]
+        parameters = [p for each in self._tracked for group in each.param_groups for p in group["params"]]
         waiting = {id(p.grad): p.grad for p in parameters if p.grad is not None and id(p.grad) not in divided}
         for gradient in waiting.values():
             self._multiply(gradient, self._scale / before)
@@ -218,10 +220,10 @@ class MixedPrecision(Precision):
         local = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # a shard, under fsdp
         local.mul_(factor.to(local.device))
 
-    def _tell(self, looked: Looked) -> None:
-        if looked.found and not looked.is_told:
-            self._told[id(looked.optimizer)] = looked.found
-            looked.is_told = True
+    def _record(self, unscaled: Unscaled) -> None:
+        if unscaled.found and not unscaled.is_recorded:
+            self._found[id(unscaled.optimizer)] = unscaled.found
+            unscaled.is_recorded = True
 
     def _update_scale(self) -> None:
         """Adapt the scale to what the steps found.
@@ -229,12 +231,12 @@ class MixedPrecision(Precision):
         Done before the next loss is scaled, not after each step: two optimizers that step after one backward are then
         unscaled by the scale that their loss was scaled with.
         """
-        if self.scaler is None or not self._told:
+        if self.scaler is None or not self._found:
             return
-        for number, found in self._told.items():
+        for number, found in self._found.items():
             self.scaler._per_optimizer_states[number]["found_inf_per_device"] = found
         self.scaler.update()
-        self._told.clear()
+        self._found.clear()
 
     def state_dict(self) -> dict[str, Any]:
         if self.scaler is None:
@@ -246,18 +248,18 @@ class MixedPrecision(Precision):
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
             self.scaler._per_optimizer_states.clear()
-            self._looked.clear()  # what steps before the load found is no longer due
-            self._told.clear()
+            self._unscaled.clear()  # what steps before the load found is no longer due
+            self._found.clear()
 
     def release(self, optimizer: Optimizer) -> None:
         """Let what was found in the discarded gradients count for the scale, as after a step."""
-        looked = self._looked.pop(id(optimizer), None)
-        if looked is not None:
-            self._tell(looked)
+        unscaled = self._unscaled.pop(id(optimizer), None)
+        if unscaled is not None:
+            self._record(unscaled)
 
-    def follow(self, optimizers: Sequence[Optimizer]) -> None:
+    def track(self, optimizers: Sequence[Optimizer]) -> None:
         """Take note of the optimizers whose gradients may wait for a step while another's step changes the scale."""
-        self._followed = tuple(optimizers)
+        self._tracked = tuple(optimizers)
 
     def reset(self) -> None:
         self.load_state_dict(self._first_state)
@@ -297,7 +299,7 @@ class _Autocast(AbstractContextManager[None]):
             self._attention.__exit__(*error)
 
 
-class _Outside(AbstractContextManager[None]):
+class _NoAutocast(AbstractContextManager[None]):
     """No autocast, in whatever it is entered; afterwards weights are converted anew, as they may have changed."""
 
     def __init__(self, device_type: str) -> None:
@@ -340,8 +342,8 @@ _hooked: list[Any] = []
 def _see_every_step() -> None:
     """Have every optimizer's step, of whoever made it, end the use of weights that autocast has converted before it."""
     if not _hooked:
-        _hooked.append(register_optimizer_step_post_hook(_convert_anew))
+        _hooked.append(register_optimizer_step_post_hook(_clear_cache))
 
 
-def _convert_anew(*_: Any) -> None:
+def _clear_cache(*_: Any) -> None:
     torch.clear_autocast_cache()

@@ -23,11 +23,11 @@ from trainwright.compiled_names import clean_name as clean_name
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.strategies.materialize import materialize
 from trainwright.strategies.placement import move
-from trainwright.strategies.shared_buffers import SharedBuffers
-from trainwright.strategies.shared_buffers import broadcast_tensors as broadcast_tensors
 from trainwright.strategies.state_entries import state_tensors
+from trainwright.strategies.synced_buffers import SyncedBuffers
+from trainwright.strategies.synced_buffers import broadcast_tensors as broadcast_tensors
 
-STORED_NEVER = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
+UNSAVED_KEYS = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
 """Keys of a parameter group that a checkpoint leaves out: its tensors, and how the optimizer is computed here."""
 
 
@@ -129,7 +129,7 @@ class Strategy:
         self.precision = Precision()
         self.wrapped: dict[nn.Module, Any] = {}
         """The modules whose forward has to go through `run`, since calling them would leave something out."""
-        self.buffers = SharedBuffers()
+        self.buffers = SyncedBuffers()
         """Makes those that training steps read and write rank 0's, where a strategy lets it."""
         self.finalized: dict[Optimizer, bool] = {}
         """The optimizers whose gradients were finalized and wait for a step; False where a backward has added to them since."""
@@ -156,7 +156,7 @@ class Strategy:
                 "strategy for several such as 'ddp'."
             )
 
-    def settle(self, optimization: Optimization) -> Optimization:
+    def resolve(self, optimization: Optimization) -> Optimization:
         """Return the optimization as it will be done: an engine's own configuration may say otherwise than was asked for."""
         return optimization
 
@@ -167,9 +167,9 @@ class Strategy:
         evaluated only; no `setup_optimizers` follows then. A module comes again after `close`, sharded as it was left.
         Its parameters may be other objects from here on, so names are taken afterwards.
         """
-        self.place(module)
+        self.move_to_device(module)
 
-    def place(self, module: nn.Module) -> None:
+    def move_to_device(self, module: nn.Module) -> None:
         """Move a module to the device; give values to what was made on the meta device.
 
         Raises:
@@ -193,10 +193,10 @@ class Strategy:
         """
         return list(optimizers)
 
-    def follow_toggle(self) -> None:
+    def refresh_toggled(self) -> None:
         """Take note, within a manual step, that parameters of the optimizers were frozen or unfrozen by `toggle_optimizer`."""
 
-    def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
+    def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
         """Take note of which parameters require gradients now; called at the beginning of each epoch of training.
 
         Collective where they have changed: freezing and unfreezing has to be alike on every rank.
@@ -272,7 +272,7 @@ class Strategy:
 
     def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
         """Make every rank evaluate the same model: rank 0's buffers go to all. Collective."""
-        broadcast_tensors(each for module in modules for each in common(module, module.named_buffers()))
+        broadcast_tensors(each for module in modules for each in replicated(module, module.named_buffers()))
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -320,7 +320,7 @@ class Strategy:
                 state.clear()
                 for key, entry in stored.items():
                     is_part = tuple(parameter.shape) == tuple(entry.shape) and key != "step"
-                    state[key] = made_state(parameter, key, entry, group, is_part)
+                    state[key] = new_state(parameter, key, entry, group, is_part)
 
     def piece(self, name: str, value: Tensor, writer: int | None) -> Piece:
         """Return one tensor of the state as a piece; a sharded one as the range that this rank holds."""
@@ -328,7 +328,7 @@ class Strategy:
 
     def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
         """Return the optimizer's groups and what in its state is no tensor, as far as this rank knows it."""
-        return describe_optimizer(optimizer, names, STORED_NEVER)
+        return describe_optimizer(optimizer, names, UNSAVED_KEYS)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -371,15 +371,15 @@ def scale_and_clip_value(parameters: list[nn.Parameter], clipping: Clipping) -> 
         torch.nn.utils.clip_grad_value_(parameters, clipping.value)
 
 
-def made_state(parameter: Tensor, key: str, entry: TensorEntry, group: Mapping[str, Any], is_part: bool) -> Tensor:
+def new_state(parameter: Tensor, key: str, entry: TensorEntry, group: Mapping[str, Any], is_part: bool) -> Tensor:
     """Return a state tensor for a load to fill: like the parameter where it has an element for each, else as it was stored."""
     if is_part:
         return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
-    device, dtype = place_of_state(parameter, key, entry.dtype, group)
+    device, dtype = state_location(parameter, key, entry.dtype, group)
     return torch.zeros(entry.shape, dtype=dtype, device=device)
 
 
-def place_of_state(
+def state_location(
     parameter: Tensor, key: str, dtype: torch.dtype, group: Mapping[str, Any]
 ) -> tuple[torch.device, torch.dtype]:
     """Return the device and the dtype that a step wants a parameter's state in, where that is no part of the parameter."""
@@ -425,29 +425,29 @@ def refuse_row_norms(module: nn.Module, name: str) -> None:
             )
 
 
-def own_to_each_rank(module: nn.Module) -> frozenset[str]:
+def rank_local_names(module: nn.Module) -> frozenset[str]:
     """Return the parameters and buffers of which torch's DDP is told, on the module, to leave each rank its own."""
     return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def common(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
+def replicated(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
     """Return those of a module's parameters or buffers that are to be alike on every rank."""
-    left_out = own_to_each_rank(module)
+    left_out = rank_local_names(module)
     return [each for name, each in named if name not in left_out]
 
 
 def trained(module: nn.Module) -> list[str]:
     """Return the names of the parameters that require gradients, and are not each rank's own."""
-    left_out = own_to_each_rank(module)
+    left_out = rank_local_names(module)
     return [name for name, each in module.named_parameters() if each.requires_grad and name not in left_out]
 
 
-def check_alike(module: nn.Module, name: str, optimization: Optimization | None) -> None:
+def refuse_unreplicable(module: nn.Module, name: str, optimization: Optimization | None) -> None:
     """Refuse what cannot be shared out, to be trained or at all (ValueError)."""
     refuse_lazy(module, name)
     if optimization is not None:
         refuse_row_norms(module, name)
-    if names := sorted(own_to_each_rank(module)):
+    if names := sorted(rank_local_names(module)):
         raise ValueError(
             f"{type(module).__name__}._ddp_params_and_buffers_to_ignore leaves {names[0]!r} to each rank, but "
             f"strategy={name!r} trains one model; use strategy='ddp', or delete that attribute."

@@ -25,10 +25,10 @@ from trainwright.strategies.base import (
     StepResult,
     Strategy,
     broadcast_tensors,
-    common,
-    own_to_each_rank,
+    rank_local_names,
     refuse_lazy,
     refuse_row_norms,
+    replicated,
     trained,
 )
 
@@ -100,13 +100,13 @@ class DDPStrategy(Strategy):
         """Whether the first step has yet to show that every parameter is used."""
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        self.place(module)
+        self.move_to_device(module)
         if self.world_size == 1:
             return
         refuse_lazy(module, self.name)
         if optimization is None:
-            broadcast_tensors(common(module, module.named_parameters()))
-            broadcast_tensors(common(module, module.named_buffers()))
+            broadcast_tensors(replicated(module, module.named_parameters()))
+            broadcast_tensors(replicated(module, module.named_buffers()))
             return
         refuse_row_norms(module, self.name)
         self._automatic = optimization.automatic
@@ -119,14 +119,14 @@ class DDPStrategy(Strategy):
 
     def _wrap(self, module: nn.Module) -> None:
         self._trained[module] = trained(module)
-        left_out = own_to_each_rank(module)
-        broadcast_tensors(common(module, module.named_buffers()))
-        self.buffers.follow(module, left_out)
+        left_out = rank_local_names(module)
+        broadcast_tensors(replicated(module, module.named_buffers()))
+        self.buffers.track(module, left_out)
         if not self._trained[module]:
-            broadcast_tensors(common(module, module.named_parameters()))
+            broadcast_tensors(replicated(module, module.named_parameters()))
             return
         forward: Any = StepForward(module)
-        # Buffers too: those that DDP would send are the ones that were there when it was made (see SharedBuffers).
+        # Buffers too: those that DDP would send are the ones that were there when it was made (see SyncedBuffers).
         not_ddps = (*left_out, *(name for name, _ in module.named_buffers()))
         forward._ddp_params_and_buffers_to_ignore = [f"module.{name}" for name in not_ddps]
         self.wrapped[module] = DistributedDataParallel(
@@ -144,12 +144,12 @@ class DDPStrategy(Strategy):
         self._orders[module] = ReadyOrder(self.wrapped[module])
         self._to_check = not self.wrapped[module].find_unused_parameters and not self.static_graph
 
-    def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
+    def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
         """Wrap a module anew where parameters were frozen or unfrozen since: its reducer knows those of then."""
         for module in modules:
             if module not in self._trained:
                 continue
-            self.buffers.follow(module, own_to_each_rank(module))
+            self.buffers.track(module, rank_local_names(module))
             if trained(module) == self._trained[module]:
                 continue
             if module in self.wrapped:

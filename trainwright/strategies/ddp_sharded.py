@@ -27,18 +27,18 @@ from trainwright.strategies.base import (
     StepResult,
     Strategy,
     broadcast_tensors,
-    check_alike,
+    refuse_unreplicable,
     scale_and_clip_value,
     with_gradients,
 )
-from trainwright.strategies.late_reduction import LateReduction
-from trainwright.strategies.reached_parameters import ReachedParameters
+from trainwright.strategies.deferred_all_reduce import DeferredAllReduce
+from trainwright.strategies.optimizer_proxy import OptimizerProxy, unwrap_optimizer
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
-from trainwright.strategies.stand_in import StandIn, users_own
 from trainwright.strategies.step_probe import refuse_uneven_steps
+from trainwright.strategies.used_parameters import UsedParameters
 
 
-class ShardedOptimizer(StandIn):
+class ShardedOptimizer(OptimizerProxy):
     """The user's optimizer with all of the parameters, of which each rank steps its own and sends them to the others.
 
     Args:
@@ -49,8 +49,8 @@ class ShardedOptimizer(StandIn):
         everyones = [list(group["params"]) for group in own.param_groups]
         self.oss = _make_oss(own)
         super().__init__(own, everyones)
-        self.reached = ReachedParameters()
-        self.reached.follow(parameter for parameters in everyones for parameter in parameters)
+        self.used = UsedParameters()
+        self.used.track(parameter for parameters in everyones for parameter in parameters)
         self.wrapped_module: Any = None
         """FairScale's ShardedDDP around the module, under automatic optimization."""
         self.shares_module = False
@@ -72,7 +72,7 @@ class ShardedOptimizer(StandIn):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; those that lie in ShardedDDP's buckets stay there, as zeros."""
-        self.reached.forget()
+        self.used.clear()
         wrapped, bucketed = self.wrapped_module, set()
         if wrapped is not None and not self.shares_module:
             wrapped.zero_grad(set_to_none=True)
@@ -87,12 +87,12 @@ class ShardedOptimizer(StandIn):
                 parameter.grad = None
 
     @contextmanager
-    def without_left_out(self) -> Iterator[None]:
+    def without_unused(self) -> Iterator[None]:
         """Take the gradients of parameters that no loss has reached away for the context: zeros, in ShardedDDP's buckets."""
         left_out = [
             (parameter, parameter.grad)
             for parameter in (p for group in self.own.param_groups for p in group["params"])
-            if parameter.grad is not None and self.reached.has_left_out(parameter, parameter.grad)
+            if parameter.grad is not None and self.used.is_unused(parameter, parameter.grad)
         ]
         for parameter, _ in left_out:
             parameter.grad = None
@@ -101,7 +101,7 @@ class ShardedOptimizer(StandIn):
         finally:
             for parameter, gradient in left_out:
                 parameter.grad = gradient
-        self.reached.forget()
+        self.used.clear()
 
     def send(self) -> None:
         """Send this rank's parameters to the others. Collective."""
@@ -203,7 +203,7 @@ class ShardedDDPStrategy(Strategy):
         self.reduce_buffer_size = 0 if reduce_fp16 else reduce_buffer_size
         self.reduce_fp16 = reduce_fp16
         self._optimizers: dict[int, ShardedOptimizer] = {}
-        self._late = LateReduction()
+        self._deferred = DeferredAllReduce()
         self._automatic = True
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
@@ -211,19 +211,19 @@ class ShardedDDPStrategy(Strategy):
             rank_zero_info("strategy='ddp_sharded' has nothing to share on one process; it runs as 'single_device'.")
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        self.place(module)
+        self.move_to_device(module)
         if self.world_size == 1:
             return
-        check_alike(module, self.name, optimization)
+        refuse_unreplicable(module, self.name, optimization)
         refuse_sparse_weights(module, self.name, optimization)
         broadcast_tensors((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic
         self.wrapped[module] = None  # until its optimizers are there
-        self.buffers.follow(module)
+        self.buffers.track(module)
 
-    def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
+    def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
         for module in modules if self.world_size > 1 else ():
-            self.buffers.follow(module)
+            self.buffers.track(module)
             refuse_sparse_weights(module, self.name, True)  # one may have been unfrozen
 
     def setup_optimizers(
@@ -244,7 +244,7 @@ class ShardedDDPStrategy(Strategy):
         else:
             for each in self._optimizers.values():
                 trained = [p for group in each.param_groups for p in group["params"]]
-                self._late.follow(trained, {p: each.owner_of(p) for p in trained})
+                self._deferred.track(trained, {p: each.owner_of(p) for p in trained})
         return sharded
 
     def _wrap(self, modules: Sequence[nn.Module]) -> None:
@@ -261,7 +261,7 @@ class ShardedDDPStrategy(Strategy):
             self.wrapped[module] = _make_wrapper(
                 StepForward(module),
                 [each.oss for each in theirs],
-                broadcast_buffers=False,  # see SharedBuffers
+                broadcast_buffers=False,  # see SyncedBuffers
                 sync_models_at_startup=False,  # done already
                 reduce_buffer_size=self.reduce_buffer_size,
                 reduce_fp16=self.reduce_fp16,
@@ -286,7 +286,7 @@ class ShardedDDPStrategy(Strategy):
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         for optimizer in (each for each, is_final in self.finalized.items() if is_final):
-            self._late.reopen(optimizer)
+            self._deferred.reopen(optimizer)
         super().backward(loss, send, **options)
         self.buffers.end_backward()
 
@@ -299,13 +299,13 @@ class ShardedDDPStrategy(Strategy):
     def finalize_gradients(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, ShardedOptimizer):
             return super().finalize_gradients(optimizer)
-        self._late.reduce(optimizer)
+        self._deferred.reduce(optimizer)
         # Only this rank's gradients count; FairScale's own scaler would do nothing on the CPU.
         self.precision.unscale(optimizer.own, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
 
     def release(self, optimizer: Optimizer) -> None:
         self.finalized.pop(optimizer, None)
-        self.precision.release(users_own(optimizer))
+        self.precision.release(unwrap_optimizer(optimizer))
 
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
@@ -313,7 +313,7 @@ class ShardedDDPStrategy(Strategy):
         if not isinstance(optimizer, ShardedOptimizer):
             return super().step(optimizer, clipping, closure)
         self.finalize(optimizer)
-        with optimizer.without_left_out():
+        with optimizer.without_unused():
             with self.precision.step_context():
                 norm = None if clipping is None else self.clip_gradients(optimizer, clipping)
             skipped = self.precision.step(optimizer.own)
@@ -352,7 +352,7 @@ class ShardedDDPStrategy(Strategy):
     def allocate_optimizer_state(
         self, optimizer: Optimizer, names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry]
     ) -> None:
-        own = users_own(optimizer)
+        own = unwrap_optimizer(optimizer)
         super().allocate_optimizer_state(own, names, entries)
 
     def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
@@ -371,10 +371,10 @@ class ShardedDDPStrategy(Strategy):
         for optimizer in self._optimizers.values():
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 parameter.grad = None  # it may lie in a bucket
-            optimizer.reached.close()
+            optimizer.used.close()
         super().close()
         self._optimizers.clear()
-        self._late.clear()
+        self._deferred.clear()
 
 
 def _refuse_mixed(optimizer: Optimizer) -> None:

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 BROADCAST_BYTES = 32 * 1024 * 1024
 
 
-class SharedBuffers:
+class SyncedBuffers:
     """Sends rank 0's buffers before the first training forward after a backward that ended a window.
 
     A forward is not always followed by a backward at once (two forwards of one loss), and what is changed in between would be
@@ -25,7 +25,7 @@ class SharedBuffers:
         self.ends_window = True
         """Whether the backward that follows ends an accumulation window."""
 
-    def follow(self, module: nn.Module, left_out: Collection[str] = ()) -> None:
+    def track(self, module: nn.Module, left_out: Collection[str] = ()) -> None:
         """Send this module's buffers from its next step on, but for those named; called again, as they are by then."""
         # Places, not tensors: a step may put another tensor there.
         slots = [

@@ -1,4 +1,4 @@
-"""Sharing: what each strategy, by name, divides among the devices, and what it keeps beside; for estimates of memory."""
+"""MemoryPlan: what each strategy, by name, divides among the devices, and what it keeps beside; for estimates of memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_GATHERED = 1_000_000_000
 
 
 @dataclass(frozen=True)
-class Sharing:
+class MemoryPlan:
     """What of a model's memory is divided among the devices, in training."""
 
     parameters: bool = False
@@ -48,16 +48,16 @@ class Sharing:
 
 
 ALONE = "single_device"
-WHOLLY_SHARED = "fsdp"
+FULLY_SHARDED = "fsdp"
 """The strategy that divides everything."""
 
-SHARING = {
-    "ddp": Sharing(has_buckets=True),
-    "ddp_sharded": Sharing(optimizer=True),
-    "deepspeed_stage_1": Sharing(optimizer=True, has_masters=True, reduces="float32"),
-    "deepspeed_stage_2": Sharing(gradients=True, optimizer=True, has_masters=True, reduces="gradients"),
-    "fsdp": Sharing(parameters=True, gradients=True, optimizer=True),
-    "deepspeed_stage_3": Sharing(
+MEMORY_PLANS = {
+    "ddp": MemoryPlan(has_buckets=True),
+    "ddp_sharded": MemoryPlan(optimizer=True),
+    "deepspeed_stage_1": MemoryPlan(optimizer=True, has_masters=True, reduces="float32"),
+    "deepspeed_stage_2": MemoryPlan(gradients=True, optimizer=True, has_masters=True, reduces="gradients"),
+    "fsdp": MemoryPlan(parameters=True, gradients=True, optimizer=True),
+    "deepspeed_stage_3": MemoryPlan(
         parameters=True, gradients=True, optimizer=True, has_masters=True, reduces="gradients", gathers=True
     ),
 }

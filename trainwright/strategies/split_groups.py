@@ -14,7 +14,7 @@ OWN = ("params", "param_names")
 
 
 @contextmanager
-def parted_groups(optimizer: Optimizer) -> Iterator[None]:
+def split_groups(optimizer: Optimizer) -> Iterator[None]:
     """Let each group that holds both kinds be two in the optimizer's steps, with the same options; what they write is kept.
 
     They are whole again in the hooks of a step, but for those of a step that a subclass's own step calls.
@@ -22,25 +22,25 @@ def parted_groups(optimizer: Optimizer) -> Iterator[None]:
     if not any(map(_is_mixed, optimizer.param_groups)):
         yield
         return
-    parting = _Parting(optimizer)
+    split = _Split(optimizer)
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):  # it has never called torch's constructor
-        parting.part()
+        split.part()
         try:
             yield
         finally:
-            parting.end()
+            split.end()
         return
-    before, after = optimizer.register_step_pre_hook(parting.part), optimizer.register_step_post_hook(parting.join)
+    before, after = optimizer.register_step_pre_hook(split.part), optimizer.register_step_post_hook(split.join)
     optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined] # an OrderedDict
     try:
         yield
     finally:
         before.remove()
         after.remove()
-        parting.end()  # of a step that has raised
+        split.end()  # of a step that has raised
 
 
-class _Parting:
+class _Split:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._depth = 0  # a subclass's step calls that of its base, with the hooks around both

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from trainwright.strategies.group_view import GroupView
 
 
-class StandIn(Optimizer):
+class OptimizerProxy(Optimizer):
     """An optimizer with the module's own parameters in its groups, in place of the user's, which the engine steps.
 
     What else the user's class has (methods such as `train` and `eval`) it has too.
@@ -42,6 +42,6 @@ class StandIn(Optimizer):
         """Call a method of the user's optimizer, and let all that it has changed be seen. Collective."""
 
 
-def users_own(optimizer: Optimizer) -> Optimizer:
+def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the user's optimizer of one that the engine holds."""
-    return optimizer.own if isinstance(optimizer, StandIn) else optimizer
+    return optimizer.own if isinstance(optimizer, OptimizerProxy) else optimizer

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
-class LateReduction:
+class DeferredAllReduce:
     """Averages the gradients of the parameters that it follows, when a step's gradients are finalized.
 
     A parameter that no rank used keeps no gradient; where only some ranks used it, it counts as zero on the others.
@@ -19,12 +19,12 @@ class LateReduction:
     def __init__(self) -> None:
         self._parameters: dict[Tensor, int | None] = {}
 
-    def follow(self, parameters: Iterable[nn.Parameter], owners: Mapping[Tensor, int] | None = None) -> None:
+    def track(self, parameters: Iterable[nn.Parameter], owners: Mapping[Tensor, int] | None = None) -> None:
         """Reduce these parameters' gradients; with `owners` each to its rank only, and the other ranks drop it."""
         for parameter in parameters:
             self._parameters[parameter] = None if owners is None else owners[parameter]
 
-    def follows(self, parameter: Tensor) -> bool:
+    def tracks(self, parameter: Tensor) -> bool:
         """Return whether a parameter's gradients are reduced here."""
         return parameter in self._parameters
 
