@@ -144,7 +144,7 @@ def test_settings_are_checked(options: dict[str, Any], kind: type[Exception], te
 
 def test_a_damaged_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{'stage': 2}")
-    with pytest.raises(ValueError, match=r"config.json' is no JSON .*; mend the file"):
+    with pytest.raises(ValueError, match=r"config.json' is not JSON .*; correct the file"):
         DeepSpeedStrategy(config=tmp_path / "config.json")
 
 

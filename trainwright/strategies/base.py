@@ -393,8 +393,8 @@ def refuse_sharded(module: nn.Module, name: str) -> None:
         if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
             raise ValueError(
                 f"parameter {parameter_name!r} of {type(module).__name__} is sharded, as fsdp or ZeRO stage 3 has left it, and "
-                f"strategy={name!r} needs it whole. Go on with the strategy that sharded it, take the whole copy that "
-                "tw.gather_module(module) gives on all ranks, or make the module anew and load a checkpoint."
+                f"strategy={name!r} needs it whole. Continue with the strategy that sharded it, take the whole copy that "
+                "tw.gather_module(module) gives on all ranks, or create the module again and load a checkpoint."
             )
 
 

@@ -1,8 +1,7 @@
-"""ddp_sharded: each rank holds the whole model, and the optimizer state of a part of it (FairScale's OSS and ShardedDDP).
+"""ddp_sharded: each rank holds the whole model, and the optimizer state of its tensors (FairScale's OSS and ShardedDDP).
 
-Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", in FairScale's form: a tensor
-belongs to one rank as a whole. FairScale is developed no longer; its last version, 0.4.13, was tested with
-torch 2.13.
+Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", but each tensor belongs whole
+to one rank. FairScale is no longer developed; its last version, 0.4.13, was tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ from trainwright.strategies.used_parameters import UsedParameters
 
 
 class ShardedOptimizer(OptimizerProxy):
-    """The user's optimizer with all of the parameters, of which each rank steps its own and sends them to the others.
+    """Shows all parameters; the user's optimizer steps this rank's, which are then broadcast.
 
     Args:
-        own: the user's own; from here on its groups hold this rank's parameters only.
+        own: the user's optimizer; its groups keep this rank's parameters only.
     """
 
     def __init__(self, own: Optimizer) -> None:
@@ -54,7 +53,7 @@ class ShardedOptimizer(OptimizerProxy):
         self.wrapped_module: Any = None
         """FairScale's ShardedDDP around the module, under automatic optimization."""
         self.shares_module = False
-        """Whether other optimizers step parameters of that module too."""
+        """Whether other optimizers step that module's parameters too."""
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -67,17 +66,17 @@ class ShardedOptimizer(OptimizerProxy):
         return result
 
     def owner_of(self, parameter: Tensor) -> int:
-        """Return the rank that steps a parameter."""
+        """Return the rank that owns a parameter."""
         return int(self.oss._param_to_rank[parameter])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients; those that lie in ShardedDDP's buckets stay there, as zeros."""
+        """Discard the gradients; those in ShardedDDP's buckets become zeros."""
         self.used.clear()
         wrapped, bucketed = self.wrapped_module, set()
         if wrapped is not None and not self.shares_module:
             wrapped.zero_grad(set_to_none=True)
             return
-        if wrapped is not None:  # its own zero_grad would drop what the module's other optimizers have yet to step with
+        if wrapped is not None:  # its zero_grad would discard the gradients of the module's other optimizers
             flags = wrapped._should_bucket_grad
             bucketed = {p for p, flag in zip(wrapped._trainable_params, flags, strict=False) if flag}
         for parameter in (p for group in self.param_groups for p in group["params"]):
@@ -88,7 +87,7 @@ class ShardedOptimizer(OptimizerProxy):
 
     @contextmanager
     def without_unused(self) -> Iterator[None]:
-        """Take the gradients of parameters that no loss has reached away for the context: zeros, in ShardedDDP's buckets."""
+        """Hide the gradients of unused parameters, which are zeros in ShardedDDP's buckets, from the step."""
         left_out = [
             (parameter, parameter.grad)
             for parameter in (p for group in self.own.param_groups for p in group["params"])
@@ -104,14 +103,14 @@ class ShardedOptimizer(OptimizerProxy):
         self.used.clear()
 
     def send(self) -> None:
-        """Send this rank's parameters to the others. Collective."""
+        """Broadcast this rank's parameters. Collective."""
         self.oss._broadcast_params()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the parameters are dealt out by now."""
+        """Raise RuntimeError, because each parameter has its rank by now."""
         raise RuntimeError(
-            "ddp_sharded deals the parameters out when the optimizer is prepared, so groups cannot be added later; give "
-            "them to the optimizer in configure_optimizers, frozen if need be."
+            "ddp_sharded assigns parameters to ranks when the optimizer is prepared, so groups cannot be added later; give "
+            "them to the optimizer in configure_optimizers, frozen if necessary."
         )
 
 
@@ -119,12 +118,12 @@ def _make_oss(own: Optimizer) -> Any:
     from fairscale.optim import OSS
 
     class BalancedOSS(OSS):  # type: ignore[misc]
-        """OSS that deals the largest tensors out first, so that no rank has much more than its share."""
+        """OSS that assigns the largest tensors first, so that the ranks hold about the same."""
 
         _partition_parameters: list[list[dict[str, Any]]]
 
         def partition_parameters(self) -> list[list[dict[str, Any]]]:
-            if not self._partition_parameters:  # FairScale empties it where it is to be made anew
+            if not self._partition_parameters:  # FairScale empties it to have it rebuilt
                 ordered = sorted(
                     (p for group in self.param_groups for p in group["params"]),
                     key=lambda p: (not p.requires_grad, -p.numel()),
@@ -143,7 +142,7 @@ def _make_oss(own: Optimizer) -> Any:
             return self._partition_parameters
 
     def take_own(groups: list[dict[str, Any]], **_: Any) -> Optimizer:
-        # Not a new one, as OSS has it: nobody knows its constructor's arguments, and schedulers and hooks are bound to it.
+        # OSS would construct a new one, but its arguments are unknown, and schedulers and hooks are bound to this one.
         mine = {p for group in groups for p in group["params"]}
         own.param_groups = groups
         for parameter in [p for p in own.state if p not in mine]:
@@ -157,7 +156,7 @@ def _make_wrapper(*args: Any, **options: Any) -> Any:
     from fairscale.nn.data_parallel import ShardedDataParallel
 
     class FollowingDDP(ShardedDataParallel):  # type: ignore[misc]
-        """ShardedDDP that takes note of a change of what is trained once, not before each forward from then on."""
+        """ShardedDDP that handles a change of what is trained once, not before each forward from then on."""
 
         _grad_to_be_reduced: list[bool]
 
@@ -165,23 +164,23 @@ def _make_wrapper(*args: Any, **options: Any) -> Any:
             has_changed: bool = super()._detect_train_change()
             if has_changed:
                 self._reference_trainable_mask = [p.requires_grad for p in self._all_params]
-                self._grad_to_be_reduced = []  # else it warns of parameters that the last step did not use
+                self._grad_to_be_reduced = []  # otherwise it warns about parameters that the last step did not use
                 for frozen in (p for p in self._all_params if not p.requires_grad):
-                    frozen.grad = None  # else momentum and decay would go on with it
+                    frozen.grad = None  # otherwise momentum and decay would keep changing it
             return has_changed
 
     return FollowingDDP(*args, **options)
 
 
 class ShardedDDPStrategy(Strategy):
-    """Data parallelism whose optimizer state is dealt out over the ranks, tensor by tensor.
+    """Data parallelism with optimizer state sharded over the ranks, tensor by tensor.
 
-    For any module whose parameters have one dtype, and any optimizer that steps each parameter by itself. Optimizers may not
-    call closures. Gradients that this rank does not step are undefined after a backward.
+    Parameters must have one dtype, and the optimizer must step each of them independently, without a closure. Gradients of
+    other ranks' parameters are undefined after a backward.
 
     Args:
-        reduce_buffer_size: elements of a bucket in which small gradients are sent together.
-        reduce_fp16: send gradients in float16; it does without buckets.
+        reduce_buffer_size: elements of a bucket of small gradients.
+        reduce_fp16: send gradients in float16, without buckets.
 
     Raises:
         ImportError: FairScale is not installed.
@@ -218,13 +217,13 @@ class ShardedDDPStrategy(Strategy):
         refuse_sparse_weights(module, self.name, optimization)
         broadcast_tensors((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic
-        self.wrapped[module] = None  # until its optimizers are there
+        self.wrapped[module] = None  # until it has optimizers
         self.buffers.track(module)
 
     def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
         for module in modules if self.world_size > 1 else ():
             self.buffers.track(module)
-            refuse_sparse_weights(module, self.name, True)  # one may have been unfrozen
+            refuse_sparse_weights(module, self.name, True)  # an embedding may have been unfrozen
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
@@ -248,7 +247,7 @@ class ShardedDDPStrategy(Strategy):
         return sharded
 
     def _wrap(self, modules: Sequence[nn.Module]) -> None:
-        """Put ShardedDDP around the modules whose optimizers are there and that have none yet."""
+        """Wrap the modules that have optimizers and no ShardedDDP yet."""
         for module in modules:
             own = set(module.parameters())
             theirs = [
@@ -273,7 +272,7 @@ class ShardedDDPStrategy(Strategy):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the step as ShardedDDP's forward while training; without gradients, or under manual optimization, without it."""
+        """Run the step as ShardedDDP's forward; evaluation and manual optimization bypass it."""
         self.buffers.begin_step(module)
         wrapped = self.wrapped.get(module)
         if wrapped is None or not torch.is_grad_enabled():
@@ -300,7 +299,7 @@ class ShardedDDPStrategy(Strategy):
         if not isinstance(optimizer, ShardedOptimizer):
             return super().finalize_gradients(optimizer)
         self._deferred.reduce(optimizer)
-        # Only this rank's gradients count; FairScale's own scaler would do nothing on the CPU.
+        # Only this rank's gradients count. FairScale's own scaler does nothing on the CPU.
         self.precision.unscale(optimizer.own, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
 
     def release(self, optimizer: Optimizer) -> None:
@@ -359,7 +358,7 @@ class ShardedDDPStrategy(Strategy):
         described = super().describe_optimizer(optimizer, names)
         if isinstance(optimizer, ShardedOptimizer):
             mine = {names[p] for group in optimizer.own.param_groups for p in group["params"]}
-            # A load has given this rank the others' too, as they were then.
+            # A load has given this rank the other ranks' state too, which goes stale.
             described["plain"] = {name: state for name, state in described["plain"].items() if name in mine}
         return described
 
@@ -378,7 +377,7 @@ class ShardedDDPStrategy(Strategy):
 
 
 def _refuse_mixed(optimizer: Optimizer) -> None:
-    """Refuse parameters of several dtypes: FairScale keeps a rank's in one buffer (ValueError)."""
+    """Raise ValueError for parameters of several dtypes, because FairScale keeps a rank's in one buffer."""
     dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     if len(dtypes) > 1:
         told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

@@ -277,8 +277,8 @@ class DeepSpeedStrategy(Strategy):
             now = trained(module)
             if changed := sorted(set(now) ^ set(self._trained.get(module, now))):
                 raise RuntimeError(
-                    f"{changed[0]!r} of {type(module).__name__} was frozen or unfrozen after its optimizer was made, which "
-                    "DeepSpeed cannot follow. Freeze before fit and go on from a checkpoint in a second fit, or choose 'ddp'."
+                    f"{changed[0]!r} of {type(module).__name__} was frozen or unfrozen after its optimizer was prepared, which "
+                    "DeepSpeed cannot follow. Freeze before fit and resume from a checkpoint in a second fit, or choose 'ddp'."
                 )
 
     # -- a step ------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
                 "contents as a dict."
             ) from None
         except ValueError as error:
-            raise ValueError(f"config={os.fspath(config)!r} is no JSON ({error}); mend the file.") from error
+            raise ValueError(f"config={os.fspath(config)!r} is not JSON ({error}); correct the file.") from error
         config = loaded
     if not isinstance(config, Mapping):
         raise TypeError(

@@ -134,7 +134,7 @@ class FSDPStrategy(Strategy):
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise ValueError(
                 f"{type(module).__name__} holds sharded parameters already, of torch's fully_shard; leave the sharding to the "
-                "strategy, or make the module anew."
+                "strategy, or create the module again."
             )
         groups = choose_groups(module, self.auto_wrap_policy, self.min_parameters)
         to_checkpoint = self._to_checkpoint(module, groups)
@@ -182,8 +182,8 @@ class FSDPStrategy(Strategy):
         if gathered not in (None, asked):
             raise ValueError(
                 f"fsdp gathers the weights of {type(module).__name__} in {str(gathered).removeprefix('torch.')}, as an earlier "
-                f"run has sharded it, and this one is in {self.precision.name}; go on in that run's precision, take the whole "
-                "copy that tw.gather_module(module, all_ranks=True) gives, or make the module anew and load a checkpoint."
+                f"run has sharded it, and this one is in {self.precision.name}; continue in that run's precision, take the "
+                "whole copy that tw.gather_module(module, all_ranks=True) gives, or create the module again and load a checkpoint."
             )
 
     def _to_checkpoint(self, module: nn.Module, groups: list[nn.Module]) -> list[nn.Module]:

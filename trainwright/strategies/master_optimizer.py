@@ -118,7 +118,7 @@ class MasterOptimizer(Optimizer):
             elif value.numel() == 0:
                 raise ValueError(
                     f"{type(self.own).__name__} makes its state ({key!r}) when it is constructed, and an earlier run has left "
-                    "the parameters sharded by then. Make the module anew and load a checkpoint."
+                    "the parameters sharded by then. Create the module again and load a checkpoint."
                 )
             else:  # the master may lie elsewhere than the parameter did
                 cut[key] = value.to(*state_location(view.tensor, key, value.dtype, group))

@@ -1,35 +1,35 @@
-"""MemoryPlan: what each strategy, by name, divides among the devices, and what it keeps beside; for estimates of memory."""
+"""Memory plans: what each strategy, by name, shards over the devices, and what it adds; for memory estimates."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 LARGEST_BUCKET = 500_000_000
-"""DeepSpeed reduces gradients in a buffer of so many elements at most; of fewer, where the model trains fewer."""
+"""The most elements of DeepSpeed's buffer for reducing gradients; smaller models get a smaller one."""
 MOST_GATHERED = 1_000_000_000
-"""Of so many elements DeepSpeed's stage 3 keeps what it has gathered, rather than to gather it again."""
+"""DeepSpeed's stage 3 keeps up to this many gathered elements instead of gathering them again."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What of a model's memory is divided among the devices, in training."""
+    """Which parts of a model's training memory are sharded over the devices."""
 
     parameters: bool = False
     gradients: bool = False
     optimizer: bool = False
     has_buckets: bool = False
-    """Whether gradients have a second copy, in which they are sent."""
+    """Whether gradients are copied into communication buckets."""
     has_masters: bool = False
-    """Whether each device keeps a float32 copy of its part of the trained parameters."""
+    """Whether each device keeps float32 masters of its shard of the trained parameters."""
     reduces: str = ""
-    """What the buffer holds in which gradients are reduced: "float32", "gradients" (in their dtype), "" for no such buffer."""
+    """The dtype of the reduction buffer: "float32", "gradients" (theirs), or "" without one."""
     gathers: bool = False
-    """Whether parameters that were gathered stay whole on each device until a step's end."""
+    """Whether gathered parameters stay whole on each device until the step ends."""
 
     def bytes_on_device(
         self, *, parameters: int, gradients: int, optimizer: int, masters: int, num_devices: int
     ) -> int:
-        """Return what one device holds, from what a whole model has; `masters` are its trained parameters in float32."""
+        """Return one device's bytes from the whole model's; `masters` are its trained parameters in float32."""
         trained = masters // 4
         reduced = {"float32": masters, "gradients": gradients, "": 0}[self.reduces]
 
@@ -49,7 +49,7 @@ class MemoryPlan:
 
 ALONE = "single_device"
 FULLY_SHARDED = "fsdp"
-"""The strategy that divides everything."""
+"""The strategy that shards everything."""
 
 MEMORY_PLANS = {
     "ddp": MemoryPlan(has_buckets=True),
@@ -61,4 +61,4 @@ MEMORY_PLANS = {
         parameters=True, gradients=True, optimizer=True, has_masters=True, reduces="gradients", gathers=True
     ),
 }
-"""The strategies of several devices; of those that fit, the one that stands first is recommended."""
+"""The strategies for several devices; the first that fits is recommended."""

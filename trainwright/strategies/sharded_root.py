@@ -42,8 +42,8 @@ def unshard_for_call(module: nn.Module, args: Any) -> None:
         return
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{type(module).__name__} is sharded by fsdp, and was called outside of a step with gradients, which nobody would "
-            "reduce; call it under torch.no_grad(), on every rank, train it by a Trainer or an Accelerator, or take the whole "
+            f"{type(module).__name__} is sharded by fsdp, and was called outside of a step with gradients, which would not be "
+            "reduced; call it under torch.no_grad(), on every rank, train it by a Trainer or an Accelerator, or take the whole "
             "copy that tw.gather_module(module) gives."
         )
     root.depth, root.is_called_alone = 1, True

@@ -1,4 +1,4 @@
-"""Parted groups: shards and whole parameters of an optimizer, apart, since torch's kernels over many tensors take one kind."""
+"""Split groups: separates an optimizer's shards from its whole parameters, because foreach kernels take one kind."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 OWN = ("params", "param_names")
-"""What a group keeps of its own, whatever a step writes into it."""
+"""Keys that a group keeps, whatever a step writes into it."""
 
 
 @contextmanager
 def split_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Let each group that holds both kinds be two in the optimizer's steps, with the same options; what they write is kept.
+    """Split each group that holds both kinds in two while the optimizer steps; what the step writes into them is kept.
 
-    They are whole again in the hooks of a step, but for those of a step that a subclass's own step calls.
+    Step hooks see whole groups, except those of a base class's step inside a subclass's.
     """
     if not any(map(_is_mixed, optimizer.param_groups)):
         yield
@@ -68,7 +68,7 @@ class _Split:
 
 
 def _is_mixed(group: dict[str, Any]) -> bool:
-    """Return whether a group holds both kinds, and may be stepped by a kernel over many tensors."""
+    """Return whether a group holds both kinds, and a foreach or fused kernel may step it."""
     parameters = group["params"]
     return len({isinstance(each, DTensor) for each in parameters}) > 1 and bool(
         group.get("foreach") or group.get("fused") or any(each.device.type != "cpu" for each in parameters)

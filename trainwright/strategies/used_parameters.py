@@ -1,4 +1,4 @@
-"""Reached parameters: those that a loss has led a gradient to since the last step, where engines give zeros to the others."""
+"""Used parameters: those that received a gradient since the last step, where engines fill the others with zeros."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from torch import Tensor
 
 
 class UsedParameters:
-    """Notes which parameters a loss reaches; one that none has reached stays as it is in a step, as on one process."""
+    """Tracks which parameters receive gradients; a step leaves unused ones alone, as on one process."""
 
     def __init__(self) -> None:
         self._found: set[Tensor] = set()
         self._hooks: list[Any] = []
 
     def track(self, parameters: Iterable[Any]) -> None:
-        """Take note of these parameters from here on."""
+        """Track these parameters from now on."""
         for parameter in parameters:
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._found.add))
 
     def is_unused(self, parameter: Tensor, gradient: Tensor) -> bool:
-        """Return whether no loss has reached a parameter, here or, as its averaged gradient tells, on another rank."""
+        """Return whether no rank used a parameter; on other ranks a nonzero averaged gradient shows it."""
         return parameter not in self._found and not bool(gradient.any())
 
     def clear(self) -> None:
-        """Take note that the gradients have been stepped with, or dropped."""
+        """Start over, after a step or when gradients were discarded."""
         self._found.clear()
 
     def close(self) -> None:
-        """Let go of the parameters."""
+        """Stop tracking."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
