@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).with_name("lightning_style.py")
 METRICS = (
     "epochs_done lr train_acc train_loss train_loss_epoch train_loss_step val_acc_clean val_acc_noisy val_loss_clean "
@@ -15,6 +17,7 @@ METRICS = (
 )
 
 
+@pytest.mark.launch
 def test_the_script_runs_as_it_is(tmp_path: Path) -> None:
     program = SCRIPT.read_text()
     imported = re.findall(r"^(?:from|import) trainwright.*$", program, re.MULTILINE)
