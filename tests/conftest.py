@@ -12,7 +12,7 @@ import pytest
 import torch
 from small import ON_HOST
 
-STARTS_PROCESSES = {"run_job", "run_alone", "subprocess", "start_job", "notebook_launcher"}
+STARTS_PROCESSES = {"run_job", "run_alone", "run_python", "subprocess", "start_job", "notebook_launcher"}
 """What a test calls that runs in other interpreters."""
 
 
