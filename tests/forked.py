@@ -33,6 +33,7 @@ from unittest import mock
 
 import numpy
 import torch
+from deadlines import deadline
 from torch.distributed import TCPStore
 
 PRELOADED = ("preloaded", "forked")
@@ -49,8 +50,9 @@ def run_ranks(
     """Call a function on each rank of a job, in a process of its own, with the test's filters of warnings.
 
     Raises:
-        AssertionError: a rank failed, or the job took longer than so many seconds; with what each rank printed.
+        AssertionError: a rank failed, or the job missed its deadline; with what each rank printed.
     """
+    limit = deadline(seconds)  # before the ranks start, which inherit what it measures
     context = _server()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as printed:
@@ -74,7 +76,7 @@ def run_ranks(
             process.start()
             processes.append(process)
         try:
-            reason = _wait(processes, seconds)
+            reason = _wait(processes, limit)
         finally:
             for each in processes:  # where the test itself was told to end
                 each.kill()
@@ -93,8 +95,9 @@ def run_python(
     """Run what `python ARGUMENTS` would (-c CODE, -m MODULE or a script), in a process group of its own.
 
     Raises:
-        subprocess.TimeoutExpired: it had not ended after so many seconds, and was killed.
+        subprocess.TimeoutExpired: it missed its deadline, and was killed.
     """
+    limit = deadline(seconds)
     given = [str(each) for each in arguments]
     settings = ({**os.environ, **(variables or {})}, os.fspath(folder or os.getcwd()))
     with tempfile.TemporaryDirectory() as printed:
@@ -103,7 +106,7 @@ def run_python(
         process = _server().Process(target=_run_program, args=(*settings, places, warnings_are, given), daemon=False)
         process.start()
         try:
-            process.join(seconds)
+            process.join(limit)
         finally:
             is_over = process.exitcode is not None
             process.kill()
@@ -111,7 +114,7 @@ def run_python(
         texts = [each.read_text() if each.exists() else "" for each in outputs]
     command = ["python", *given]
     if not is_over:
-        raise subprocess.TimeoutExpired(command, seconds, *texts)
+        raise subprocess.TimeoutExpired(command, limit, *texts)
     assert process.exitcode is not None
     return subprocess.CompletedProcess(command, process.exitcode, *texts)
 
@@ -127,13 +130,13 @@ def _server() -> ForkServerContext:
 
 def _wait(processes: list[ForkServerProcess], seconds: float) -> str:
     """Wait for the ranks; return what went wrong, or nothing."""
-    deadline = time.monotonic() + seconds
+    end = time.monotonic() + seconds
     has_failed = False
     while running := [each for each in processes if each.exitcode is None]:
         if any(each.exitcode for each in processes) and not has_failed:
             has_failed = True
-            deadline = min(deadline, time.monotonic() + LEAVE_SECONDS)
-        left = deadline - time.monotonic()
+            end = min(end, time.monotonic() + deadline(LEAVE_SECONDS))
+        left = end - time.monotonic()
         if left <= 0:
             for each in running:
                 each.kill()

@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from deadlines import deadline, wait_until
 from forked import run_python
 from small import QUIET, Classifier, make_loader
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -119,7 +120,12 @@ def test_a_failed_job_with_workers_leaves_no_folder(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:  # not pytest's, which may be too deep for workers
         environment = {**os.environ, "TMPDIR": temporary, "PYTHONPATH": str(Path(__file__).parents[1])}
         done = subprocess.run(
-            [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, str(script)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=deadline(120),
+            check=False,
         )
         assert done.returncode == 1, done.stderr
         assert "rank 1 of 2 failed first (ArithmeticError: boom)" in done.stderr
@@ -148,7 +154,7 @@ def test_no_worker_outlives_its_run(persistent: bool) -> None:
     assert multiprocessing.active_children() == []
     began = time.monotonic()
     gc.collect()
-    assert time.monotonic() - began < 4 * 5  # a worker that is waited for costs 5 s
+    assert time.monotonic() - began < deadline(4 * 5)  # a worker that is waited for costs 5 s
 
 
 SIGNALLED = """
@@ -179,6 +185,10 @@ if sys.argv[2] == "closes":
 """
 
 
+def has_ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
 @pytest.mark.parametrize("kept", ["persistent", "not"])
 @pytest.mark.parametrize(
     "end", ["closes", pytest.param("ends", marks=pytest.mark.launch), "leaves at once", "is killed"]
@@ -191,14 +201,11 @@ def test_workers_live_through_signals_and_end_with_their_parent(kept: str, end: 
     if end == "ends":  # by an interpreter's own end
         command = [sys.executable, str(script), kept, end]
         settings: dict[str, Any] = {"capture_output": True, "text": True, "start_new_session": True}
-        done = subprocess.run(command, env=environment, timeout=100, check=False, **settings)
+        done = subprocess.run(command, env=environment, timeout=deadline(100), check=False, **settings)
     else:
         done = run_python(script, kept, end, variables=environment)
     assert done.returncode == {"leaves at once": 3, "is killed": -9}.get(end, 0), done.stderr
     for pid in done.stdout.split():
-        deadline = time.monotonic() + 20.0  # four times what torch's own workers take
-        while psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda pid=pid: has_ended(int(pid)), 20.0)  # four times what torch's own workers take
     assert list(temporary.glob("pymp-*")) == []
     shutil.rmtree(temporary)

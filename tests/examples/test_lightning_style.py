@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from deadlines import deadline
 
 SCRIPT = Path(__file__).with_name("lightning_style.py")
 METRICS = (
@@ -28,7 +29,7 @@ def test_the_script_runs_as_it_is(tmp_path: Path) -> None:
     )
     assert program.count("trainwright") == len(imported)
     command = [sys.executable, "-W", "error", str(SCRIPT), "logs"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=deadline(120))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     said = dict(re.findall(r"^([a-z_-]+(?: [a-z]+)*): (.*)$", done.stdout, re.MULTILINE))
     assert float(said["test_acc"]) > 0.9

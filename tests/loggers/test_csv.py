@@ -6,8 +6,7 @@ import csv
 import json
 import os
 import pickle
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from deadlines import wait_until
 
 import trainwright as tw
 from trainwright.loggers.csv import MetricsFile
@@ -36,13 +36,6 @@ def started(folder: Any, **kwargs: Any) -> tw.CSVLogger:
     logger = tw.CSVLogger(str(folder), **kwargs)
     logger.start(lambda text: text, is_writer=True)
     return logger
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -338,7 +331,7 @@ def test_a_run_goes_on_after_the_rows_that_a_checkpoint_knows_of(place: str) -> 
         before = text(resumed)
         resumed.flush()
         assert text(resumed) == before  # nothing is cut before the run has been restored
-        resumed.take_up()
+        resumed.drop_later_rows()
         assert resumed.state_dict()["rows"] == state["rows"]
         if taken == "amid":
             if end % 3 == 0:
@@ -359,7 +352,7 @@ def test_rows_that_somebody_has_removed_are_told(tmp_path: Path) -> None:
     again.load_state_dict({"version": 0, "rows": 3})
     again.start(lambda text: text, is_writer=True)
     with pytest.warns(UserWarning, match=r"metrics\.csv has 1 rows, but the checkpoint knows of 3"):
-        again.take_up()
+        again.drop_later_rows()
     again.log_metrics({"a": 2.0}, 2)
     again.close()
     assert [row["a"] for row in rows(again)] == ["1.0", "2.0"]

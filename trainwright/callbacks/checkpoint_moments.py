@@ -90,17 +90,11 @@ class Moments:
         return 0 <= self._step_before < trainer.global_step and every > 0 and trainer.global_step % every == 0
 
     def misses_end(self, trainer: Trainer) -> bool:
-        """Return whether a run resumes at an end, of an epoch or its own, that is not known."""
-        state = trainer.state
-        return (state.epoch_ended or (state.is_left and trainer.is_done)) and self._ended_at != state.total_batches
+        """Return whether a run resumes at an epoch's end that is not known."""
+        return trainer.state.epoch_ended and self._ended_at != trainer.state.total_batches
 
     def misses_validation(self, trainer: Trainer) -> bool:
         """Return whether a run resumes within an epoch, after a validation that is not known."""
         state = trainer.state
-        is_after = (
-            state.batch > 0
-            and not state.epoch_ended
-            and not state.is_left
-            and state.validated_at == state.total_batches
-        )
+        is_after = state.batch > 0 and not state.epoch_ended and state.validated_at == state.total_batches
         return is_after and self._validations != state.validations

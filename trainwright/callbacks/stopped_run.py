@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.checkpoint_name import SUFFIX
 from trainwright.callbacks.checkpoint_place import is_taken, remove_replaced
-from trainwright.callbacks.decision import decided
 from trainwright.checkpoint.store import open_checkpoint
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.errors import CheckpointError
-from trainwright.loggers import extents
 
 if TYPE_CHECKING:
     from trainwright.callbacks.model_checkpoint import ModelCheckpoint
@@ -28,7 +26,7 @@ def save_stopped_run(callback: ModelCheckpoint, trainer: Trainer, name: str) -> 
     except CheckpointError as error:  # alike on every rank; this save may do better, and says it where it does not
         if trainer.is_global_zero:
             print(f"trainwright: {error}", file=sys.stderr, flush=True)
-    path, is_there = decided(trainer.engine, "the save of a run that ends", lambda: _plan(callback, trainer, name))
+    path, is_there = trainer.engine.ranks.decide(lambda: _plan(callback, trainer, name), "the save of a run that ends")
     if is_there:
         return str(path)
     if callback._weights.refuses(trainer, callback.last_model_path):
@@ -49,7 +47,7 @@ def save_stopped_run(callback: ModelCheckpoint, trainer: Trainer, name: str) -> 
 def _plan(callback: ModelCheckpoint, trainer: Trainer, name: str) -> tuple[str, bool]:
     """Return where the run is saved, and whether it is already. Rank 0's."""
     for path in (callback.last_model_path, trainer.resume_source or ""):
-        if path and _holds_position(path, trainer) and (name != "end" or _holds_ending(path, trainer)):
+        if path and _holds_position(path, trainer):
             return path, True
     # Shorter than the names of epochs' ends, so that of the same step these count as newer.
     return _free(f"{callback.dirpath}/{name}-step={trainer.global_step}"), False
@@ -64,25 +62,6 @@ def _holds_position(path: str, trainer: Trainer) -> bool:
     if saved is None:
         return False  # the weights alone
     return trainer.state.is_where(saved)
-
-
-def _holds_ending(path: str, trainer: Trainer) -> bool:
-    """Return whether a checkpoint also has all that was logged until the run's end."""
-    state = open_checkpoint(path, "off").run_state()
-    saved = _ending(state.get("metrics", {}), state.get("loggers", []))
-    return bool(saved == _ending(trainer.logbook.state_dict(), trainer.logbook.logger_states()))
-
-
-def _ending(metrics: dict[str, Any], loggers: list[dict[str, Any]]) -> Any:
-    """Return the latest values and how far the loggers' output goes at a run's end, so that they can be compared."""
-    return _comparable([metrics.get("ended", metrics), extents(loggers)])
-
-
-def _comparable(value: Any) -> Any:
-    """Return plain data so that what a checkpoint makes of it is equal: tuples are lists, and nan is itself."""
-    if isinstance(value, dict):
-        return {str(key): _comparable(item) for key, item in value.items()}
-    return [_comparable(item) for item in value] if isinstance(value, (list, tuple)) else repr(value)
 
 
 def save_failed_run(callback: ModelCheckpoint, trainer: Trainer) -> None:
