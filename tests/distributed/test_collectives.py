@@ -10,7 +10,8 @@ import torch
 from jobs import run_job
 
 from trainwright.distributed import collectives
-from trainwright.distributed.environment import Environment, open_process_group
+from trainwright.distributed.connection import open_process_group
+from trainwright.distributed.environment import Environment
 
 
 def job(folder: Path) -> int:
