@@ -44,7 +44,14 @@ class Job(Started):
         # Not in the test's own folder: the loader workers' sockets lie there, and a socket's path is at most 107 letters long.
         self.folder, self.temporary = folder, Path(tempfile.mkdtemp(prefix="tw"))
         self.shared = set(os.listdir("/dev/shm"))
-        arguments = [*(command or python("-W", "error")), JOB, str(folder), str(devices), str(pause), strategy]
+        arguments = [
+            *(command or python("-W", "error")),
+            JOB,
+            str(folder),
+            str(devices),
+            str(deadline(pause)),
+            strategy,
+        ]
         super().__init__(arguments, folder, TMPDIR=str(self.temporary), **more)
 
     def reach(self, count: int) -> bool:
@@ -185,7 +192,7 @@ def test_a_rank_that_cannot_answer_is_ended_after_the_grace(tmp_path: Path, star
     began = time.monotonic()
     assert job.wait() == 143
     assert 2 <= time.monotonic() - began < 2 + deadline(GONE_SECONDS)
-    assert "trainwright: the ranks had not left 2 s after SIGTERM, and were ended" in job.stderr
+    assert "trainwright: the ranks had not left 2 s after SIGTERM and were killed" in job.stderr
     assert "failed first" not in job.stderr
     Started.check_nothing_left(job)
     assert not [each.path for each in find_checkpoints(str(tmp_path / "checkpoints")) if "stop-" in each.path]
