@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 from deadlines import deadline
 
-from trainwright.distributed.environment import Environment, open_process_group, pick_backend, prepare_deterministic
+from trainwright.distributed.connection import open_process_group, pick_backend
+from trainwright.distributed.environment import Environment, prepare_deterministic
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = {
@@ -31,7 +32,8 @@ TORCHRUN = {
 PLAIN_SCRIPT = """
 import sys, time
 import pytest, torch, torch.distributed as dist
-from trainwright.distributed.environment import Environment, open_process_group
+from trainwright.distributed.connection import open_process_group
+from trainwright.distributed.environment import Environment
 from trainwright.distributed.collectives import all_reduce
 
 environment = Environment.detect()
@@ -115,6 +117,7 @@ def test_deterministic_cublasis_asked_for_once(monkeypatch: pytest.MonkeyPatch) 
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("mode", ["joined", "reopened"])
 def test_a_job_without_an_agent_ends_quietly(tmp_path: Path, mode: str) -> None:
     script = tmp_path / "script.py"

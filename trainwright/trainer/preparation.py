@@ -15,14 +15,13 @@ from trainwright.engine.optimizers import read_optimizers
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.replica_settings import warn_of_unlike_settings
 from trainwright.module import Module, is_overridden
-from trainwright.precision import StepResult
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import Optimization
+from trainwright.strategies.base import Clipping, Optimization, StepResult
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.optimization import closure_is_wanted
 from trainwright.trainer.sources import LoaderSource, find_transfer
 from trainwright.trainer.steps import read_step
-from trainwright.trainer.training_data import load_training_data
+from trainwright.trainer.training_data import TrainData
 from trainwright.trainer.training_run import TrainingRun
 
 if TYPE_CHECKING:
@@ -35,7 +34,13 @@ OWN_PARTS = (
 """What a module may do in its own way within a step."""
 
 
-def prepare_fit(trainer: Trainer, module: Module, source: LoaderSource, validation: Evaluation | None) -> TrainingRun:
+def prepare_fit(
+    trainer: Trainer,
+    module: Module,
+    source: LoaderSource,
+    validation: Evaluation | None,
+    note_data: Callable[[Any, int | float], None],
+) -> TrainingRun:
     """Wrap the module, make its optimizers, and gather what the loop reads. Collective.
 
     Raises:
@@ -63,19 +68,29 @@ def prepare_fit(trainer: Trainer, module: Module, source: LoaderSource, validati
     if optimization.accumulate != settings.accumulate_grad_batches:
         trainer.accumulate_grad_batches = optimization.accumulate
     engine.prepare_module(module, optimization)
+    trainer.train_data = data = TrainData(
+        source,
+        engine,
+        settings,
+        trainer.state,
+        {**trainer.loader_options, "in_order": bool(trainer.given_settings.overfit_batches)},
+        validates=validation is not None,
+        pulls=arguments.pulls,
+        note=note_data,
+    )
     trainer.run = run = TrainingRun(
         trainer=trainer,
         engine=engine,
         module=module,
         hooks=trainer.hooks,
         state=trainer.state,
-        source=source,
+        data=data,
         validation=validation,
         is_manual=not automatic,
         optimizer=None,
         schedulers=[],
         accumulate=optimization.accumulate,
-        clip=engine.clipper(optimization.clip_norm, optimization.clip_value),
+        clipping=Clipping.needed(optimization.clip_norm, optimization.clip_value),
         transfer=find_transfer(engine, module, trainer.datamodule),
         takes_index=arguments.takes_index,
         pulls=arguments.pulls,
@@ -83,7 +98,7 @@ def prepare_fit(trainer: Trainer, module: Module, source: LoaderSource, validati
     )
     # Given loaders are looked at before anything is run; hooks are called when it is their turn.
     if source.owner is None:
-        load_training_data(run)
+        data.load()
         if validation is not None and validation.source.owner is None:
             validation.load()
     _prepare_optimizers(run)
@@ -139,7 +154,7 @@ def _prepare_optimizers(run: TrainingRun) -> None:
 
     def tell(optimizer: Optimizer) -> None:
         with engine.precision.step_context():  # where a step of automatic optimization calls it too
-            engine.strategy.unscale(optimizer)
+            engine.strategy.finalize(optimizer)
             run.hooks.call("on_before_optimizer_step", optimizer)
 
     before = tell if run.is_manual and run.before_step else None

@@ -17,7 +17,8 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.progress_bar import TQDMProgressBar
 from trainwright.data.datamodule import DataModule
 from trainwright.devices.abilities import has_pinned_memory
-from trainwright.distributed.appointments import Appointment
+from trainwright.distributed.ranks import Ranks
+from trainwright.distributed.sync_points import SyncPoint
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
@@ -29,7 +30,6 @@ from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.stop import SignalStop
-from trainwright.trainer.training_data import load_training_data
 
 if TYPE_CHECKING:
     from trainwright.trainer.training_run import TrainingRun
@@ -59,7 +59,7 @@ class Status:
     is_evaluating: bool
     signal_stop: SignalStop
     """The stop on a signal of the present or the latest fit."""
-    stop_appointment: Appointment | None = None
+    stop_point: SyncPoint | None = None
 
     # -- the job -----------------------------------------------------------------------------------------------------
 
@@ -127,6 +127,11 @@ class Status:
     def is_global_zero(self) -> bool:
         """Return whether this is rank 0."""
         return self.engine.rank == 0
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return what the ranks agree on small values with."""
+        return self.engine.ranks
 
     # -- the parts ---------------------------------------------------------------------------------------------------
 
@@ -249,7 +254,7 @@ class Status:
         """
         if self.run is None:
             raise RuntimeError("estimated_stepping_batches is known in trainer.fit only.")
-        load_training_data(self.run)
+        self.run.data.load()
         settings, batches = self.settings, self.num_training_batches
         last = settings.last_epoch
         limit = math.inf if settings.max_steps == -1 else settings.max_steps
@@ -280,6 +285,12 @@ class Status:
     def is_last_batch(self) -> bool:
         """Return whether the training batch at hand is the epoch's last."""
         return self.run is not None and self.run.is_last_batch
+
+    @property
+    def is_dummy_batch(self) -> bool:
+        """Return whether the batch only keeps collectives in step with other ranks; its results are discarded."""
+        collector = self.logbook.collector
+        return collector is not None and collector.silent
 
     @property
     def is_within_window(self) -> bool:
