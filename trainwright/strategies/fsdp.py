@@ -183,7 +183,8 @@ class FSDPStrategy(Strategy):
             raise ValueError(
                 f"fsdp gathers the weights of {type(module).__name__} in {str(gathered).removeprefix('torch.')}, as an earlier "
                 f"run has sharded it, and this one is in {self.precision.name}; continue in that run's precision, take the "
-                "whole copy that tw.gather_module(module, all_ranks=True) gives, or create the module again and load a checkpoint."
+                "whole copy that tw.gather_module(module, all_ranks=True) gives, or create the module again and load a "
+                "checkpoint."
             )
 
     def _to_checkpoint(self, module: nn.Module, groups: list[nn.Module]) -> list[nn.Module]:
