@@ -55,10 +55,10 @@ from trainwright.engine.optimizer_state import check_optimizers, load_optimizers
 from trainwright.engine.replaced import ReplacedParameters
 from trainwright.engine.replica_settings import refuse_unlike_optimizers
 from trainwright.engine.restored import Restored, restored
-from trainwright.precision import Precision, StepResult, resolve_precision
-from trainwright.precision.base import Clipper, Closure, Sender
+from trainwright.precision import Precision, resolve_precision
+from trainwright.precision.base import Closure, Sender
 from trainwright.strategies import Strategy, resolve_strategy
-from trainwright.strategies.base import Optimization
+from trainwright.strategies.base import Clipping, Optimization, StepResult
 from trainwright.strategies.state_entries import computed_entries
 
 _holders: WeakKeyDictionary[nn.Module, ref[Strategy]] = WeakKeyDictionary()
@@ -202,7 +202,7 @@ class Engine:
         self.modules.append(module)
         self._trained = trained_names(self.modules)
 
-    def follow_parameters(self, *, if_changed: bool = False) -> None:
+    def refresh_trainable(self, *, if_changed: bool = False) -> None:
         """Let the strategy know which parameters there are and require gradients now. Collective: call at each epoch's start.
 
         With `if_changed` nothing is done, and nothing communicated, unless others require gradients than before.
@@ -214,7 +214,7 @@ class Engine:
             return
         for module in self.modules:
             refuse_unlike_models(module, self.ranks)
-        self.strategy.follow_parameters(self.modules)
+        self.strategy.refresh_trainable(self.modules)
         self._trained = trained_names(self.modules)
 
     def prepare_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -227,7 +227,7 @@ class Engine:
         self.replaced.update(each for each in optimizers if each not in self.optimizers)
         refuse_unlike_optimizers(optimizers, self.ranks)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
-        self.precision.follow(self.optimizers)
+        self.precision.track(self.optimizers)
         self.finiteness.begin()
         return self.optimizers
 
@@ -253,15 +253,11 @@ class Engine:
         """Say, before a forward, whether its backward ends an accumulation window (else the ranks stay apart)."""
         self.strategy.sync_gradients(enabled)
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None = None, closure: Closure | None = None) -> StepResult:
+    def step(
+        self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
+    ) -> StepResult:
         """Clip where asked and step; return the gradient norm where it was taken, and whether the step was skipped."""
-        return self.strategy.step(optimizer, clip, closure)
-
-    def clipper(self, norm: float | None = None, value: float | None = None, *, scale: float = 1.0) -> Clipper | None:
-        """Return what `step` clips with: multiply by scale, then by value, then by total norm; None for nothing to do."""
-        if norm is None and value is None and scale == 1.0:
-            return None
-        return partial(self.strategy.clip_gradients, norm=norm, value=value, scale=scale)
+        return self.strategy.step(optimizer, clipping, closure)
 
     # -- between ranks -----------------------------------------------------------------------------------------------
 

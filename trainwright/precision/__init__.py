@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from trainwright.precision.base import Precision, StepResult
+from trainwright.precision.base import Precision
 
 NAMES = {
     "64-true": ("64", "double", "64-true"),
@@ -24,7 +24,7 @@ OTHER_WORDS = {
     "half": "16-true",
     "bfloat16": "bf16-mixed",
 }
-"""Names that are not accepted, and what to say to who uses one."""
+"""Names that are not accepted, and the ones to suggest."""
 
 
 def resolve_precision(precision: str | int | Precision | None, device_type: str) -> Precision:
@@ -65,4 +65,4 @@ def resolve_precision(precision: str | int | Precision | None, device_type: str)
     return SingleDtypePrecision(name)
 
 
-__all__ = ["NAMES", "Precision", "StepResult", "resolve_precision"]
+__all__ = ["NAMES", "Precision", "resolve_precision"]

@@ -16,41 +16,42 @@ from torch.optim import Optimizer
 
 from trainwright.devices.abilities import computes_in
 from trainwright.metric_kinds import is_metric
-from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
+from trainwright.precision.base import Closure, Precision, Sender
 
 DTYPES = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 
 class SingleDtypePrecision(Precision):
-    """The module's floating-point parameters and buffers, and the batches' tensors, in one dtype.
+    """Floating-point parameters, buffers and batches in one dtype.
 
-    The states of torchmetrics objects keep their own dtype: a sum in half precision would soon stand still.
+    States of torchmetrics objects keep their own dtype, because a sum in half precision soon stops growing.
 
     Args:
         name: "64-true", "16-true" or "bf16-true".
     """
 
+    param_dtype: torch.dtype
     converts_batch = True
 
     def __init__(self, name: str) -> None:
         if name not in DTYPES:
             raise ValueError(f"name={name!r} is no precision of one dtype; choose from {', '.join(DTYPES)}.")
         self.name = name
-        self.dtype = DTYPES[name]
-        self._context = _DefaultDtype(self.dtype)
+        self.param_dtype = DTYPES[name]
+        self._context = _DefaultDtype(self.param_dtype)
 
     def check(self, device: torch.device) -> None:
-        if not computes_in(device.type, self.dtype):
+        if not computes_in(device.type, self.param_dtype):
             has = [repr(name) for name, dtype in DTYPES.items() if computes_in(device.type, dtype)]
             raise ValueError(
-                f"precision={self.name!r} computes in {self.dtype}, which {device} does not have; pass one of "
+                f"precision={self.name!r} computes in {self.param_dtype}, which {device} does not have; pass one of "
                 f"{', '.join([repr('32-true'), *has])}, or accelerator='cpu'."
             )
 
     def convert_module(self, module: nn.Module) -> None:
-        """Convert floating-point parameters and buffers in place; complex ones and integers stay.
+        """Convert floating-point parameters and buffers in place, except those on the meta device.
 
-        What is on the meta device waits until it has values, which it draws in the dtype that it was made in.
+        Meta tensors draw their values in the dtype that they were created in, and are converted afterwards.
         """
         if is_metric(module):
             return
@@ -63,7 +64,9 @@ class SingleDtypePrecision(Precision):
             for each in chain(*(tables if not own_way else (module.parameters(), module.buffers())))
             if each is not None
         ]
-        is_done = all(each.is_meta or each.dtype == self.dtype or not each.dtype.is_floating_point for each in own)
+        is_done = all(
+            each.is_meta or each.dtype == self.param_dtype or not each.dtype.is_floating_point for each in own
+        )
         is_sharded = any(isinstance(each, DTensor) for each in own)  # which torch cannot swap, for equal ones either
         if is_done and (is_sharded or type(module)._apply is nn.Module._apply or isinstance(module, nn.RNNBase)):
             return
@@ -90,15 +93,14 @@ class SingleDtypePrecision(Precision):
         return batch
 
     def init_context(self) -> AbstractContextManager[Any]:
-        return _DefaultDtype(self.dtype)
+        return _DefaultDtype(self.param_dtype)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         return self._context
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        return (
-            self._context
-        )  # activation checkpointing runs parts of the forward again, and keeps no default dtype itself
+        # Activation checkpointing reruns parts of the forward in backward, and does not restore the default dtype.
+        return self._context
 
     def step_context(self) -> AbstractContextManager[Any]:
         return self._context.outside()
@@ -107,12 +109,12 @@ class SingleDtypePrecision(Precision):
         with self._context:
             super().backward(loss, send, **options)
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
-        """Clip and step outside of the forward's default dtype, in which a closure runs as before."""
+    def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
+        """Step outside of the forward's default dtype, in which a closure runs as before."""
         if not self._context.is_entered:
-            return super().step(optimizer, clip, closure)
+            return super().step(optimizer, closure)
         with self.step_context():
-            return super().step(optimizer, clip, None if closure is None else self._within(closure))
+            return super().step(optimizer, None if closure is None else self._within(closure))
 
     def _within(self, closure: Closure) -> Closure:
         def call() -> Any:
@@ -122,11 +124,11 @@ class SingleDtypePrecision(Precision):
         return call
 
     def _converted(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() and not tensor.is_meta else tensor
+        return tensor.to(self.param_dtype) if tensor.is_floating_point() and not tensor.is_meta else tensor
 
 
 class _DefaultDtype(AbstractContextManager[None]):
-    """Tensors that are made within are of this dtype; it may be entered within itself."""
+    """Sets the default dtype of new tensors; reentrant."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -137,7 +139,7 @@ class _DefaultDtype(AbstractContextManager[None]):
         return bool(self._before)
 
     def outside(self) -> AbstractContextManager[None]:
-        """Return a context of the default dtype as it was before this one was entered first."""
+        """Return a context with the default dtype from before this one was first entered."""
         return _DefaultDtype(self._before[0] if self._before else torch.get_default_dtype())
 
     def __enter__(self) -> None:

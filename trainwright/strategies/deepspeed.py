@@ -20,26 +20,29 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name
-from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
+from trainwright.precision import resolve_precision
+from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.precision.fast_path import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies import zero_gradients, zero_state, zero_traces
-from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, check_alike
-from trainwright.strategies.deepspeed_config import (
-    build_config,
-    low_precision,
-    read_config,
-    refuse_other_steppers,
-    settle,
+from trainwright.strategies import deepspeed_config, zero_cleanup, zero_gradients, zero_state
+from trainwright.strategies.base import (
+    Clipping,
+    Optimization,
+    StepResult,
+    Strategy,
+    broadcast_tensors,
+    call_step,
+    refuse_unreplicable,
+    trained,
 )
 from trainwright.strategies.deepspeed_engine import make_engine, refuse_other_dtype, scale_losses
 from trainwright.strategies.deepspeed_package import check_supported
-from trainwright.strategies.master_optimizer import MasterOptimizer, Share
+from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.state_entries import state_tensors
 from trainwright.strategies.step_probe import refuse_uneven_steps
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, part_of
-from trainwright.strategies.zero_writes import ZeroWrites, paused, settle_shares
+from trainwright.strategies.zero_write_back import ZeroWriteBack, paused, update_masters
 
 STAGES = (1, 2, 3)
 
@@ -88,7 +91,7 @@ class DeepSpeedStrategy(Strategy):
             raise ImportError(
                 "strategy='deepspeed' needs DeepSpeed, which is not installed. Run: pip install 'trainwright[deepspeed]'"
             )
-        self.own_config = read_config(config)
+        self.own_config = deepspeed_config.read_config(config)
         told = self.own_config.get("zero_optimization", {}).get("stage")
         if stage is not None and told is not None and told != stage:
             rank_zero_warn(
@@ -104,33 +107,30 @@ class DeepSpeedStrategy(Strategy):
             raise ValueError(
                 f"offload_parameters=True needs stage 3, which shards them, and this is stage {self.stage}."
             )
-        refuse_other_steppers({**zero, **self.own_config.get("zero_optimization", {})})
-        self._asked_precision = low_precision(self.own_config)
+        deepspeed_config.refuse_other_steppers({**zero, **self.own_config.get("zero_optimization", {})})
+        self._asked_precision = deepspeed_config.low_precision(self.own_config)
         self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
         self.zero = zero
         self.forward_is_collective = self.stage == 3
         self.makes_optimizer = "optimizer" in self.own_config
         self.takes_compile = self.stage < 3  # the compiler sees the parameters before they are gathered
-        self.wrapped: dict[nn.Module, None] = {}
         self._engines: dict[ZeroOptimizer, Any] = {}
         self._parts: dict[nn.Module, list[Any]] = {}
         self._trained: dict[nn.Module, list[str]] = {}
-        self._traces: list[zero_traces.ZeroTraces] = []
-        self._writes = ZeroWrites()
-        self._left: dict[Any, list[Share]] = {}
+        self._added: list[zero_cleanup.AddedAttributes] = []
+        self._write_back = ZeroWriteBack()
+        self._left: dict[Any, list[Shard]] = {}
         """The shares of engines whose module is the user's own again; what they hold can still be saved."""
-        self._finished: set[ZeroOptimizer] = set()
-        """The optimizers whose gradients are this rank's share already, before their step."""
 
     # -- before a run ------------------------------------------------------------------------------------------------
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
         super().check(device_type, num_processes, precision)
-        check_supported(device_type, precision.name)
-        told = self._asked_precision
-        if told is not None and precision.name not in ("32-true", told, told.replace("mixed", "true")):
+        check_supported(device_type, precision)
+        inner = self._inner_precision(device_type, precision)
+        if inner is not precision and precision.compute_dtype is not None:
             rank_zero_warn(
-                f"the DeepSpeed config says {told}, and the Trainer {precision.name}: the config's is used.",
+                f"the DeepSpeed config says {inner.name}, and the Trainer {precision.name}: the config's is used.",
                 stacklevel=4,
             )
         if device_type == "cpu" and (self.offload_optimizer or self.offload_parameters):
@@ -140,20 +140,25 @@ class DeepSpeedStrategy(Strategy):
 
     def connect(self, rank: int, world_size: int, device: torch.device, precision: Precision) -> None:
         super().connect(rank, world_size, device, precision)
-        name = precision.name
-        if self._asked_precision is not None and not name.startswith(self._asked_precision.partition("-")[0]):
-            name = self._asked_precision
-        if device.type == "cpu" and name == "16-true":
+        inner = self._inner_precision(device.type, precision)
+        if device.type == "cpu" and inner.param_dtype == torch.float16:
             # Said here, in the job: what `check` says, the process that launches the job has said before.
             rank_zero_warn("DeepSpeed has no float16 on the CPU: bfloat16 is used in its place.", stacklevel=4)
-            name = "bf16-true"
-        self.precision = ZeroPrecision(name, device.type, precision, self._scalers)
+            inner = resolve_precision("bf16-true", device.type)
+        self.precision = ZeroPrecision(inner, self._scalers)
+
+    def _inner_precision(self, device_type: str, precision: Precision) -> Precision:
+        """Return the precision, or the one that the config enables where that computes in another dtype."""
+        if self._asked_precision is None:
+            return precision
+        asked = resolve_precision(self._asked_precision, device_type)
+        return precision if precision.compute_dtype == asked.compute_dtype else asked
 
     def _scalers(self) -> list[Any]:
         return [engine.optimizer.loss_scaler for engine in self._engines.values()]
 
-    def settle(self, optimization: Optimization) -> Optimization:
-        return settle(self.own_config, optimization)
+    def resolve(self, optimization: Optimization) -> Optimization:
+        return deepspeed_config.resolve(self.own_config, optimization)
 
     @property
     def _offloads(self) -> bool:
@@ -161,17 +166,17 @@ class DeepSpeedStrategy(Strategy):
         return (self.offload_optimizer and self.device.type != "cpu") or asked.get("device", "none") != "none"
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        check_alike(module, self.name, optimization if self.world_size > 1 else None)
+        refuse_unreplicable(module, self.name, optimization if self.world_size > 1 else None)
         refuse_sparse_weights(module, self.name, optimization)
         sharded = {name: p for name, p in module.named_parameters() if hasattr(p, "ds_id")}
         if self.stage < 3 or not sharded:
-            self.place(module)
+            self.move_to_device(module)
         else:
-            refuse_other_dtype(sharded, self.precision.name)
+            refuse_other_dtype(sharded, self.precision)
         whole = [p for p in module.parameters() if not hasattr(p, "ds_id")]
         broadcast_tensors((*whole, *module.buffers()))
         self.wrapped[module] = None
-        self.buffers.follow(module)
+        self.buffers.track(module)
         if self.stage == 3 and zero_state.warn_of_shards not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(zero_state.warn_of_shards)  # type: ignore[no-untyped-call]
         if optimization is None and self.stage == 3 and any(True for _ in module.parameters()):
@@ -181,7 +186,7 @@ class DeepSpeedStrategy(Strategy):
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
     ) -> list[Optimizer]:
         for module in modules:
-            self._trained.setdefault(module, [name for name, p in module.named_parameters() if p.requires_grad])
+            self._trained.setdefault(module, trained(module))
         if not optimizers and not self._engines and self.makes_optimizer:
             return [self._make_optimizer(modules)]
         if optimizers and self.makes_optimizer:
@@ -189,7 +194,7 @@ class DeepSpeedStrategy(Strategy):
                 "configure_optimizers returned an optimizer, and the DeepSpeed config has an 'optimizer' section; return None "
                 "to use the config's, or leave it out of the config."
             )
-        if len(optimizers) > 1 and self.precision.name.startswith("16"):
+        if len(optimizers) > 1 and self.precision.has_scaler:
             raise ValueError(
                 f"{len(optimizers)} optimizers with precision {self.precision.name!r}: each DeepSpeed engine scales losses by "
                 "itself, so one backward cannot serve several. Use 'bf16-mixed', or one optimizer."
@@ -222,17 +227,17 @@ class DeepSpeedStrategy(Strategy):
 
     def _make_optimizer(self, modules: Sequence[nn.Module]) -> Optimizer:
         """Return the optimizer of the config's own "optimizer" section, over all that is trained."""
-        trained = [p for module in modules for p in module.parameters() if p.requires_grad]
-        engine = self._initialize(Part(list(modules)), None, trained)
+        own = [p for module in modules for p in module.parameters() if p.requires_grad]
+        engine = self._initialize(Part(list(modules)), None, own)
         return self._take(engine.optimizer.optimizer, engine, list(modules))
 
     def _take(self, master: MasterOptimizer, engine: Any, owners: list[nn.Module]) -> ZeroOptimizer:
         zero, strays = engine.optimizer, list(engine.module.strays)
         if strays:
             strays[0].all_gather(strays)  # small ones stay gathered from their first use on, which no hook would see
-        master.take(zero_state.shares_of(zero, self.stage, self.rank))
+        master.take(zero_state.shards_of(zero, self.stage, self.rank))
         refresh = partial(zero_state.refresh_from_masters, zero, self.stage)
-        facade = ZeroOptimizer(master, engine, self._writes.settle, refresh)
+        facade = ZeroOptimizer(master, engine, self._write_back.settle, refresh)
         self._engines[facade] = engine
         for module in owners:
             self._parts.setdefault(module, []).append(engine)
@@ -241,7 +246,7 @@ class DeepSpeedStrategy(Strategy):
     def _config(self, parameters: Iterable[Any] = ()) -> dict[str, Any]:
         """Return the configuration of an engine that has these parameters."""
         on_gpu = self.device.type != "cpu"
-        return build_config(
+        return deepspeed_config.build_config(
             self.own_config,
             self.stage,
             precision=self.precision,
@@ -252,12 +257,12 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def _initialize(self, part: Part, optimizer: MasterOptimizer | None, trained: Any = None) -> Any:
-        self._traces.append(zero_traces.ZeroTraces(list(part.members)))
-        with self._traces[-1]:
+        self._added.append(zero_cleanup.AddedAttributes(list(part.members)))
+        with self._added[-1]:
             config = self._config(part.parameters())
             engine = make_engine(part, optimizer, trained, config, self.device, self._refuse_optimizer)
-        self._writes.follow(engine.optimizer, self.stage, self.rank, part, self.wrapped)
-        if self.precision.name == "16-mixed" and (optimizer is not None or trained is not None):
+        self._write_back.track(engine.optimizer, self.stage, self.rank, part, self.wrapped)
+        if self.precision.autocast_dtype == torch.float16 and (optimizer is not None or trained is not None):
             scale_losses(engine)
         return engine
 
@@ -265,15 +270,15 @@ class DeepSpeedStrategy(Strategy):
         assert isinstance(optimizer, ZeroOptimizer)
         return optimizer
 
-    def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
+    def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
         """Refuse a change of what is trained (RuntimeError): DeepSpeed has laid out its buffers by then."""
         for module in modules:
-            self.buffers.follow(module)
-            now = [name for name, p in module.named_parameters() if p.requires_grad]
+            self.buffers.track(module)
+            now = trained(module)
             if changed := sorted(set(now) ^ set(self._trained.get(module, now))):
                 raise RuntimeError(
-                    f"{changed[0]!r} of {type(module).__name__} was frozen or unfrozen after its optimizer was made, which "
-                    "DeepSpeed cannot follow. Freeze before fit and go on from a checkpoint in a second fit, or choose 'ddp'."
+                    f"{changed[0]!r} of {type(module).__name__} was frozen or unfrozen after its optimizer was prepared, which "
+                    "DeepSpeed cannot follow. Freeze before fit and resume from a checkpoint in a second fit, or choose 'ddp'."
                 )
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -281,7 +286,7 @@ class DeepSpeedStrategy(Strategy):
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step: Callable[[], Any] = partial(call_step, module, name, args, kwargs)
         self.buffers.begin_step(module)
-        self._writes.check()
+        self._write_back.check()
         for engine in self._parts.get(module, []):
             # Not engine(...): it would hang its own prologue on what the step returns, and a manual backward runs before.
             step = partial(engine.module, step)
@@ -294,52 +299,50 @@ class DeepSpeedStrategy(Strategy):
             engine.optimizer.clear_backward_seen_flag()
             engine._backward_prologue()
             loss = engine.scale(loss)
-        self._finished.clear()
-        self.precision.backward(loss, send, **options)
+        super().backward(loss, send, **options)
         for engine in self._engines.values():
             # Engines that this loss reached have run their epilogue from their gradient hooks; the others did not.
             engine.optimizer._backward_hook_state.backward_active_depth = 0
         self.buffers.end_backward()
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
+    def finalize_gradients(self, optimizer: Optimizer) -> None:
+        if not self._offloads:  # where DeepSpeed's own step alone can do it
+            zero_gradients.finalize(self._taken(optimizer).engine, self.stage)
+
+    def step(
+        self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
+    ) -> StepResult:
         facade = self._taken(optimizer)
-        engine, master = facade.engine, facade.master
-        zero, norm = engine.optimizer, None
+        engine, master, zero = facade.engine, facade.master, facade.engine.optimizer
         zero_gradients.fill_missing_gradients(zero, self.stage)
-        self._writes.settle()
+        self._write_back.settle()
         zero.clip_grad = 0.0
-        if isinstance(clip, partial) and clip.func == self.clip_gradients:
-            asked = clip.keywords
-            if asked["value"] is not None or asked["scale"] != 1.0:
-                self.clip_gradients(facade, None, asked["value"], asked["scale"])
+        if clipping is not None:
+            if clipping.value is not None or clipping.scale != 1.0:
+                self.clip_gradients(facade, clipping._replace(norm=None))
             # By the engine, which takes the norm in any case; of what has yet to be multiplied.
-            zero.clip_grad = (asked["norm"] or 0.0) / master.rescale
-        elif clip is not None:
-            norm = clip(facade)
-        engine.enable_backward_allreduce = facade not in self._finished
+            zero.clip_grad = (clipping.norm or 0.0) / master.rescale
+        engine.enable_backward_allreduce = self._offloads or not self.finalized.get(facade)
         with self.precision.step_context():
             engine.step()
         engine.enable_backward_allreduce = True
-        if zero.clip_grad:
-            norm = torch.as_tensor(zero._global_grad_norm) * master.rescale
-        self._finished.discard(facade)
-        master.forget()
+        norm = torch.as_tensor(zero._global_grad_norm) * master.rescale if zero.clip_grad else None
+        self.finalized.pop(facade, None)
+        master.clear()
         return StepResult(norm, bool(zero.overflow))
 
-    def clip_gradients(
-        self, optimizer: Optimizer, norm: float | None, value: float | None, scale: float = 1.0
-    ) -> Tensor | None:
-        facade = self._taken(optimizer)
+    def clip_gradients(self, optimizer: Optimizer, clipping: Clipping) -> Tensor | None:
+        facade, (norm, value, scale) = self._taken(optimizer), clipping
+        self.finalize(facade)
         if self._offloads and norm is None:
-            facade.master.put_off(value, scale)
+            facade.master.defer_clipping(value, scale)
             return None
         if self._offloads:
             raise RuntimeError(
                 "under offloading DeepSpeed keeps gradients where their norm is not known before its step; clip by the "
                 "Trainer's gradient_clip_val, or do not offload."
             )
-        mine = zero_gradients.own_gradients(facade.engine, self.stage, facade in self._finished)
-        self._finished.add(facade)
+        mine = zero_gradients.own_gradients(facade.engine)
         loss_scale = float(facade.engine.optimizer.loss_scale)
         zero_gradients.clip_by_value(mine, value, scale, loss_scale)
         return None if norm is None else zero_gradients.clip_by_norm(mine, norm, loss_scale, self.device)
@@ -347,15 +350,15 @@ class DeepSpeedStrategy(Strategy):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
-        self._writes.settle()
-        settle_shares(share for shares in self._left.values() for share in shares)
-        shares = {share.parameter: share for engine in self._engines.values() for share in self._shares(engine)}
+        self._write_back.settle()
+        update_masters(shard for shares in self._left.values() for shard in shares)
+        shares = {shard.parameter: shard for engine in self._engines.values() for shard in self._shares(engine)}
         pieces = []
         for name, value in state_tensors(module):
             if value in shares:
-                share = shares[value]
-                part = share.flat.detach().narrow(0, share.offset, share.numel)
-                pieces.append(Piece(clean_name(name), share.shape, share.start, part, self.rank))
+                shard = shares[value]
+                part = shard.flat.detach().narrow(0, shard.offset, shard.numel)
+                pieces.append(Piece(clean_name(name), shard.shape, shard.start, part, self.rank))
             elif hasattr(value, "ds_tensor"):  # not trained: no float32 master, its partition counts
                 pieces.append(zero_state.partition_piece(clean_name(name), value, self.rank))
             else:
@@ -381,11 +384,11 @@ class DeepSpeedStrategy(Strategy):
     def after_load(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
     ) -> None:
-        trained = {share.parameter for engine in self._engines.values() for share in self._shares(engine)}
+        stepped = {shard.parameter for engine in self._engines.values() for shard in self._shares(engine)}
         for facade in self._engines:
             zero_state.place_plain(facade.master)
         with paused():
-            zero_state.refresh([p for module in modules for p in module.parameters() if p not in trained])
+            zero_state.refresh([p for module in modules for p in module.parameters() if p not in stepped])
             for engine in self._engines.values():
                 zero_state.refresh_from_masters(engine.optimizer, self.stage)
         for engine, saved in zip(self._engines.values(), state.get("lr_schedulers", []), strict=False):
@@ -397,32 +400,32 @@ class DeepSpeedStrategy(Strategy):
         schedulers = [engine.lr_scheduler for engine in self._engines.values()]
         return {"lr_schedulers": [None if each is None else each.state_dict() for each in schedulers]}
 
-    def _shares(self, engine: Any) -> Iterable[Share]:
+    def _shares(self, engine: Any) -> Iterable[Shard]:
         left = self._left.get(engine)
-        return zero_state.shares_of(engine.optimizer, self.stage, self.rank) if left is None else left
+        return zero_state.shards_of(engine.optimizer, self.stage, self.rank) if left is None else left
 
     def after_run(self) -> None:
-        self._writes.settle(refuses=sys.exc_info()[0] is None)
+        self._write_back.settle(refuses=sys.exc_info()[0] is None)
         if self.stage < 3:  # a sharded module can still be called, for which the engine gathers it
             self._left = {engine: list(self._shares(engine)) for engine in self._engines.values()}
             self._let_go()
         else:
-            zero_traces.end_training(self._parts.values())
+            zero_cleanup.end_training(self._parts.values())
 
     def _let_go(self) -> None:
         """Take everything of the engines off the modules. What stage 3 has sharded stays so: whole, it might not fit."""
-        zero_traces.destroy(self._parts.values())
+        zero_cleanup.destroy(self._parts.values())
         for facade in self._engines:
             facade.master.close()
-        for traces in reversed(self._traces):
-            traces.remove()
+        for added in reversed(self._added):
+            added.remove()
         self._parts.clear()
-        self._traces.clear()
-        self._writes.clear()
+        self._added.clear()
+        self._write_back.clear()
 
     def close(self) -> None:
         """Give the engines back; what stage 3 has sharded stays so."""
         self._let_go()
-        held: tuple[Any, ...] = (self._engines, self._left, self._trained, self._finished, self.buffers, self.wrapped)
-        for each in held:
+        super().close()
+        for each in (self._engines, self._left, self._trained):
             each.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from datetime import timedelta
@@ -28,6 +28,7 @@ from trainwright.precision import Precision
 from trainwright.profilers import Profiler, resolve_profiler
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy
+from trainwright.strategies.base import Clipping
 from trainwright.trainer.checkpoint_choice import choose_checkpoint
 from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation, evaluate
@@ -438,12 +439,9 @@ class Trainer(Status):
         if not limit:
             return
         prepared = next((each for each in self.prepared_optimizers if optimizer in (each, each.optimizer)), None)
-        strategy = self.engine.strategy
         inner = optimizer if prepared is None else prepared.optimizer
-        strategy.unscale(inner)
-        if prepared is not None:
-            prepared.is_unscaled = True
-        strategy.clip_gradients(inner, None if algorithm == "value" else limit, limit if algorithm == "value" else None)
+        clipping = Clipping(value=limit) if algorithm == "value" else Clipping(norm=limit)
+        self.engine.strategy.clip_gradients(inner, clipping)
 
     def manual_backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
         """Send a loss backward under manual optimization, weighted as its round is, and tell the hooks."""
@@ -478,6 +476,10 @@ class Trainer(Status):
                 "Log it with self.log, or change monitor."
             )
         return float(metrics[name])
+
+    def record_metrics(self, values: Mapping[str, float]) -> None:
+        """Add values, the same on every rank, to callback_metrics."""
+        self.logbook.note(values)
 
     @property
     def wants_to_stop(self) -> bool:

@@ -1,4 +1,4 @@
-"""Late reduction: gradients that no engine reduces in backward, averaged over the ranks once before they are used."""
+"""Deferred all-reduce: averages gradients that no engine reduces in backward, once before they are used."""
 
 from __future__ import annotations
 
@@ -10,48 +10,39 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
-class LateReduction:
-    """Averages the gradients of the parameters that it follows, at the first look that a step takes at them.
+class DeferredAllReduce:
+    """Averages the gradients of registered parameters when a step's gradients are finalized.
 
-    A parameter that no rank used keeps no gradient; where only some ranks used it, it counts as zero on the others.
+    A parameter that no rank used keeps no gradient; if only some ranks used it, it counts as zero on the others.
     """
 
     def __init__(self) -> None:
         self._parameters: dict[Tensor, int | None] = {}
-        self._done: dict[int, Optimizer] = {}
 
-    def follow(self, parameters: Iterable[nn.Parameter], owners: Mapping[Tensor, int] | None = None) -> None:
-        """Reduce these parameters' gradients; with `owners` each to its rank only, and the other ranks drop it."""
+    def track(self, parameters: Iterable[nn.Parameter], owners: Mapping[Tensor, int] | None = None) -> None:
+        """Register parameters; with `owners` each gradient is reduced to its rank, and discarded on the others."""
         for parameter in parameters:
             self._parameters[parameter] = None if owners is None else owners[parameter]
 
-    def follows(self, parameter: Tensor) -> bool:
-        """Return whether a parameter's gradients are reduced here."""
+    def tracks(self, parameter: Tensor) -> bool:
+        """Return whether a parameter is registered."""
         return parameter in self._parameters
 
     def clear(self) -> None:
-        """Follow no parameter any more."""
+        """Unregister all parameters."""
         self._parameters.clear()
-        self._done.clear()
 
-    def reset(self, optimizer: Optimizer) -> None:
-        """Take note that an optimizer has stepped, or that its gradients were dropped."""
-        self._done.pop(id(optimizer), None)
-
-    def begin_backward(self) -> None:
-        """Take note of a backward, after which gradients that were averaged already are to be averaged with what it adds."""
-        for optimizer in self._done.values():
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                # Of one that has an owner the others hold nothing of the average, so that a mean would take a part of it.
-                if parameter.grad is not None and self._parameters.get(parameter) is not None:
-                    parameter.grad.mul_(dist.get_world_size())
-        self._done.clear()
+    def reopen(self, optimizer: Optimizer) -> None:
+        """Undo the mean of gradients with an owner, before a backward adds to them."""
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            # The other ranks discarded theirs, so the next mean would divide this one by the world size again.
+            if parameter.grad is not None and self._parameters.get(parameter) is not None:
+                parameter.grad.mul_(dist.get_world_size())
 
     def reduce(self, optimizer: Optimizer) -> None:
-        """Average the gradients of an optimizer's parameters, once for each of its steps. Collective."""
-        if not self._parameters or id(optimizer) in self._done or dist.get_world_size() == 1:
+        """Average the gradients of an optimizer's parameters. Collective."""
+        if not self._parameters or dist.get_world_size() == 1:
             return
-        self._done[id(optimizer)] = optimizer
         mine = [p for group in optimizer.param_groups for p in group["params"] if p in self._parameters]
         if not mine:
             return
