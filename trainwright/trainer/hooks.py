@@ -98,22 +98,20 @@ class HookTable:
     def __getitem__(self, name: str) -> tuple[Callable[..., Any], ...]:
         return self._calls[name]
 
-    def call(self, name: str, *args: Any) -> None:
-        """Call everyone who waits for this hook, in order."""
+    def call(self, name: str, *args: Any) -> list[Any]:
+        """Call everything that overrides this hook, in order, and return what they return."""
         calls = self._calls[name]
         if not calls:
-            return
-        collector = self._trainer.logbook.collector
-        if collector is None:
-            for hook in calls:
-                hook(*args)
-            return
-        outer, collector.hook = collector.hook, name
+            return []
+        collector, returned = self._trainer.logbook.collector, []
+        outer = collector.enter_hook(name) if collector is not None else ""
         try:
             for hook in calls:
-                hook(*args)
+                returned.append(hook(*args))  # a comprehension is one more call a batch
         finally:
-            collector.hook = outer
+            if collector is not None:
+                collector.enter_hook(outer)
+        return returned
 
 
 def _with_loader_index(call: Callable[..., Any], without: int) -> Callable[..., Any]:

@@ -68,6 +68,7 @@ def prepare_fit(trainer: Trainer, module: Module, source: LoaderSource, validati
         engine=engine,
         module=module,
         hooks=trainer.hooks,
+        progress=trainer.progress,
         state=trainer.state,
         source=source,
         validation=validation,
@@ -133,7 +134,8 @@ def _prepare_optimizers(run: TrainingRun) -> None:
         if run.is_manual:
             state.step += 1
             state.skipped_steps += result.skipped
-            run.is_within_window = state.holds_gradients = False
+            run.window.drop()
+            state.holds_gradients = False
         else:
             run.step_results.append(result)  # counted when optimizer_step has returned
 
@@ -166,10 +168,10 @@ def _heard(trainer: Trainer, module: Module, name: str) -> Callable[..., Any]:
         collector = trainer.logbook.collector
         if collector is None:
             return method(*args, **kwargs)
-        outer, collector.hook = collector.hook, name
+        outer = collector.enter_hook(name)
         try:
             return method(*args, **kwargs)
         finally:
-            collector.hook = outer
+            collector.enter_hook(outer)
 
     return call

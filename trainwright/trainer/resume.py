@@ -203,7 +203,7 @@ def rank_state(trainer: Trainer) -> dict[str, Any]:
 
 def _unfinished(trainer: Trainer) -> dict[str, Any] | None:
     assert trainer.module is not None
-    return trainer.logbook.epoch_state(trainer.module, trainer.is_evaluating)
+    return trainer.logbook.epoch_state(trainer.module)
 
 
 def open_epoch(trainer: Trainer) -> OpenEpoch:
@@ -236,7 +236,11 @@ def edit_with_hooks(trainer: Trainer, name: str) -> Edit | None:
     own = module is not None and is_overridden(name, module, Module)
     if not own and not any(is_overridden(name, each, Callback) for each in trainer.callbacks):
         return None
-    return lambda contents: trainer.hooks.call(name, contents)
+
+    def edit(contents: dict[str, Any]) -> None:
+        trainer.hooks.call(name, contents)
+
+    return edit
 
 
 def open_with_hooks(trainer: Trainer, checkpoint: Checkpoint) -> Opened:

@@ -120,6 +120,16 @@ class TrainerState:
         self.epoch_generators, self.open_epoch = generators, None
         self.loaded_end = self.loaded_generators = None
 
+    def end_batch(self, index: int, unchecked: int, stepped: bool) -> None:
+        """Count the batches of the epoch up to `index`; `unchecked` as before them, `stepped`: an optimizer has stepped."""
+        taken = index + 1 - self.batch
+        self.batch, self.total_batches, self.unchecked_batches = (
+            index + 1,
+            self.total_batches + taken,
+            unchecked + taken,
+        )
+        self.batches_that_stepped += stepped
+
     def next_epoch(self) -> None:
         """Go on to the next epoch."""
         self.epoch, self.batch, self.epoch_ended, self.schedulers_stepped = self.epoch + 1, 0, False, False

@@ -26,6 +26,7 @@ from trainwright.module import Module
 from trainwright.precision import Precision
 from trainwright.strategies import Strategy
 from trainwright.trainer.logbook import Logbook
+from trainwright.trainer.phase import Phase, Progress
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.stop import SignalStop
@@ -56,7 +57,7 @@ class Status:
     prepared_optimizers: list[PreparedOptimizer]
     lr_scheduler_configs: list[SchedulerConfig]
     should_stop: bool
-    is_evaluating: bool
+    progress: Progress
     signal_stop: SignalStop
     """The stop on a signal of the present or the latest fit."""
     stop_appointment: Appointment | None = None
@@ -284,12 +285,22 @@ class Status:
     @property
     def is_within_window(self) -> bool:
         """Return whether gradients wait for a step: in an accumulation window, or since the latest manual_backward."""
-        return self.run is not None and self.run.is_within_window
+        return self.run is not None and self.run.window.is_open
 
     @property
     def is_within_batch(self) -> bool:
-        """Return whether a training batch is being worked on: a run could not go on from here as if it had not stopped."""
-        return self.run is not None and self.run.is_within_batch
+        """Return whether a training batch is in progress; the run cannot be resumed exactly from here."""
+        return self.progress.phase is Phase.BATCH
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Return whether an evaluation runs, the sanity check among them."""
+        return self.progress.is_evaluating
+
+    @property
+    def is_mid_epoch_validation(self) -> bool:
+        """Return whether a validation within a training epoch runs."""
+        return self.progress.phase is Phase.VALIDATION_WITHIN
 
     @property
     def training(self) -> bool:
@@ -319,7 +330,7 @@ class Status:
     @property
     def sanity_checking(self) -> bool:
         """Return whether the validation that runs is the sanity check."""
-        return self.logbook.is_silent
+        return self.progress.phase is Phase.SANITY_CHECK
 
     @property
     def enable_validation(self) -> bool:

@@ -42,6 +42,7 @@ from trainwright.trainer.inputs import (
 )
 from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.parts import arranged_callbacks, arranged_loggers, making_modules, set_switches
+from trainwright.trainer.phase import Phase, Progress
 from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
 from trainwright.trainer.resume import check_save, open_to_resume, restore, save_run
@@ -193,9 +194,7 @@ class Trainer(Status):
         """Whether every rank knows that it is to stop."""
         self.interrupted = False
         """Whether the latest run was ended by Ctrl-C."""
-        self.is_evaluating = False
-        self.is_mid_epoch_validation = False
-        """Whether the validation that runs stands within a training epoch."""
+        self.progress = Progress()
         self.batch_indices: list[Any] | None = None
         """In predict, the dataset's indices of the samples of this batch; None where its loader has none."""
         self.num_training_batches: Batches = 0
@@ -388,13 +387,33 @@ class Trainer(Status):
             raise ValueError("storage_options is not accepted; put them into the fsspec URL or its configuration.")
         weights_only = check_save(self, weights_only)
         run = self.run
-        if run is not None and (run.is_within_window or (run.defers_saves and not weights_only)):
+        if run is not None and not run.may_save(weights_only):
             run.waiting_saves.append((str(filepath), weights_only, blocking, overwrite))
             return False
         if run is not None and run.row_is_due:
             run.write_row()
         save_run(self, str(filepath), weights_only, blocking, overwrite)
         return True
+
+    def save_stopped(self, filepath: str, weights_only: bool = False) -> None:
+        """Save a run that an exception has stopped, where it stopped; see `resume_obstacle`."""
+        self.progress.enter(Phase.STOPPED)
+        self.save_checkpoint(filepath, weights_only)
+
+    @property
+    def resume_obstacle(self) -> str:
+        """Return why a run that has failed cannot be resumed exactly from where it stands; nothing where it can."""
+        state, phase = self.state, self.progress.phase
+        if self.world_size > 1:
+            return f"it would take all {self.world_size} ranks"
+        if self.is_within_batch or self.is_within_window:
+            return "the run failed in the middle of a batch, or of an accumulation window"
+        is_at_end = phase in (Phase.EPOCH_END, Phase.VALIDATION_AT_END)
+        if is_at_end or state.epoch_ended or state.batch >= self.num_training_batches:
+            return "the run failed at the end of an epoch"
+        if self.is_evaluating and state.validated_at == state.total_batches:
+            return "the run failed at the end of a validation"
+        return ""
 
     def save_waiting(self) -> None:
         """Write the checkpoints that were asked for within the window that has ended."""
@@ -442,7 +461,7 @@ class Trainer(Status):
     def manual_backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
         """Send a loss backward under manual optimization, weighted as its round is, and tell the hooks."""
         if self.run is not None:
-            self.run.is_within_window = True  # until an optimizer steps: gradients are in no checkpoint
+            self.run.window.hold_gradients()  # until an optimizer steps
             if self.run.uneven and (weight := self.run.weight) != 1.0:
                 loss = loss * weight
         self.hooks.call("on_before_backward", loss)

@@ -13,11 +13,13 @@ from trainwright.data.loaders import with_last
 from trainwright.data.transfer import Prefetcher
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
+from trainwright.engine.window import AccumulationWindow
 from trainwright.module import Module
 from trainwright.precision.base import Clipper, StepResult
 from trainwright.profilers.instrumentation import is_measuring
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.hooks import HookTable
+from trainwright.trainer.phase import Progress
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.training_data import foreseen_saves
@@ -37,6 +39,7 @@ class TrainingRun:
     engine: Engine
     module: Module
     hooks: HookTable
+    progress: Progress
     state: TrainerState
     source: LoaderSource
     validation: Evaluation | None
@@ -72,13 +75,8 @@ class TrainingRun:
     """Where training_step takes its batches from; None where the loop gives them."""
     validate_every: int | None = None
     """Batches between two validations; None for validations at an epoch's end, or by time."""
-    window_has_gradients: bool = False
-    is_within_window: bool = False
-    """True while gradients wait for further batches of their window."""
-    divisor: float = 1.0
-    """What the losses of the open window are divided by."""
-    window_place: int = 0
-    """How many batches the open window has had. Windows count from where the run goes on: no checkpoint stands within one."""
+    window: AccumulationWindow = field(default_factory=AccumulationWindow)
+    """The batches of the next optimizer step. Windows count from where the run resumes: no checkpoint stands within one."""
     num_empty: int = 0
     """Batches of this run for which training_step returned None."""
     generators: dict[str, Any] | None = None
@@ -86,12 +84,6 @@ class TrainingRun:
     batches_begun: int = 0
     """Calls of train_batch in this run, alike on every rank: what tells which rank is further on."""
     is_last_batch: bool = False
-    is_within_batch: bool = False
-    """True from a batch's fetch until its on_train_batch_end hooks are done: no run could go on from there exactly."""
-    is_ending_epoch: bool = False
-    """True from an epoch's last batch until every scheduler of that epoch has stepped: nobody could go on from within."""
-    is_leaving_epoch: bool = False
-    """True from where the run stops within an epoch until it has done what such an end asks for."""
     row_is_due: bool = False
     """Whether the loggers' row of the latest step is still to be written."""
     step_results: list[StepResult] = field(default_factory=list)
@@ -106,14 +98,17 @@ class TrainingRun:
         self.after_backward, self.before_step = hooks["on_after_backward"], hooks["on_before_optimizer_step"]
         self.clears_plainly = not self.before_zero_grad and "optimizer_zero_grad" not in self.own
 
-    @property
-    def defers_saves(self) -> bool:
-        """Return whether a checkpoint that is asked for now is written once the epoch's end, or that of a stop, is over."""
-        return self.is_ending_epoch or self.is_leaving_epoch
+    def begin_windows(self) -> None:
+        """Begin an epoch's windows, of the length that the trainer has now."""
+        self.accumulate = self.trainer.accumulate_grad_batches
+        self.window.drop()
 
-    def give_up_end(self) -> None:
-        """Let a checkpoint be written where the run stands: what its epoch's end asks for is left to a resumed run."""
-        self.is_ending_epoch = self.is_leaving_epoch = False
+    def may_save(self, weights_only: bool) -> bool:
+        """Return whether a checkpoint can be written now; else it waits for the end of the window, or of the epoch.
+
+        Gradients that wait for a step are in no checkpoint, and no run resumes within an epoch's end.
+        """
+        return not self.window.is_open and (weights_only or not self.progress.is_ending)
 
     @property
     def validates_within(self) -> bool:
