@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainwright.callbacks.checkpoint_place import remove_replaced
-from trainwright.callbacks.decision import decided
 from trainwright.checkpoint.replacement import replace_checkpoint
 from trainwright.checkpoint.store import open_checkpoint, same_place
 from trainwright.errors import CheckpointError
@@ -90,7 +89,9 @@ class PendingSave:
             trainer.engine.finish_save()
             if self.is_committed and self.place != self.path:
                 # Decided: no rank looks for it before rank 0 has done it.
-                decided(trainer.engine, "a save of ModelCheckpoint", lambda: replace_checkpoint(self.place, self.path))
+                trainer.engine.ranks.decide(
+                    lambda: replace_checkpoint(self.place, self.path), "a save of ModelCheckpoint"
+                )
                 self.place = self.path
         except BaseException:
             self.put_back()

@@ -21,7 +21,6 @@ from trainwright.callbacks.checkpoint_retention import PendingSave, found_again
 from trainwright.callbacks.checkpoint_score import MonitoredScore
 from trainwright.callbacks.checkpoint_settings import KEY_SETTINGS, check_choices, check_top_k, checked_intervals
 from trainwright.callbacks.checkpoint_weights import WeightsCheck
-from trainwright.callbacks.decision import decided
 from trainwright.callbacks.stopped_run import save_failed_run, save_stopped_run
 from trainwright.checkpoint.store import is_checkpoint, same_place, sweep_temporaries
 from trainwright.data.seeding import rng_state
@@ -74,6 +73,12 @@ class ModelCheckpoint(Callback):
     again then. A save that is due while gradients wait for a step of manual optimization is made after that. Nothing is saved
     with fast_dev_run. Rank 0 decides for all, by its own metrics and files. A fit that begins anew keeps its own best ones,
     and leaves the files of an earlier fit alone.
+
+    >>> best = tw.ModelCheckpoint("runs/mine", filename="{step}", monitor="val_loss")
+    >>> trainer = tw.Trainer(callbacks=best, max_epochs=2, enable_model_summary=False)
+    >>> trainer.fit(module, loader, val_loader)
+    >>> best.best_model_path
+    '...runs/mine/step=16.ckpt'
     """
 
     runs_last = True
@@ -329,7 +334,7 @@ class ModelCheckpoint(Callback):
         if not self.keeps_any:
             return
         self._conclude(trainer)
-        plan = decided(trainer.engine, "a save of ModelCheckpoint", lambda: self._plan(trainer, may_repeat))
+        plan = trainer.engine.ranks.decide(lambda: self._plan(trainer, may_repeat), "a save of ModelCheckpoint")
         if plan is None or self._weights.refuses(trainer, self.last_model_path):
             return
         path, place, score, is_best, dropped = plan
@@ -403,7 +408,7 @@ class ModelCheckpoint(Callback):
             source, steps = trainer.resume_source or "", self._moments.steps
             return [*found_again(kept, self.last_model_path, self._replaced, self._unrenamed, steps, source)]
 
-        kept, last, self._replaced = decided(trainer.engine, "the start of ModelCheckpoint", found)
+        kept, last, self._replaced = trainer.engine.ranks.decide(found, "the start of ModelCheckpoint")
         self.best_k_models, self.last_model_path = {path: _scalar(score) for path, score in kept.items()}, last
         self._judge()
 

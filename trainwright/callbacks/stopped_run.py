@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.checkpoint_name import SUFFIX
 from trainwright.callbacks.checkpoint_place import is_taken, remove_replaced
-from trainwright.callbacks.decision import decided
 from trainwright.checkpoint.store import open_checkpoint
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.errors import CheckpointError
@@ -27,7 +26,7 @@ def save_stopped_run(callback: ModelCheckpoint, trainer: Trainer, name: str) -> 
     except CheckpointError as error:  # alike on every rank; this save may do better, and says it where it does not
         if trainer.is_global_zero:
             print(f"trainwright: {error}", file=sys.stderr, flush=True)
-    path, is_there = decided(trainer.engine, "the save of a run that ends", lambda: _plan(callback, trainer, name))
+    path, is_there = trainer.engine.ranks.decide(lambda: _plan(callback, trainer, name), "the save of a run that ends")
     if is_there:
         return str(path)
     if callback._weights.refuses(trainer, callback.last_model_path):
@@ -68,7 +67,7 @@ def _holds_position(path: str, trainer: Trainer) -> bool:
 def save_failed_run(callback: ModelCheckpoint, trainer: Trainer) -> None:
     """Save a run that an exception has ended, where it can be resumed exactly, and say so; see `save_on_exception`."""
     try:
-        refusal = trainer.resume_obstacle or trainer.engine.finiteness.fault()
+        refusal = trainer.state.progress.obstacle or trainer.engine.finiteness.fault()
         if refusal:
             print(f"save_on_exception: nothing is saved: {refusal}.", file=sys.stderr)
             return
@@ -77,7 +76,7 @@ def save_failed_run(callback: ModelCheckpoint, trainer: Trainer) -> None:
         with isolate_rng():
             if callback._generators:
                 set_rng_state(callback._generators)  # a resumed run makes the whole validation
-            trainer.save_stopped(path, callback.save_weights_only)
+            trainer.save_checkpoint(path, callback.save_weights_only)
         print(f"save_on_exception: the run was saved as {path}", file=sys.stderr)
     except Exception as error:  # the first exception is what has to be seen
         print(f"save_on_exception: the save failed: {type(error).__name__}: {error}", file=sys.stderr)

@@ -78,7 +78,7 @@ def replace_checkpoint(place: str, path: str) -> None:
                 files.rename(target, source)
             if old:
                 files.rename(old, target)
-        text = str(error) if isinstance(error, CheckpointError) else describe(error, target)
+        text = describe(error, target)
         raise CheckpointError(f"{place} is whole, but did not get the path {path}: {text}") from error
     if old:
         try:

@@ -25,7 +25,7 @@ class AccumulationWindow:
         self.length = 1
         """Batches of this window, as far as is known at its first."""
         self.is_at_end = True
-        """Whether the batch at hand ends the window."""
+        """Whether the current batch ends the window."""
         self.has_gradients = False
         """Whether gradients wait for the step."""
         self.is_open = False
@@ -34,11 +34,11 @@ class AccumulationWindow:
         self._divisor: float | None = None
         """What the losses of this window are divided by; None before the first."""
         self.is_at_start = True
-        """Whether the batch at hand is the window's first."""
+        """Whether the current batch is the window's first."""
         self._position = 0
         """Batches that have ended."""
         self._count = 1
-        """Batches, the one at hand included."""
+        """Batches, the current one included."""
 
     def begin_batch(self, usual_length: int, batches_left: int | None, is_last: bool) -> None:
         """Begin a batch of this window, or of the next.
@@ -57,7 +57,7 @@ class AccumulationWindow:
         self.is_at_end = is_last or self._count >= self._planned
 
     def end_batch(self) -> None:
-        """End the batch at hand, and with it the window if it is the last of it."""
+        """End the current batch, and the window with its last."""
         if self.is_at_end:
             self.has_gradients = self.is_open = False
             self._position = 0
@@ -84,13 +84,13 @@ class AccumulationWindow:
     def correction(self) -> float:
         """Return what the gradients are still to be multiplied by.
 
-        The window's length may turn out another one than its losses were divided by, or be inexact in their dtype.
+        The window may end earlier than its losses were divided for, or its length be inexact in their dtype.
         """
         return (self._divisor or self.length) / self._count if self.is_at_end else 1.0
 
 
 class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
-    """The window of one set of models in a loop of one's own: entered once for each of its batches.
+    """The window of one set of models in a raw loop: entered once for each of its batches.
 
     Where the loop has left its loader early, the next batch begins a new window, without the gradients of the old one.
 

@@ -146,7 +146,7 @@ def evaluate(
     engine.strategy.before_evaluation(engine.modules)
     asked = trainer.signal_stop.begin_evaluation()
     with (
-        trainer.progress.during(phase),
+        trainer.state.progress.during(phase),
         evaluation_mode(module, stage),
         gradients_off(trainer.uses_inference_mode),
     ):
@@ -312,7 +312,7 @@ def sanity_check(evaluation: Evaluation) -> None:
     if steps == 0:
         return
     # Training draws the same numbers with the check and without it.
-    with isolate_rng(), trainer.logbook.silent(), trainer.progress.during(Phase.SANITY_CHECK):
+    with isolate_rng(), trainer.logbook.silent(), trainer.state.progress.during(Phase.SANITY_CHECK):
         trainer.hooks.call("on_sanity_check_start")
         evaluation.load()
         most = None if steps == -1 else steps

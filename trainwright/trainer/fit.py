@@ -185,7 +185,7 @@ def fit_epoch(run: TrainingRun) -> None:
 
 
 def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
-    """Do what comes after an epoch's batches, or where the run stops within it, and let callbacks judge and save. Collective."""
+    """End an epoch, or leave it where the run stops within it, and let callbacks judge and save. Collective."""
     with run.progress.during(Phase.EPOCH_END if is_complete else Phase.EPOCH_LEFT):
         reduce_epoch(run, is_complete)
     run.hooks.call(JUDGED)
@@ -251,8 +251,7 @@ def agree_to_leave(run: TrainingRun) -> None:
     Raises:
         RuntimeError: another rank trains on this batch.
     """
-    call = "the end of an epoch by -1 from on_train_batch_start"
-    run.engine.agreement.exchange(b"", call=call, timeout_seconds=run.engine.timeout_seconds)
+    run.engine.ranks.wait("the end of an epoch by -1 from on_train_batch_start")
 
 
 def refuse_short_epoch(run: TrainingRun, is_last: bool) -> None:

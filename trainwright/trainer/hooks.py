@@ -103,14 +103,15 @@ class HookTable:
         calls = self._calls[name]
         if not calls:
             return []
-        collector, returned = self._trainer.logbook.collector, []
-        outer = collector.enter_hook(name) if collector is not None else ""
+        collector, returned = self._trainer.logbook.collector, list[Any]()
+        if collector is None:
+            return [hook(*args) for hook in calls]
+        outer, collector.hook = collector.hook, name
         try:
             for hook in calls:
-                returned.append(hook(*args))  # a comprehension is one more call a batch
+                returned.append(hook(*args))  # a comprehension is one more frame
         finally:
-            if collector is not None:
-                collector.enter_hook(outer)
+            collector.hook = outer
         return returned
 
 

@@ -195,7 +195,7 @@ class Logbook:
             if isinstance(logger, FolderLogger):
                 logger.drop_later_rows()
 
-    def epoch_state(self, module: Module) -> dict[str, Any] | None:
+    def epoch_state(self) -> dict[str, Any] | None:
         """Return what was logged so far in the epoch that is trained, for this rank's part of a checkpoint.
 
         None between two epochs. Metric objects that nobody had used when the running evaluation began are not the epoch's.
@@ -204,8 +204,7 @@ class Logbook:
             return None
         if self.unfinished is not None or self.training_collector is None:
             return self.unfinished
-        kept = self._not_of_evaluation
-        return self.training_collector.state_dict(() if kept is None else metrics_in_use(module) - kept)
+        return self.training_collector.state_dict(self._not_of_evaluation)
 
     def forget_evaluation(self, latest: dict[str, Any]) -> None:
         """Go back, where a run stops within an evaluation, to the latest values as they were before it."""

@@ -211,16 +211,16 @@ class MetricCollector:
         self.reduced.clear()
         self.batch = self._batch_size_of = self.loader = None
 
-    def state_dict(self, left_out: Collection[str] = ()) -> dict[str, Any]:
+    def state_dict(self, only: Collection[str] | None = None) -> dict[str, Any]:
         """Return, as plain data and tensors, what training has logged in this epoch and the states of all Metric objects.
 
         Nothing changes by it: what waits to be summed up goes on waiting, so that the sums are those of a run without a save.
         NOTE: waits for the device.
 
         Args:
-            left_out: where Metric objects stand that are not of this epoch.
+            only: where the Metric objects of this epoch stand; None for all that are in use.
         """
-        logged_values = list(self.values.values())
+        logged_values, in_use = list(self.values.values()), metrics_in_use(self._module)
         each_numbers = [logged.numbers() for logged in logged_values]
         rest = iter(read_all([number for numbers in each_numbers for number in numbers]))
         return {
@@ -228,7 +228,7 @@ class MetricCollector:
                 logged.state_dict(list(islice(rest, len(numbers))))
                 for logged, numbers in zip(logged_values, each_numbers, strict=True)
             ],
-            "metrics": states_of_metrics(self._module, metrics_in_use(self._module) - set(left_out)),
+            "metrics": states_of_metrics(self._module, in_use if only is None else in_use & set(only)),
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:

@@ -40,10 +40,18 @@ class Progress:
 
     def __init__(self) -> None:
         self.phase = Phase.OUTSIDE
+        self.obstacle = ""
+        """Why a run that has failed cannot be resumed exactly from where it stands; nothing where it can."""
 
     def enter(self, phase: Phase) -> None:
         """Go over to a phase."""
         self.phase = phase
+
+    def fail(self, obstacle: str) -> None:
+        """Note that the run has failed, and what keeps it from being saved here: without any it may be."""
+        self.obstacle = obstacle
+        if not obstacle:
+            self.phase = Phase.STOPPED
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -56,8 +64,3 @@ class Progress:
     def is_evaluating(self) -> bool:
         """Return whether an evaluation runs, the sanity check among them."""
         return self.phase in EVALUATING
-
-    @property
-    def is_ending(self) -> bool:
-        """Return whether an epoch is brought to its end, or left."""
-        return self.phase in ENDING

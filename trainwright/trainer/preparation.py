@@ -68,7 +68,7 @@ def prepare_fit(trainer: Trainer, module: Module, source: LoaderSource, validati
         engine=engine,
         module=module,
         hooks=trainer.hooks,
-        progress=trainer.progress,
+        progress=trainer.state.progress,
         state=trainer.state,
         source=source,
         validation=validation,
@@ -88,7 +88,7 @@ def prepare_fit(trainer: Trainer, module: Module, source: LoaderSource, validati
         if validation is not None and validation.source.owner is None:
             validation.load()
     _prepare_optimizers(run)
-    warn_of_unlike_settings(module, module.hparams, engine.agreement, engine.timeout_seconds)
+    warn_of_unlike_settings(module, module.hparams, engine.ranks)
     return run
 
 

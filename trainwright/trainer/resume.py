@@ -15,7 +15,6 @@ from trainwright.checkpoint.contents import extra_states
 from trainwright.checkpoint.editing import Edit
 from trainwright.checkpoint.exchange import is_plain
 from trainwright.checkpoint.opening import Checkpoint
-from trainwright.checkpoint.outcomes import Outcomes
 from trainwright.checkpoint.shards import check_storable
 from trainwright.checkpoint.store import encode_state
 from trainwright.data.datamodule import DataModule
@@ -75,7 +74,7 @@ def run_state(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
     if weights_only:
         return state
     epoch = trainer.state.open_epoch
-    saving = [each for each in trainer.callbacks if epoch is None or each.runs_last]
+    saving = trainer.callbacks if epoch is None else [each for each in trainer.callbacks if each.runs_last]
     return {
         **state,
         "position": {**trainer.state.state_dict(), "places": place_in_data(trainer)[0]},
@@ -130,7 +129,7 @@ def check_state(trainer: Trainer) -> None:
     for optimizer in others:
         _check_first_step(optimizer)
     subject = "checkpoints of this run could not be written"
-    Outcomes(engine.agreement, "the start of fit", subject, "", engine.timeout_seconds).settle(look)
+    engine.ranks.run_on_all(look, "the start of fit", subject=subject)
 
 
 def _check_dense(optimizer: Optimizer, key: str, tensor: Tensor) -> None:
@@ -193,7 +192,7 @@ def rank_state(trainer: Trainer) -> dict[str, Any]:
     epoch = trainer.state.open_epoch
     return {
         "rng": epoch.generators if epoch is not None else trainer.state.loaded_generators or rng_state(),
-        "metrics": epoch.unfinished if epoch is not None else _unfinished(trainer),
+        "metrics": epoch.unfinished if epoch is not None else trainer.logbook.epoch_state(),
         "sources": [place_in_data(trainer)[1]],
         "epoch_rng": None if trainer.state.epoch_ended else trainer.state.epoch_generators,
         "should_stop": own_stop,
@@ -201,16 +200,13 @@ def rank_state(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _unfinished(trainer: Trainer) -> dict[str, Any] | None:
-    assert trainer.module is not None
-    return trainer.logbook.epoch_state(trainer.module)
-
-
 def open_epoch(trainer: Trainer) -> OpenEpoch:
     """Return what a checkpoint holds of an epoch that the run stops within, where it stands."""
     logbook = trainer.logbook
     callbacks = callback_states(each for each in trainer.callbacks if not each.runs_last)
-    return OpenEpoch(logbook.state_dict(), _unfinished(trainer), logbook.logger_states(), callbacks, rng_state())
+    return OpenEpoch(
+        logbook.state_dict(), trainer.logbook.epoch_state(), logbook.logger_states(), callbacks, rng_state()
+    )
 
 
 def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[str, Any]:

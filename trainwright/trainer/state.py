@@ -9,6 +9,7 @@ from typing import Any
 
 from trainwright.data.share import Place
 from trainwright.data.source_state import SourceState
+from trainwright.trainer.phase import Progress
 
 OF_THE_END = ("epoch", "batch", "unchecked_batches", "schedulers_stepped", "epoch_ended")
 """The counters that are others at an epoch's end than where the next one begins."""
@@ -73,6 +74,7 @@ class TrainerState:
     """Where a checkpoint of an epoch's end was loaded, what next_epoch has changed, until training begins."""
     loaded_generators: dict[str, Any] | None = field(default=None, metadata={"counts": False})
     """This rank's generators as a checkpoint holds them, until they are set."""
+    progress: Progress = field(default_factory=Progress, metadata={"counts": False})
     open_epoch: OpenEpoch | None = field(default=None, metadata={"counts": False})
     """Set where the run has stopped within the epoch."""
 

@@ -42,7 +42,6 @@ from trainwright.trainer.inputs import (
 )
 from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.parts import arranged_callbacks, arranged_loggers, making_modules, set_switches
-from trainwright.trainer.phase import Phase, Progress
 from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
 from trainwright.trainer.resume import check_save, open_to_resume, restore, save_run
@@ -112,6 +111,11 @@ class Trainer(Status):
     The first Trainer of a plain script that asks for several devices replaces the process by a launcher that runs the same
     script in that many processes. In a notebook, a REPL, a test and `python -c`, and with strategy="ddp_spawn" or
     "ddp_notebook", each call starts the processes, hands its work over, and brings back what it has changed.
+
+    >>> trainer = tw.Trainer(max_epochs=2, enable_model_summary=False)
+    >>> trainer.fit(module, loader)
+    >>> trainer.current_epoch, trainer.global_step
+    (2, 16)
     """
 
     def __init__(
@@ -194,7 +198,6 @@ class Trainer(Status):
         """Whether every rank knows that it is to stop."""
         self.interrupted = False
         """Whether the latest run was ended by Ctrl-C."""
-        self.progress = Progress()
         self.batch_indices: list[Any] | None = None
         """In predict, the dataset's indices of the samples of this batch; None where its loader has none."""
         self.num_training_batches: Batches = 0
@@ -395,26 +398,6 @@ class Trainer(Status):
         save_run(self, str(filepath), weights_only, blocking, overwrite)
         return True
 
-    def save_stopped(self, filepath: str, weights_only: bool = False) -> None:
-        """Save a run that an exception has stopped, where it stopped; see `resume_obstacle`."""
-        self.progress.enter(Phase.STOPPED)
-        self.save_checkpoint(filepath, weights_only)
-
-    @property
-    def resume_obstacle(self) -> str:
-        """Return why a run that has failed cannot be resumed exactly from where it stands; nothing where it can."""
-        state, phase = self.state, self.progress.phase
-        if self.world_size > 1:
-            return f"it would take all {self.world_size} ranks"
-        if self.is_within_batch or self.is_within_window:
-            return "the run failed in the middle of a batch, or of an accumulation window"
-        is_at_end = phase in (Phase.EPOCH_END, Phase.VALIDATION_AT_END)
-        if is_at_end or state.epoch_ended or state.batch >= self.num_training_batches:
-            return "the run failed at the end of an epoch"
-        if self.is_evaluating and state.validated_at == state.total_batches:
-            return "the run failed at the end of a validation"
-        return ""
-
     def save_waiting(self) -> None:
         """Write the checkpoints that were asked for within the window that has ended."""
         while self.run is not None and self.run.waiting_saves:
@@ -424,12 +407,9 @@ class Trainer(Status):
     def agree_on_stop(self) -> None:
         """Let every rank stop here if one of them is to. Collective: call on every rank."""
         if self.world_size > 1 and not self.stop_is_agreed:
-            wishes = self.engine.agreement.exchange(
-                b"1" if self.should_stop else b"",
-                call="the agreement on a stop",
-                timeout_seconds=self.engine.timeout_seconds,
+            self.should_stop = self.stop_is_agreed = any(
+                self.engine.ranks.exchange(bool(self.should_stop), "the agreement on a stop")
             )
-            self.should_stop = self.stop_is_agreed = any(wishes)
 
     def stop_soon(self) -> None:
         """Ask, on any rank and from any thread, that all ranks stop at one and the same optimizer step of this fit.

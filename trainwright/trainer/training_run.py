@@ -19,7 +19,7 @@ from trainwright.precision.base import Clipper, StepResult
 from trainwright.profilers.instrumentation import is_measuring
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.hooks import HookTable
-from trainwright.trainer.phase import Progress
+from trainwright.trainer.phase import ENDING, Phase, Progress
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.training_data import foreseen_saves
@@ -108,7 +108,22 @@ class TrainingRun:
 
         Gradients that wait for a step are in no checkpoint, and no run resumes within an epoch's end.
         """
-        return not self.window.is_open and (weights_only or not self.progress.is_ending)
+        return not self.window.is_open and (weights_only or self.progress.phase not in ENDING)
+
+    @property
+    def obstacle(self) -> str:
+        """Return why a run that fails here cannot be resumed exactly from where it stands; nothing where it can."""
+        state, phase = self.state, self.progress.phase
+        if self.engine.world_size > 1:
+            return f"it would take all {self.engine.world_size} ranks"
+        if phase is Phase.BATCH or self.window.is_open:
+            return "the run failed in the middle of a batch, or of an accumulation window"
+        is_at_end = phase in (Phase.EPOCH_END, Phase.VALIDATION_AT_END)
+        if is_at_end or state.epoch_ended or state.batch >= self.trainer.num_training_batches:
+            return "the run failed at the end of an epoch"
+        if self.progress.is_evaluating and state.validated_at == state.total_batches:
+            return "the run failed at the end of a validation"
+        return ""
 
     @property
     def validates_within(self) -> bool:
@@ -118,7 +133,7 @@ class TrainingRun:
 
     @property
     def weight(self) -> float:
-        """Return this rank's part in the round of the batch at hand, beside an equal part."""
+        """Return this rank's part in the round of the current batch, relative to an equal part."""
         index = self.state.batch if self.pulled is None else self.pulled.count - 1
         return self.loader.weight_at(index) if index in self.uneven else 1.0
 
