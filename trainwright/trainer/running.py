@@ -200,6 +200,8 @@ def _leave(trainer: Trainer, outcome: Outcome) -> None:
     stage, trainer.stage = trainer.stage or "", None
     trainer.logbook.stop_collecting()
     trainer.state.progress.enter(Phase.OUTSIDE)
+    if trainer.run is not None:
+        outcome.after(trainer.run.data.close)
     trainer.run, trainer.stop_appointment, trainer.validation_clock = None, None, None
     for callback in trainer.callbacks:
         callback.__dict__.pop("_running_module", None)

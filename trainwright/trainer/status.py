@@ -31,7 +31,6 @@ from trainwright.trainer.phase import Phase
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.stop import SignalStop
-from trainwright.trainer.training_data import load_training_data
 
 if TYPE_CHECKING:
     from trainwright.trainer.training_run import TrainingRun
@@ -85,9 +84,7 @@ class Status:
 
     strategy = Forwarded[Strategy]("engine.strategy", "The strategy.")
 
-    accelerator = Forwarded[str](
-        "engine.device.type", 'The kind of device: "cpu", "cuda", "mps", "xpu" or another that torch has here.'
-    )
+    accelerator = Forwarded[str]("engine.device.type", "The kind of device, by torch's name for it.")
 
     precision = Forwarded[str]("engine.precision.name", "The precision's name, such as '16-mixed'.")
 
@@ -218,7 +215,7 @@ class Status:
         """
         if self.run is None:
             raise RuntimeError("estimated_stepping_batches is known in trainer.fit only.")
-        load_training_data(self.run)
+        self.run.data.load()
         settings, batches = self.settings, self.num_training_batches
         last = settings.last_epoch
         limit = math.inf if settings.max_steps == -1 else settings.max_steps
