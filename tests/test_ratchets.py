@@ -276,7 +276,7 @@ def test_lines_of_the_package() -> None:
 # -- the walk of a checkpoint (that of a batch is test_call_budget.py's) ----------------------------------------------------
 
 MOST_CALLS_OF_A_SAVE = 2_000  # goal: 1,000
-MOST_FILES_OF_A_SAVE = 34  # goal: 20
+MOST_FILES_OF_A_SAVE = 35  # goal: 20
 
 
 def test_the_walk_of_a_checkpoint(tmp_path: Path) -> None:
@@ -337,11 +337,11 @@ PHRASES: dict[str, Phrase] = {
     "shared out": (r"(?:share|shares|shared|sharing) out", 24, 0),
     "mend": (r"(?:mend|mends|mended|mending)", 4, 0),
     # terms that the field does not have
-    "appointment": (r"appointments?", 38, 0),
-    "lifeline": (r"lifelines?", 6, 0),
-    "failure board": (r"failure boards?", 1, 0),
-    "echo": (r"echo(?:es)?", 3, 0),
-    "grace": (r"grace", 18, 0),
+    "appointment": (r"appointments?", 0, 0),
+    "lifeline": (r"lifelines?", 0, 0),
+    "failure board": (r"failure boards?", 0, 0),
+    "echo": (r"echo(?:es)?", 0, 0),
+    "grace": (r"grace", 13, 5),
     "ghost": (r"ghosts?", 39, 0),
     "share": (r"shares?", 175, 20),
     "forget": (r"(?:forget|forgets|forgot|forgotten)", 19, 0),
@@ -353,7 +353,7 @@ PHRASES: dict[str, Phrase] = {
     "late reduction": (r"late reductions?", 3, 0),
     "between ranks": (r"between ranks", 8, 0),
     "settle": (r"(?:settle|settles|settled)", 14, 0),
-    "whereabouts": (r"whereabouts", 10, 0),
+    "whereabouts": (r"whereabouts", 0, 0),
     "handover": (r"(?:handover|hand over|hands over|handed over)", 32, 0),
     "place": (r"places?", 386, 60),
 }

@@ -134,7 +134,7 @@ def fit_epoch(run: TrainingRun) -> None:
     begin_epoch(run)
     batch_start, batch_end = hooks["on_train_batch_start"], hooks["on_train_batch_end"]
     window, progress = run.window, run.progress
-    stop, may_end = trainer.stop_appointment, trainer.settings.max_steps != -1
+    stop, may_end = trainer.stop_point, trainer.settings.max_steps != -1
     assert stop is not None
     log_every, validates_within = trainer.settings.log_every, run.validates_within
     batches, is_last = run.batches()
@@ -176,7 +176,7 @@ def fit_epoch(run: TrainingRun) -> None:
             trainer.save_waiting()
         if validates_within and not is_last and not window.is_open and validation_is_due(run):
             validate(run, within=True)
-        if (stepped or run.is_manual) and (may_end or stop.is_asked or trainer.should_stop) and trainer.wants_to_stop:
+        if (stepped or run.is_manual) and (may_end or stop.is_pending or trainer.should_stop) and trainer.wants_to_stop:
             break
     else:
         refuse_short_epoch(run, is_last or is_stopped)
