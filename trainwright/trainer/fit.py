@@ -120,7 +120,7 @@ def begin_epoch(run: TrainingRun) -> None:
         run.generators = None
     trainer.logbook.take_up_epoch()
     run.begin_windows()
-    engine.follow_parameters()
+    engine.refresh_trainable()
     engine.sync_gradients(True)
     if trainer.settings.fused_optimizers:
         for optimizer in trainer.optimizers:
