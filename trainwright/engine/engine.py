@@ -83,8 +83,8 @@ class Engine:
         accelerator: "auto", "gpu", "cpu", or the name of an accelerator that torch has here.
         timeout_seconds: how long a rank waits for the others in a collective; None is the strategy's own, else half an hour.
         num_nodes: machines of the job that this process would start, each by its own start of the script.
-        can_call_workers: whether the caller can make its calls in worker processes. If the script cannot be run again, this engine
-            is then that of one process, and `num_workers` is how many workers each call starts.
+        can_call_workers: whether the caller can make its calls in worker processes. If the script cannot be run again, this
+            engine is then that of one process, and `num_workers` is how many workers each call starts.
 
     Raises:
         ValueError, TypeError: a setting is wrong; said before any process is started.
