@@ -101,7 +101,7 @@ def test_all_ranks_start_anew_after_a_failed_one(tmp_path: Path, started: list[S
     assert started[0].wait() == 0, started[0].stderr
     # Rank 0 may also have come so far at the first start.
     assert [seen["rank"] for seen in seen_of(started[0]) if seen["restarts"] == 1] == [0, 1]
-    text = "rank 1 of 2 failed first (RuntimeError: not yet); starting all ranks anew, restart 1 of 2.\n"
+    text = "rank 1 of 2 failed first (RuntimeError: not yet); restarting all ranks, restart 1 of 2.\n"
     assert started[0].stderr.count(text) == 1
     assert "restart 2 of 2" not in started[0].stderr
     started[0].check_nothing_left()
@@ -112,7 +112,7 @@ def test_all_ranks_start_anew_after_a_failed_one(tmp_path: Path, started: list[S
 def test_restarts_come_to_an_end(tmp_path: Path, started: list[Started]) -> None:
     started.append(job(tmp_path, "--devices", "2", "--max-restarts", "1", "train.py", "again", "never"))
     assert started[0].wait() == 1
-    assert "failed first (RuntimeError: not yet); starting all ranks anew, restart 1 of 1.\n" in started[0].stderr
+    assert "failed first (RuntimeError: not yet); restarting all ranks, restart 1 of 1.\n" in started[0].stderr
     assert "failed first (RuntimeError: not yet); the job was ended.\n" in started[0].stderr
     assert started[0].stderr.count("Traceback") == 2
     started[0].check_nothing_left()
@@ -163,7 +163,7 @@ def test_a_main_port_that_is_taken_is_said_at_once(tmp_path: Path, started: list
             "node_rank=2 is out of range for num_nodes=2; nodes are numbered from 0 to 1",
         ),
         (["--main-address", "a", "x.py"], "--main-address a is for several machines; add --num-nodes N"),
-        (["--main-port", "70000", __file__], "main_port=70000 is no port"),
+        (["--main-port", "70000", __file__], "main_port=70000 is not a port"),
         (
             ["--num-nodes", "2", "--node-rank", "0", "--main-address", "a", "--max-restarts", "1", "x.py"],
             "--max-restarts 1 was given with 2 nodes",

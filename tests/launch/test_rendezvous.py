@@ -95,10 +95,10 @@ def test_the_main_port_may_be_taken() -> None:
 @pytest.mark.parametrize(
     ("nodes", "text"),
     [
-        ((0,), "num_nodes=0 is no whole number from 1"),
+        ((0,), "num_nodes=0 is not a whole number from 1"),
         ((2, 2, "a", 29500), "node_rank=2 is out of range for num_nodes=2; nodes are numbered from 0 to 1"),
-        ((2, 0, "a", 0), "main_port=0 is no port"),
-        ((1, 0, "a", 70000), "main_port=70000 is no port; pass one from 1 to 65535"),
+        ((2, 0, "a", 0), "main_port=0 is not a port"),
+        ((1, 0, "a", 70000), "main_port=70000 is not a port; pass one from 1 to 65535"),
     ],
 )
 def test_a_wrong_place_is_refused(nodes: tuple[int, ...], text: str) -> None:
@@ -112,6 +112,6 @@ def test_a_script_reads_its_place() -> None:
     assert nodes_of(2, variables) == Nodes(2, 1, "10.0.0.1", 29500)
     assert nodes_of(2, variables | {"MASTER_PORT": "31000"}).port == 31000
     with pytest.raises(
-        ValueError, match="num_nodes=2 was asked for, but the environment has no NODE_RANK; set NODE_RANK"
+        ValueError, match="num_nodes=2 was given, but the environment has no NODE_RANK; set NODE_RANK"
     ):
         nodes_of(2, {"MASTER_ADDR": "a"})

@@ -58,7 +58,7 @@ def test_loggers_write_through_no_link(tmp_path: Path) -> None:
     before = [(tmp_path / path.name).read_bytes() for path in files]
 
     table.log_metrics({"loss": 2.0}, 2)
-    with pytest.raises(OSError, match="it is a symbolic link, and nothing is written through one"):
+    with pytest.raises(OSError, match="it is a symbolic link, which is never written through"):
         table.flush()
     again = tw.TensorBoardLogger(tmp_path, "", "board")
     again.load_state_dict({"version": "board", "files": {files[1].name: 3}})
