@@ -142,21 +142,21 @@ def test_a_main_port_that_is_taken_is_said_at_once(tmp_path: Path, started: list
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--device", "2", "x.py"], "'--device' is no option of trainwright launch. Did you mean '--devices'?"),
-        (["--devices=0", "x.py"], "--devices 0: accepted is a whole number from 1, -1 for all, or auto."),
-        (["--devices", "two", "x.py"], "--devices two: accepted is a whole number from 1"),
+        (["--device", "2", "x.py"], "'--device' is not an option of trainwright launch. Did you mean '--devices'?"),
+        (["--devices=0", "x.py"], "--devices 0: expected a whole number from 1, -1 for all, or auto."),
+        (["--devices", "two", "x.py"], "--devices two: expected a whole number from 1"),
         (["--devices"], "argument --devices: expected one argument"),
         ([], "no script was given; pass one, or -m and a module"),
-        (["x.py"], "there is no file 'x.py'; pass the path of a script"),
+        (["x.py"], "file 'x.py' does not exist; pass the path of a script"),
         (["-m"], "-m needs the name of a module after it."),
         (["--strategy", "dpd", "x.py"], "strategy='dpd' is unknown; choose from auto"),
         (["--precision", "float16", "x.py"], "precision='float16' is unknown; choose from"),
         (
             ["--num-nodes", "2", "x.py"],
-            "--num-nodes 2 was given, but not which of them this machine is; pass --node-rank",
+            "--num-nodes 2 was given, but not this machine's number; pass --node-rank",
         ),
         (["--num-nodes", "2", "--node-rank", "0", "x.py"], "but no main address; pass --main-address"),
-        (["--num-nodes", "2", "--node-rank", "-1", "x.py"], "--node-rank -1: accepted is a whole number from 0."),
+        (["--num-nodes", "2", "--node-rank", "-1", "x.py"], "--node-rank -1: expected a whole number from 0."),
         (["--node-rank", "1", __file__], "node_rank=1 is out of range for num_nodes=1"),
         (
             ["--num-nodes", "2", "--node-rank", "2", "--main-address", "a", __file__],
@@ -242,4 +242,4 @@ def test_help_and_unknown_commands() -> None:
     assert "--main-address HOST" in run("launch", "--help").stdout
     wrong = run("lanch")
     assert wrong.returncode == 2
-    assert "'lanch' is no command; choose from launch, checkpoint. Did you mean 'launch'?" in wrong.stderr
+    assert "'lanch' is not a command; choose from launch, checkpoint. Did you mean 'launch'?" in wrong.stderr
