@@ -118,7 +118,7 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
         add("--num-nodes", metavar="N", help="machines of the job; run this command on each of them (default: 1)"),
         add("--node-rank", metavar="N", help="this machine's number, from 0 (or the variable NODE_RANK)"),
         add("--main-address", metavar="HOST", help="name or address of machine 0 (or MASTER_ADDR)"),
-        add("--main-port", metavar="PORT", help="port of machine 0 (or MASTER_PORT; default: 29500, on one machine a free one)"),
+        add("--main-port", metavar="PORT", help="port of machine 0 (or MASTER_PORT; default: 29500; alone, a free one)"),
         add("--max-restarts", metavar="N", help="how often all ranks are restarted after a failure (default: 0)"),
         add("--grace-seconds", metavar="N", help="on SIGTERM, SIGUSR1 or Ctrl-C, how long the ranks have to save and leave (or "
             f"the variable {GRACE_VARIABLE}; default: {GRACE_SECONDS})"),
