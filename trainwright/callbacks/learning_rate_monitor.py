@@ -127,7 +127,7 @@ class LearningRateMonitor(Callback):
         for config in trainer.lr_scheduler_configs:
             optimizer = getattr(config.scheduler, "optimizer", None)
             if isinstance(optimizer, Optimizer):
-                # A scheduler that steps after validations gets its row at the start of the next epoch.
+                # What steps after validations gets no row; an epoch's start comes next.
                 uses.append((optimizer, config.name, config.interval if config.interval in INTERVALS else "epoch"))
         configs = trainer.lr_scheduler_configs
         uses += [(each, None, None) for each in trainer.optimizers if not any(config.is_of(each) for config in configs)]
@@ -149,6 +149,6 @@ def _group_names(optimizer: Optimizer, name: str) -> list[str]:
     if len(set(names)) < len(names):
         raise ValueError(
             f"LearningRateMonitor: two parameter groups of one {type(optimizer).__name__} have the same name "
-            f"({', '.join(names)}); name them differently."
+            f"({', '.join(names)}); give each a name of its own."
         )
     return names

@@ -202,9 +202,6 @@ class Trainer(Status):
         """Whether every rank knows that it is to stop."""
         self.interrupted = False
         """Whether the latest run was ended by Ctrl-C."""
-        self.is_evaluating = False
-        self.is_mid_epoch_validation = False
-        """Whether the validation that runs stands within a training epoch."""
         self.batch_indices: list[Any] | None = None
         """In predict, the dataset's indices of the samples of this batch; None where its loader has none."""
         self.num_training_batches: Batches = 0
@@ -398,7 +395,7 @@ class Trainer(Status):
             raise ValueError("storage_options is not accepted; put them into the fsspec URL or its configuration.")
         weights_only = check_save(self, weights_only)
         run = self.run
-        if run is not None and (run.is_within_window or (run.defers_saves and not weights_only)):
+        if run is not None and not run.may_save(weights_only):
             run.waiting_saves.append((str(filepath), weights_only, blocking, overwrite))
             return False
         if run is not None and run.row_is_due:
@@ -446,7 +443,7 @@ class Trainer(Status):
     def manual_backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
         """Send a loss backward under manual optimization, weighted as its round is, and tell the hooks."""
         if self.run is not None:
-            self.run.is_within_window = True  # until an optimizer steps: gradients are in no checkpoint
+            self.run.window.hold_gradients()  # until an optimizer steps
             if self.run.data.uneven and (weight := self.run.weight) != 1.0:
                 loss = loss * weight
         self.hooks.call("on_before_backward", loss)
