@@ -95,7 +95,7 @@ def test_a_launcher_within_another_wins() -> None:
 @pytest.mark.parametrize(
     ("variables", "changes", "text"),
     [
-        (SLURM, {"SLURM_LOCALID": None}, "started by srun, but has no SLURM_LOCALID"),
+        (SLURM, {"SLURM_LOCALID": None}, "has variables of srun, but no SLURM_LOCALID"),
         (SLURM, {"SLURM_NTASKS": None}, "no SLURM_STEP_NUM_TASKS or SLURM_NTASKS"),
         (SLURM, {"SLURM_PROCID": "five"}, "SLURM_PROCID='five'; a whole number"),
         (SLURM, {"SLURM_PROCID": "7"}, "SLURM_PROCID=7.*these are inconsistent"),
