@@ -17,7 +17,7 @@ import json
 import math
 import pathlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -111,7 +111,9 @@ class _Encoder:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if kind is list:
             return self._items(value, path, depth)
-        if kind in (dict, OrderedDict, defaultdict, Counter):
+        if kind is dict:
+            return self._dict(value, path, depth)
+        if kind in (OrderedDict, defaultdict, Counter):
             encoded = self._dict(value, path, depth)
             tag = _tag_of(value)
             return {tag: encoded} if tag else encoded
@@ -125,10 +127,12 @@ class _Encoder:
         return self._leaf(value, path)
 
     def _items(self, value: list[Any] | tuple[Any, ...], path: str, depth: int) -> list[Any]:
+        if depth < MAX_DEPTH and _are_plain_integers(value):
+            return list(value)
         return [self.encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
 
     def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
-        plain = all(type(key) is str and not key.startswith("$") for key in value)
+        plain = {*map(type, value)} <= {str} and "$" not in {key[:1] for key in value}
         pairs = []
         for key, item in value.items():
             where = f"{path}.{key}" if type(key) is str else f"{path}[{key!r:.40}]"
@@ -209,6 +213,8 @@ class _Decoder:
         if depth > MAX_DEPTH:
             raise CheckpointError(f"the checkpoint's plain data is nested deeper than {MAX_DEPTH} levels.")
         if isinstance(plain, list):
+            if depth < MAX_DEPTH and _are_plain_integers(plain):
+                return plain
             return [self.decode(item, depth + 1) for item in plain]
         if not isinstance(plain, dict):
             return plain
@@ -234,6 +240,16 @@ class _Decoder:
         if name not in _NUMPY_SCALARS:
             raise ValueError(f"{name!r} is no numpy type of the format")
         return numpy.array(self.decode(value, MAX_DEPTH - 1), dtype=name)[()]
+
+
+def _are_plain_integers(values: Sequence[Any]) -> bool:
+    """Return whether all items are ints that JSON stores as they are.
+
+    Python's generator has 625 of them: the check of the whole list replaces a call per item, in every save and load.
+    """
+    if {*map(type, values)} != {int}:
+        return False
+    return -_JSON_INTEGERS <= min(values) and max(values) < _JSON_INTEGERS
 
 
 def _expect(value: Any, kind: type[Any], length: int | None = None) -> Any:

@@ -14,8 +14,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 from trainwright.checkpoint.shards import FileRecord, unique_keys
@@ -95,7 +96,7 @@ def table_to_json(table: Mapping[str, TensorEntry]) -> dict[str, Any]:
         name: {
             "shape": list(entry.shape),
             "dtype": DTYPE_NAMES[entry.dtype],
-            "pieces": [[piece.file, piece.key, piece.start, piece.numel] for piece in entry.pieces],
+            "pieces": entry.pieces,
         }
         for name, entry in table.items()
     }
@@ -106,14 +107,16 @@ def table_from_json(table: Mapping[str, Any]) -> dict[str, TensorEntry]:
     entries = {}
     for name, item in table.items():
         shape = item["shape"]
-        sane = type(shape) is list and len(shape) <= MAX_DIMENSIONS and all(map(_is_count, shape))
-        # An empty tensor has strides too, which are as long as its other dimensions together.
-        _check(sane and _is_count(math.prod(size or 1 for size in shape)), name, "shape", shape)
-        pieces = [StoredPiece(*piece) for piece in item["pieces"]]
+        sane = type(shape) is list and len(shape) <= MAX_DIMENSIONS and _are_counts(shape)
+        # The strides of an empty tensor are the products of its other dimensions, so these have to fit too.
+        if not sane or not _are_counts([math.prod(filter(None, shape))]):
+            raise _malformed(name, "shape", shape)
+        pieces = tuple(starmap(StoredPiece, item["pieces"]))
         for piece in pieces:
             sane = isinstance(piece.file, str) and isinstance(piece.key, str)
-            _check(sane and _is_count(piece.start) and _is_count(piece.numel), name, "piece", piece)
-        entries[name] = TensorEntry(tuple(shape), DTYPES[item["dtype"]], tuple(pieces))
+            if not sane or not _are_counts(piece[2:]):
+                raise _malformed(name, "piece", piece)
+        entries[name] = TensorEntry(tuple(shape), DTYPES[item["dtype"]], pieces)
     return entries
 
 
@@ -134,13 +137,17 @@ def parse(data: bytes) -> Manifest:
         _check_format(content)
         header = content["header"]
         for field in ("step", "epoch", "world_size"):
-            _check(_is_count(header[field]), "header", field, header[field])
+            if not _are_counts([header[field]]):
+                raise _malformed("header", field, header[field])
         files = {name: _parse_record(name, record) for name, record in content["files"].items()}
         sections = {name: table_from_json(table) for name, table in content["sections"].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST_NAME} is malformed: {type(error).__name__}: {error}") from error
     manifest = Manifest(header, files, sections)
     check_tensors(manifest)
+    for table in sections.values():
+        for name, entry in table.items():
+            check_coverage(name, entry.numel, entry.pieces)
     return manifest
 
 
@@ -148,7 +155,8 @@ def _check_format(content: Mapping[str, Any]) -> None:
     if content["format"] != FORMAT:
         raise FormatRefused(f"{MANIFEST_NAME} has format {content['format']!r}; this version reads {FORMAT!r}.")
     version = content["format_version"]
-    _check(_is_count(version), "manifest", "format_version", version)
+    if not _are_counts([version]):
+        raise _malformed("manifest", "format_version", version)
     if version != FORMAT_VERSION:
         raise FormatRefused(
             f"{MANIFEST_NAME} has format version {version}; this trainwright reads version {FORMAT_VERSION}. "
@@ -163,13 +171,15 @@ def _parse_record(name: str, record: Any) -> FileRecord:
             "Do not use this checkpoint: it was not written by trainwright."
         )
     size, digest = record
-    _check(_is_count(size), name, "size", size)
-    _check(isinstance(digest, str) and _SHA256.fullmatch(digest) is not None, name, "digest", digest)
+    if not _are_counts([size]):
+        raise _malformed(name, "size", size)
+    if not isinstance(digest, str) or _SHA256.fullmatch(digest) is None:
+        raise _malformed(name, "digest", digest)
     return FileRecord(size, digest)
 
 
 def check_tensors(manifest: Manifest) -> None:
-    """Check that every tensor lies whole within files that are large enough to hold it."""
+    """Check that every tensor lies in listed files that are large enough to hold it."""
     total = sum(record.size for record in manifest.files.values())
     for table in manifest.sections.values():
         for name, entry in table.items():
@@ -183,13 +193,11 @@ def check_tensors(manifest: Manifest) -> None:
                     raise CheckpointError(f"tensor {name!r} claims {piece.numel} elements of the smaller {piece.file}.")
             if math.prod(entry.shape) * entry.dtype.itemsize > total:
                 raise CheckpointError(f"tensor {name!r} claims shape {entry.shape}, more than all files hold.")
-            check_coverage(name, entry.numel, entry.pieces)
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
+def _are_counts(values: Sequence[Any]) -> bool:
+    return {*map(type, values)} <= {int} and min(values, default=0) >= 0 and max(values, default=0) < 1 << 62
 
 
-def _check(good: bool, name: str, what: str, value: Any) -> None:
-    if not good:
-        raise ValueError(f"{name[:200]!r} has {what} {str(value)[:200]!r}")
+def _malformed(name: str, what: str, value: Any) -> ValueError:
+    return ValueError(f"{name[:200]!r} has {what} {str(value)[:200]!r}")

@@ -84,18 +84,19 @@ def write_shard(out: HashingStream, file_name: str, pieces: Sequence[Piece]) -> 
         CheckpointError: a tensor's kind or dtype has no place in a safetensors file.
     """
     entries: dict[str, TensorEntry] = {}
-    stored: list[tuple[str, Piece]] = []
+    stored: list[tuple[str, Sequence[int], torch.Tensor]] = []
     keys = {METADATA_KEY}
     for group in tied_groups(pieces):
         first = group[0]
         check_storable(first.name, first.tensor)
-        key = first.name if first.is_whole else f"{first.name}[{first.start}:{first.stop}]"
+        is_whole = first.is_whole
+        key = first.name if is_whole else f"{first.name}[{first.start}:{first.stop}]"
         while key in keys:
             key += "+"
         keys.add(key)
-        kept = first.tensor.numel() > 0 or first.is_whole
+        kept = is_whole or first.tensor.numel() > 0
         if kept:
-            stored.append((key, first))
+            stored.append((key, first.shape if is_whole else first.tensor.shape, first.tensor))
         for piece in group:
             place = (StoredPiece(file_name, key, piece.start, piece.tensor.numel()),) if kept else ()
             shape, dtype = tuple(piece.shape), piece.tensor.dtype
@@ -103,10 +104,10 @@ def write_shard(out: HashingStream, file_name: str, pieces: Sequence[Piece]) -> 
             if (known.shape, known.dtype) != (shape, dtype):
                 raise CheckpointError(f"two pieces of tensor {piece.name!r} differ in the shape or dtype of the whole.")
             entries[piece.name] = TensorEntry(shape, dtype, known.pieces + place)
-    stored.sort(key=lambda item: -item[1].tensor.element_size())  # keeps every tensor aligned, as the library does
+    stored.sort(key=lambda item: -item[2].element_size())  # keeps every tensor aligned, as the library does
     out.write(_render_header(file_name, stored))
-    for _, piece in stored:
-        out.write(host_bytes(piece.tensor))
+    for _, _, tensor in stored:
+        out.write(host_bytes(tensor))
     return entries
 
 
@@ -133,14 +134,14 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
         raise CheckpointError(f"tensor {name!r} has its memory freed; gather it, or give this rank's own range.")
 
 
-def _render_header(file_name: str, stored: Sequence[tuple[str, Piece]]) -> bytes:
+def _render_header(file_name: str, stored: Sequence[tuple[str, Sequence[int], torch.Tensor]]) -> bytes:
     table: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}
     offset = 0
-    for key, piece in stored:
-        size = piece.tensor.numel() * piece.tensor.element_size()
+    for key, shape, tensor in stored:
+        size = tensor.numel() * tensor.element_size()
         table[key] = {
-            "dtype": DTYPE_NAMES[piece.tensor.dtype],
-            "shape": list(piece.shape if piece.is_whole else piece.tensor.shape),
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(shape),
             "data_offsets": [offset, offset + size],
         }
         offset += size

@@ -11,6 +11,8 @@ import heapq
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 
@@ -79,9 +81,8 @@ class Piece:
         return self.start == 0 and self.tensor.numel() == math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class StoredPiece:
-    """A range of a tensor in a file: `numel` elements from `start` on lie there under `key`."""
+class StoredPiece(NamedTuple):
+    """A range of a tensor in a file: `numel` elements from `start` on, stored under `key`."""
 
     file: str
     key: str
@@ -130,7 +131,9 @@ def deal(pieces: Sequence[Piece], rank: int, world_size: int) -> list[Piece]:
             f"the piece of {strays[0].name!r} has writer={strays[0].writer}; accepted are None and 0 to "
             f"{world_size - 1}."
         )
-    groups = tied_groups(piece for piece in pieces if piece.writer is None)
+    if world_size == 1:
+        return list(pieces)
+    groups = tied_groups([piece for piece in pieces if piece.writer is None])
     ordered = sorted(groups, key=lambda group: (-_bytes(group[0]), min((piece.name, piece.start) for piece in group)))
     loads = [(0, other) for other in range(world_size)]
     mine = {id(piece) for piece in pieces if piece.writer == rank}
@@ -164,10 +167,11 @@ def merge(tables: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]
                 )
             found.setdefault(name, []).extend(entry.pieces)
     for name, entry in merged.items():
-        pieces = sorted(found[name], key=lambda piece: (piece.start, piece.numel))
-        if entry.numel == 0:
+        pieces = sorted(found[name], key=attrgetter("start", "numel"))
+        numel = entry.numel
+        if numel == 0:
             pieces = pieces[:1]
-        check_coverage(name, entry.numel, pieces)
+        check_coverage(name, numel, pieces)
         merged[name] = TensorEntry(entry.shape, entry.dtype, tuple(pieces))
     return merged
 
