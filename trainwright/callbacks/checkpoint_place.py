@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.replacement import is_link, is_replaceable
-from trainwright.checkpoint.store import is_checkpoint, remove_checkpoint, same_place
+from trainwright.checkpoint.store import is_checkpoint, remove_checkpoint, same_path
 from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_warn
 
@@ -46,10 +46,10 @@ def makes_room(path: str, dropped: Sequence[str], kept: Iterable[str], source: s
         source: the one that the run was resumed from, which stays.
         may_go: whether it makes room without being among those that go, if it is a whole checkpoint and not kept.
     """
-    is_dropped = any(same_place(path, each) for each in dropped)
-    if (not is_dropped and not may_go) or same_place(path, source):  # first, since the rest reads a manifest
+    is_dropped = any(same_path(path, each) for each in dropped)
+    if (not is_dropped and not may_go) or same_path(path, source):  # first, since the rest reads a manifest
         return False
-    is_kept = not is_dropped and any(same_place(path, each) for each in kept)
+    is_kept = not is_dropped and any(same_path(path, each) for each in kept)
     return not is_kept and is_replaceable(path)
 
 
@@ -65,10 +65,10 @@ def remove_replaced(paths: Sequence[str], committed: str, trainer: Trainer) -> l
     That is the one which the run was resumed from; a later run, from another one, removes it. What is no whole checkpoint, or a
     symbolic link, is left alone, and nothing goes unless the committed one is whole.
     """
-    kept = [each for each in paths if same_place(each, trainer.resume_source or "")]
+    kept = [each for each in paths if same_path(each, trainer.resume_source or "")]
     if trainer.is_global_zero and is_checkpoint(committed):
         for each in paths:
-            if each not in kept and not same_place(each, committed) and not is_link(each) and is_checkpoint(each):
+            if each not in kept and not same_path(each, committed) and not is_link(each) and is_checkpoint(each):
                 try:
                     remove_checkpoint(each)
                 except (OSError, CheckpointError) as error:  # no reason to end a run whose newest checkpoint is whole

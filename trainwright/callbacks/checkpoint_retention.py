@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from trainwright.callbacks.checkpoint_place import remove_replaced
 from trainwright.callbacks.decision import decided
 from trainwright.checkpoint.replacement import replace_checkpoint
-from trainwright.checkpoint.store import open_checkpoint, same_place
+from trainwright.checkpoint.store import open_checkpoint, same_path
 from trainwright.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def found_again(
     """
     found = dict(kept)
     place, path, score = unrenamed
-    if place and (same_place(place, source) or (path in steps and _step_of(place) == steps[path])):
+    if place and (same_path(place, source) or (path in steps and _step_of(place) == steps[path])):
         found.pop(path, None)
         found, last, replaced = ({**found, place: score} if score is not None else found), place, [*replaced, path]
     own = {each: of for each, of in found.items() if each not in steps or _step_of(each) == steps[each]}

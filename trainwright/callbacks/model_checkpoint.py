@@ -23,7 +23,7 @@ from trainwright.callbacks.checkpoint_settings import KEY_SETTINGS, check_choice
 from trainwright.callbacks.checkpoint_weights import WeightsCheck
 from trainwright.callbacks.decision import decided
 from trainwright.callbacks.stopped_run import save_failed_run, save_stopped_run
-from trainwright.checkpoint.store import is_checkpoint, same_place, sweep_temporaries
+from trainwright.checkpoint.store import is_checkpoint, same_path, sweep_temporaries
 from trainwright.data.seeding import rng_state
 from trainwright.duration import to_seconds
 from trainwright.loggers.position import CHECKPOINTS
@@ -168,7 +168,7 @@ class ModelCheckpoint(Callback):
         """Take back the kept checkpoints, as far as they still exist in this run's own folder."""
 
         def is_ours(path: str) -> bool:
-            return same_place(path.rpartition("/")[0], self.dirpath or "") and is_checkpoint(path)
+            return same_path(path.rpartition("/")[0], self.dirpath or "") and is_checkpoint(path)
 
         self.best_k_models = {path: _scalar(score) for path, score in state["best_k_models"].items() if is_ours(path)}
         last, place = state["last_model_path"], state.get("place", "")
@@ -345,7 +345,7 @@ class ModelCheckpoint(Callback):
         if is_best:
             self.best_k_models[path] = _scalar(0.0 if score is None else score)
         self.last_model_path, self._place = path, place
-        self._replaced = [each for each in dict.fromkeys([*self._replaced, *dropped]) if not same_place(each, path)]
+        self._replaced = [each for each in dict.fromkeys([*self._replaced, *dropped]) if not same_path(each, path)]
         self.current_score = None if score is None else _scalar(score)
         self._judge()
         self._moments.note_save(trainer, (path, place), self.best_k_models)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from trainwright.checkpoint.conversion import EXPORT_DTYPES, export_safetensors, import_checkpoint
 from trainwright.checkpoint.inspection import Verdict, candidates, examine, list_tensors, summary
-from trainwright.checkpoint.opening import open_checkpoint
+from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import CheckpointError
 
 FAILED, BAD_USAGE, INVALID, INTERRUPTED = 1, 2, 77, 130

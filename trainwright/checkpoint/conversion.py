@@ -11,10 +11,9 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from trainwright.checkpoint.contents import is_extra_state
-from trainwright.checkpoint.discovery import temporary_beside
-from trainwright.checkpoint.exchange import Weights, read_weights
-from trainwright.checkpoint.filesystem import LocalFiles, describe, resolve
-from trainwright.checkpoint.opening import Checkpoint, open_checkpoint
+from trainwright.checkpoint.filesystem import LocalFiles, describe, resolve, temporary_path
+from trainwright.checkpoint.foreign_formats import Weights, read_weights
+from trainwright.checkpoint.reader import Checkpoint, open_checkpoint
 from trainwright.checkpoint.shards import METADATA_KEY, host_bytes
 from trainwright.checkpoint.store import write_checkpoint
 from trainwright.checkpoint.tensors import DTYPE_NAMES, DTYPES, Piece, TensorEntry
@@ -153,7 +152,7 @@ def _refuse_existing(files: LocalFiles, target: str) -> None:
 @contextlib.contextmanager
 def _new_file(files: LocalFiles, target: str) -> Iterator[BinaryIO]:
     """Give a file to write into that gets its name when it is whole and synced."""
-    temporary = temporary_beside(target)
+    temporary = temporary_path(target)
     try:
         files.make_directories(os.path.dirname(target))
         with files.create(temporary) as stream:

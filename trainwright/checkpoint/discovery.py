@@ -7,17 +7,14 @@ one and is no more is found too, with what is wrong, by those who ask for candid
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
 import re
-import socket
 import time
-import uuid
 from dataclasses import dataclass
 
-from trainwright.checkpoint.filesystem import Files, resolve
+from trainwright.checkpoint.filesystem import Files, is_process_alive, machine, resolve, temporary_path
 from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, FormatRefused, Manifest, parse
 from trainwright.errors import CheckpointError
 
@@ -166,7 +163,7 @@ def latest_checkpoint(directory: str) -> CheckpointEntry | None:
     return found[-1] if found else None
 
 
-def same_place(left: str, right: str) -> bool:
+def same_path(left: str, right: str) -> bool:
     """Return whether two paths or URLs mean the same place, however they are spelled and by whatever links they lead there."""
     return bool(left) and bool(right) and _place(left) == _place(right)
 
@@ -201,7 +198,7 @@ def remove_checkpoint(path: str) -> None:
     own = {MANIFEST_NAME, *manifest.files}
     present = files.listing(inside)
     if files.has_rename and present.keys() <= own:
-        temporary = temporary_beside(inside)
+        temporary = temporary_path(inside)
         files.rename(inside, temporary)
         files.sync_directory(os.path.dirname(inside))
         files.remove_tree(temporary)
@@ -230,7 +227,7 @@ def sweep_temporaries(directory: str) -> list[str]:
         if match is None or size is not None or _is_link(files, path):
             continue
         is_here = match[1] == machine()
-        if not process_lives(int(match[2]), match[3]) if is_here else _age(path) > FOREIGN_SECONDS:
+        if not is_process_alive(int(match[2]), match[3]) if is_here else _age(path) > FOREIGN_SECONDS:
             with contextlib.suppress(OSError):  # nobody's run is to end because of it
                 files.remove_tree(path)
                 swept.append(name)
@@ -245,43 +242,6 @@ def _age(directory: str) -> float:
         return time.time() - max(times, default=os.stat(directory).st_mtime)
     except OSError:
         return 0.0
-
-
-def temporary_beside(path: str) -> str:
-    """Return an unused name beside a path that records which process it belongs to."""
-    parent, name = os.path.split(path)
-    pid = os.getpid()
-    return f"{parent}/.{name}.tmp-{machine()}-{pid}-{process_start(pid)}-{uuid.uuid4().hex[:12]}"
-
-
-def machine() -> str:
-    """Return what stands for this machine, and this namespace of process ids, in the names of files."""
-    # Containers may share a host name; the namespace of process ids then differs.
-    namespace = ""
-    with contextlib.suppress(OSError):
-        namespace = os.readlink("/proc/self/ns/pid")
-    return hashlib.sha256(f"{socket.gethostname()} {namespace}".encode()).hexdigest()[:8]
-
-
-def process_start(pid: int) -> str:
-    """Return when a process of this machine began; nothing for one that has ended."""
-    # Process ids come round again, so the time a process started (ticks since boot) goes with it; "0" where unknown.
-    with contextlib.suppress(OSError, IndexError):
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stream:
-            fields = stream.read().rpartition(")")[2].split()
-        return "" if fields[0] in "ZX" else fields[19]  # a zombie writes nothing any more
-    return "0"
-
-
-def process_lives(pid: int, start: str) -> bool:
-    """Return whether the process of this machine with that id and beginning still lives."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return process_start(pid) == start
 
 
 def _is_link(files: Files, path: str) -> bool:

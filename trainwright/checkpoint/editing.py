@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainwright.checkpoint.opening import Checkpoint
 from trainwright.checkpoint.rank_part import is_range, shown, stored
+from trainwright.checkpoint.reader import Checkpoint
 from trainwright.checkpoint.shards import copy_whole
 from trainwright.checkpoint.tensors import Piece
 from trainwright.errors import CheckpointError

@@ -11,7 +11,7 @@ from trainwright.checkpoint.codec import encode
 from trainwright.checkpoint.discovery import read_manifest
 from trainwright.checkpoint.filesystem import Files, resolve
 from trainwright.checkpoint.manifest import FORMAT_VERSION, MANIFEST_NAME
-from trainwright.checkpoint.opening import Checkpoint, digest_fault, open_checkpoint, size_fault
+from trainwright.checkpoint.reader import Checkpoint, digest_fault, open_checkpoint, size_fault
 from trainwright.checkpoint.tensors import DTYPE_NAMES, TensorEntry
 from trainwright.errors import CheckpointError
 
@@ -70,7 +70,7 @@ def examine(path: str) -> Verdict:
 
 
 def _read_through(checkpoint: Checkpoint) -> None:
-    checkpoint.check_places()
+    checkpoint.check_layout()
     checkpoint.run_state()
     for rank in range(checkpoint.world_size):
         checkpoint.rank_state(rank)

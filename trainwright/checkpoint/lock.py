@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from trainwright.checkpoint.discovery import machine, process_lives, process_start
-from trainwright.checkpoint.filesystem import Files, describe, resolve
+from trainwright.checkpoint.filesystem import Files, describe, is_process_alive, machine, process_start_time, resolve
 from trainwright.errors import CheckpointError
 from trainwright.paths import open_no_link
 
@@ -60,11 +59,11 @@ class FolderLock:
 
     Args:
         folder: the folder.
-        taken_from: who held it before and has ended without giving it back; empty where nobody has.
+        previous_holder: who held it before and has ended without giving it back; empty where nobody has.
     """
 
-    def __init__(self, folder: str, key: tuple[int, int] | None, taken_from: str = "") -> None:
-        self.folder, self.taken_from = folder, taken_from
+    def __init__(self, folder: str, key: tuple[int, int] | None, previous_holder: str = "") -> None:
+        self.folder, self.previous_holder = folder, previous_holder
         self._key = key
 
     def release(self) -> None:
@@ -151,7 +150,7 @@ def _acquire(path: str, folder: str) -> tuple[int, str]:
 def _acquire_by_name(path: str, folder: str, descriptor: int) -> tuple[int, str]:
     """Take the lock where there are no locks: put a file of one's own in its place, and see whether it stays there."""
     holder = _read(descriptor)
-    if holder and (holder.get("machine") != machine() or process_lives(int(holder["pid"]), str(holder["start"]))):
+    if holder and (holder.get("machine") != machine() or is_process_alive(int(holder["pid"]), str(holder["start"]))):
         raise _refusal(folder, path, holder)
     own = f"{path}-{uuid.uuid4().hex[:12]}"
     mine = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
@@ -208,7 +207,7 @@ def _write(descriptor: int) -> None:
         "pid": pid,
         "since": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
         "machine": machine(),
-        "start": process_start(pid),
+        "start": process_start_time(pid),
     }
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(holder).encode(), 0)

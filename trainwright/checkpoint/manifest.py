@@ -55,6 +55,11 @@ class Manifest:
     sections: dict[str, dict[str, TensorEntry]]
 
 
+def rank_section(rank: int) -> str:
+    """Return the name under which a rank's own state is stored."""
+    return f"rank-{rank:05d}"
+
+
 def render(manifest: Manifest) -> bytes:
     """Return the file's bytes; a flipped bit anywhere in them is noticed by `parse`."""
     body = {

@@ -6,8 +6,8 @@ import contextlib
 import os
 import warnings
 
-from trainwright.checkpoint.discovery import is_checkpoint, read_manifest, temporary_beside
-from trainwright.checkpoint.filesystem import Files, describe, resolve
+from trainwright.checkpoint.discovery import is_checkpoint, read_manifest
+from trainwright.checkpoint.filesystem import Files, describe, resolve, temporary_path
 from trainwright.checkpoint.manifest import MANIFEST_NAME
 from trainwright.errors import CheckpointError
 
@@ -46,7 +46,7 @@ def _objection(files: Files, path: str) -> str:
     return f"it holds {others[0]} too, which is not the checkpoint's" if others else ""
 
 
-def free_beside(files: Files, path: str) -> str:
+def versioned_path(files: Files, path: str) -> str:
     """Return the first path with a version, beside one that is taken, that nothing has; checkpoints are found there."""
     stem, number = path.removesuffix(".ckpt"), 1
     while files.exists(free := f"{stem}-v{number}{path[len(stem) :]}"):
@@ -54,21 +54,21 @@ def free_beside(files: Files, path: str) -> str:
     return free
 
 
-def replace_checkpoint(place: str, path: str) -> None:
+def replace_checkpoint(newer: str, path: str) -> None:
     """Give a whole checkpoint the path of another one, which goes: between two renames neither has that path.
 
     Raises:
         CheckpointError: it is not done; the new one, and the other where it is not replaceable, are left where they are.
     """
-    files, source = resolve(place)
+    files, source = resolve(newer)
     target = resolve(path)[1]
-    if not is_checkpoint(place):
-        raise CheckpointError(f"{place} is no whole checkpoint, so that at {path} stays.")
+    if not is_checkpoint(newer):
+        raise CheckpointError(f"{newer} is no whole checkpoint, so that at {path} stays.")
     old = ""
     try:
         if files.exists(target):
             refuse_irreplaceable(files, target)
-            old = temporary_beside(target)
+            old = temporary_path(target)
             files.rename(target, old)
         files.rename(source, target)
         files.sync_directory(os.path.dirname(target))
@@ -79,7 +79,7 @@ def replace_checkpoint(place: str, path: str) -> None:
             if old:
                 files.rename(old, target)
         text = str(error) if isinstance(error, CheckpointError) else describe(error, target)
-        raise CheckpointError(f"{place} is whole, but did not get the path {path}: {text}") from error
+        raise CheckpointError(f"{newer} is whole, but did not get the path {path}: {text}") from error
     if old:
         try:
             files.remove_tree(old)

@@ -24,25 +24,25 @@ from trainwright.checkpoint.discovery import (
     is_checkpoint,
     latest_checkpoint,
     remove_checkpoint,
-    same_place,
+    same_path,
     sweep_temporaries,
-    temporary_beside,
 )
-from trainwright.checkpoint.filesystem import Files, describe, resolve
+from trainwright.checkpoint.filesystem import Files, describe, resolve, temporary_path
 from trainwright.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
     check_tensors,
     dump_json,
+    rank_section,
     render,
     table_from_json,
     table_to_json,
 )
-from trainwright.checkpoint.opening import Checkpoint, ReadReport, open_checkpoint, rank_section
 from trainwright.checkpoint.outcomes import Exchange, Outcomes
-from trainwright.checkpoint.replacement import free_beside, refuse_irreplaceable, replace_checkpoint
+from trainwright.checkpoint.reader import Checkpoint, ReadReport, open_checkpoint
+from trainwright.checkpoint.replacement import refuse_irreplaceable, replace_checkpoint, versioned_path
 from trainwright.checkpoint.shards import FileRecord, HashingStream, check_storable, write_shard
-from trainwright.checkpoint.tensors import Piece, TensorEntry, deal, merge
+from trainwright.checkpoint.tensors import Piece, TensorEntry, assign_writers, merge
 from trainwright.errors import CheckpointError
 
 SAVE = "the save of a checkpoint"
@@ -62,7 +62,7 @@ __all__ = [
     "latest_checkpoint",
     "open_checkpoint",
     "remove_checkpoint",
-    "same_place",
+    "same_path",
     "sweep_temporaries",
     "write_checkpoint",
 ]
@@ -134,7 +134,7 @@ def collect(
     if rank_state is not None:
         states[rank_section(rank)] = rank_state
     plain = {name: encode_state(value, name) for name, value in states.items()}
-    return Contents({name: deal(pieces, rank, world_size) for name, pieces in sections.items()}, plain)
+    return Contents({name: assign_writers(pieces, rank, world_size) for name, pieces in sections.items()}, plain)
 
 
 def encode_state(value: Any, name: str) -> tuple[Any, list[Piece]]:
@@ -164,8 +164,8 @@ def write_contents(
     files, target = resolve(path)
     outcomes = Outcomes(exchange, SAVE, f"checkpoint {path} was not written", target, timeout_seconds)
     full_header = {"world_size": world_size, **header}
-    place = outcomes.settle((lambda: _begin(files, target, full_header, overwrite)) if rank == 0 else None)[0]
-    writer = _Writer(files, place)
+    directory = outcomes.settle((lambda: _begin(files, target, full_header, overwrite)) if rank == 0 else None)[0]
+    writer = _Writer(files, directory)
 
     def write_own() -> dict[str, Any]:
         contents = gather()
@@ -177,11 +177,13 @@ def write_contents(
 
     try:
         tables = outcomes.settle(write_own, reads=rank == 0)
-        outcomes.settle((lambda: _commit(files, place, target, full_header, tables, overwrite)) if rank == 0 else None)
+        outcomes.settle(
+            (lambda: _commit(files, directory, target, full_header, tables, overwrite)) if rank == 0 else None
+        )
     except Exception as error:
         if files.has_rename:
             if rank == 0:
-                _discard(files, place)
+                _discard(files, directory)
         elif isinstance(error, CheckpointError):  # else it is not known whether rank 0 has committed
             writer.discard()
         raise
@@ -190,9 +192,9 @@ def write_contents(
 class _Writer:
     """The files that this rank writes, and what they hold."""
 
-    def __init__(self, files: Files, place: str) -> None:
+    def __init__(self, files: Files, directory: str) -> None:
         self._files = files
-        self._place = place
+        self._directory = directory
         self._created: list[str] = []
         self._records: dict[str, FileRecord] = {}
         self._sections: dict[str, dict[str, TensorEntry]] = {}
@@ -220,10 +222,10 @@ class _Writer:
         """Remove this rank's files again, as far as that goes."""
         for name in self._created:
             with contextlib.suppress(Exception):
-                self._files.remove_file(f"{self._place}/{name}")
+                self._files.remove_file(f"{self._directory}/{name}")
 
     def _write(self, name: str, write: Callable[[HashingStream], Any]) -> Any:
-        path = f"{self._place}/{name}"
+        path = f"{self._directory}/{name}"
         self._created.append(name)
         try:
             with self._files.create(path) as stream:
@@ -256,14 +258,14 @@ def _begin(files: Files, target: str, header: Mapping[str, Any], overwrite: bool
     if not files.has_rename:
         files.make_directories(target)
         return target
-    place = temporary_beside(target)
-    files.make_directories(os.path.dirname(place))
-    files.make_new_directory(place)
-    return place
+    directory = temporary_path(target)
+    files.make_directories(os.path.dirname(directory))
+    files.make_new_directory(directory)
+    return directory
 
 
 def _commit(
-    files: Files, place: str, target: str, header: Mapping[str, Any], tables: Sequence[Any], overwrite: bool
+    files: Files, directory: str, target: str, header: Mapping[str, Any], tables: Sequence[Any], overwrite: bool
 ) -> None:
     """Write the manifest and give the directory its name."""
     records = {name: FileRecord(*record) for table in tables for name, record in table["files"].items()}
@@ -272,7 +274,7 @@ def _commit(
     merged = {name: merge(part[name] for part in parts if name in part) for name in names}
     manifest = Manifest(dict(header), records, merged)
     check_tensors(manifest)
-    listed = files.listing(place)
+    listed = files.listing(directory)
     for name, record in records.items():
         if listed.get(name) != record.size:
             raise CheckpointError(
@@ -288,20 +290,20 @@ def _commit(
                 files.remove_file(f"{target}/{MANIFEST_NAME}")  # it may have arrived all the same
             raise
         return
-    files.put(f"{place}/{MANIFEST_NAME}", data)
-    files.sync_directory(place)
-    free = free_beside(files, target) if overwrite and files.exists(target) else target
-    files.rename(place, free)
+    files.put(f"{directory}/{MANIFEST_NAME}", data)
+    files.sync_directory(directory)
+    free = versioned_path(files, target) if overwrite and files.exists(target) else target
+    files.rename(directory, free)
     try:
         files.sync_directory(os.path.dirname(target))
     except Exception:
         with contextlib.suppress(OSError):
-            files.rename(free, place)  # not known to be durable, so it is taken back
+            files.rename(free, directory)  # not known to be durable, so it is taken back
         raise
     if free != target:
         replace_checkpoint(free, target)
 
 
-def _discard(files: Files, place: str) -> None:
+def _discard(files: Files, directory: str) -> None:
     with contextlib.suppress(OSError):
-        files.remove_tree(place)
+        files.remove_tree(directory)

@@ -120,7 +120,7 @@ def _identity(piece: Piece) -> Hashable:
     return (*memory, tensor.dtype, tuple(tensor.shape), tensor.stride(), tuple(piece.shape), piece.start)
 
 
-def deal(pieces: Sequence[Piece], rank: int, world_size: int) -> list[Piece]:
+def assign_writers(pieces: Sequence[Piece], rank: int, world_size: int) -> list[Piece]:
     """Return the pieces that this rank writes: its own, and its part of the replicated ones, balanced by bytes.
 
     The same answer on every rank without a word exchanged, whatever the order of the pieces. Tied names go to one rank.

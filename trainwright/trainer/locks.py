@@ -38,7 +38,7 @@ class FolderLocks:
         def take() -> list[str]:
             for folder in wanted:
                 self._locks[folder] = lock_folder(folder)
-            return [self._locks[folder].taken_from for folder in wanted]
+            return [self._locks[folder].previous_holder for folder in wanted]
 
         for folder, earlier in zip(
             wanted, decided(self._trainer.engine, "the locks of the checkpoints' folders", take), strict=True

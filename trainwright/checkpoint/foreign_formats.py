@@ -24,7 +24,7 @@ from torch import Tensor
 from trainwright.checkpoint.codec import encode
 from trainwright.checkpoint.contents import is_extra_state
 from trainwright.checkpoint.manifest import FILE_NAME, MANIFEST_NAME, load_json
-from trainwright.checkpoint.opening import Verify, check_verify, open_checkpoint
+from trainwright.checkpoint.reader import Verify, check_verify, open_checkpoint
 from trainwright.checkpoint.shards import METADATA_KEY
 from trainwright.checkpoint.tensors import DTYPES, Piece
 from trainwright.compiled_names import clean_name

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from trainwright.checkpoint.exchange import is_plain, read_weights
+from trainwright.checkpoint.foreign_formats import is_plain, read_weights
 from trainwright.checkpoint.store import Piece, write_checkpoint
 from trainwright.errors import CheckpointError
 

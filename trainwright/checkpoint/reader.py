@@ -11,7 +11,7 @@ import torch
 from trainwright.checkpoint.codec import decode
 from trainwright.checkpoint.discovery import read_manifest
 from trainwright.checkpoint.filesystem import Files, resolve
-from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, Manifest, load_json
+from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, Manifest, load_json, rank_section
 from trainwright.checkpoint.outcomes import Exchange, Outcomes
 from trainwright.checkpoint.shards import (
     CHUNK_BYTES,
@@ -121,7 +121,7 @@ class Checkpoint:
             except (CheckpointError, OSError) as error:
                 raise CheckpointError(f"{self.path}: {error}") from error
 
-    def check_places(self) -> None:
+    def check_layout(self) -> None:
         """Look, in every file's own table, whether it holds what the manifest places there; no tensor is read.
 
         Raises:
@@ -187,11 +187,6 @@ class Checkpoint:
             return decode(load_json(data, name), tensors)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {name}: {error}") from error
-
-
-def rank_section(rank: int) -> str:
-    """Return the name under which a rank's own state is stored."""
-    return f"rank-{rank:05d}"
 
 
 def _is_internal(section: str) -> bool:
