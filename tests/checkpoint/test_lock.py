@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from trainwright.checkpoint import lock
-from trainwright.checkpoint.filesystem import machine, process_start_time
 from trainwright.checkpoint.lock import LOCK_NAME, lock_folder
+from trainwright.checkpoint.temporary import machine, process_start_time
 from trainwright.errors import CheckpointError
 
 

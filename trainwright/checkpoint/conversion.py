@@ -11,11 +11,12 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from trainwright.checkpoint.contents import is_extra_state
-from trainwright.checkpoint.filesystem import LocalFiles, describe, resolve, temporary_path
+from trainwright.checkpoint.filesystem import LocalFiles, describe, resolve
 from trainwright.checkpoint.foreign_formats import Weights, read_weights
 from trainwright.checkpoint.reader import Checkpoint, open_checkpoint
 from trainwright.checkpoint.shards import METADATA_KEY, host_bytes
 from trainwright.checkpoint.store import write_checkpoint
+from trainwright.checkpoint.temporary import temporary_path
 from trainwright.checkpoint.tensors import DTYPE_NAMES, DTYPES, Piece, TensorEntry
 from trainwright.errors import CheckpointError
 

@@ -1,4 +1,4 @@
-"""Finding the checkpoints of a directory, removing one, and sweeping what writers that died left behind.
+"""Finding the checkpoints of a directory, and removing one.
 
 A checkpoint is a directory whose manifest reads and matches its own digest; order is by step, never by file times. What was
 one and is no more is found too, with what is wrong, by those who ask for candidates.
@@ -11,17 +11,14 @@ import json
 import math
 import os
 import re
-import time
 from dataclasses import dataclass
 
-from trainwright.checkpoint.filesystem import Files, is_process_alive, machine, resolve, temporary_path
+from trainwright.checkpoint.filesystem import Files, resolve
 from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, FormatRefused, Manifest, parse
+from trainwright.checkpoint.temporary import temporary_path
 from trainwright.errors import CheckpointError
 
-# .<name>.tmp-<host>-<pid>-<start of the process>-<unique>: who writes it stands in the name, so one mkdir records it.
-_TEMPORARY = re.compile(r"\..+\.tmp-([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{12}", re.ASCII | re.DOTALL)
 _OURS = re.compile(r"(?:[a-z][a-z0-9_]*-\d{5}\.safetensors|rank-\d{5}\.json)", re.ASCII)
-FOREIGN_SECONDS = 86400.0
 _STEP_IN_NAME = re.compile(r"step=(\d+)", re.ASCII)
 _STEP_IN_MANIFEST = re.compile(rb'"step": ?(\d{1,18})\b')
 
@@ -209,39 +206,6 @@ def remove_checkpoint(path: str) -> None:
         if name == MANIFEST_NAME:
             files.sync_directory(inside)
     files.remove_empty(inside)
-
-
-def sweep_temporaries(directory: str) -> list[str]:
-    """Remove the temporary directories of writers that are gone, and return their names.
-
-    Those of processes that live are left alone; on other machines (or in other containers) that does not show, and theirs
-    are left for a day after the last file in them was written.
-    """
-    files, inside = resolve(directory)
-    if not files.has_rename or not os.path.isdir(inside):
-        return []
-    swept = []
-    for name, size in sorted(files.listing(inside).items()):
-        match = _TEMPORARY.fullmatch(name)
-        path = f"{inside}/{name}"
-        if match is None or size is not None or _is_link(files, path):
-            continue
-        is_here = match[1] == machine()
-        if not is_process_alive(int(match[2]), match[3]) if is_here else _age(path) > FOREIGN_SECONDS:
-            with contextlib.suppress(OSError):  # nobody's run is to end because of it
-                files.remove_tree(path)
-                swept.append(name)
-    return swept
-
-
-def _age(directory: str) -> float:
-    """Return the seconds since the latest change in a directory; 0 where that cannot be seen."""
-    try:
-        with os.scandir(directory) as entries:
-            times = [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
-        return time.time() - max(times, default=os.stat(directory).st_mtime)
-    except OSError:
-        return 0.0
 
 
 def _is_link(files: Files, path: str) -> bool:

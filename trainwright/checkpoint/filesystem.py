@@ -9,14 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import hashlib
 import os
 import shutil
-import socket
 import stat
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -245,43 +242,6 @@ def resolve(path: str) -> tuple[Files, str]:
     protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
     inside = str(inside).rstrip("/") or "/"
     return (LocalFiles() if protocols & {"file", "local"} else RemoteFiles(filesystem)), inside
-
-
-def temporary_path(path: str) -> str:
-    """Return an unused name beside a path that records which process it belongs to."""
-    parent, name = os.path.split(path)
-    pid = os.getpid()
-    return f"{parent}/.{name}.tmp-{machine()}-{pid}-{process_start_time(pid)}-{uuid.uuid4().hex[:12]}"
-
-
-def machine() -> str:
-    """Return what stands for this machine, and this namespace of process ids, in the names of files."""
-    # Containers may share a host name; the namespace of process ids then differs.
-    namespace = ""
-    with contextlib.suppress(OSError):
-        namespace = os.readlink("/proc/self/ns/pid")
-    return hashlib.sha256(f"{socket.gethostname()} {namespace}".encode()).hexdigest()[:8]
-
-
-def process_start_time(pid: int) -> str:
-    """Return when a process of this machine began; nothing for one that has ended."""
-    # Process ids come round again, so the time a process started (ticks since boot) goes with it; "0" where unknown.
-    with contextlib.suppress(OSError, IndexError):
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stream:
-            fields = stream.read().rpartition(")")[2].split()
-        return "" if fields[0] in "ZX" else fields[19]  # a zombie writes nothing any more
-    return "0"
-
-
-def is_process_alive(pid: int, start: str) -> bool:
-    """Return whether the process of this machine with that id and beginning still lives."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return process_start_time(pid) == start
 
 
 def describe(error: BaseException, path: str) -> str:

@@ -7,8 +7,9 @@ import os
 import warnings
 
 from trainwright.checkpoint.discovery import is_checkpoint, read_manifest
-from trainwright.checkpoint.filesystem import Files, describe, resolve, temporary_path
+from trainwright.checkpoint.filesystem import Files, describe, resolve
 from trainwright.checkpoint.manifest import MANIFEST_NAME
+from trainwright.checkpoint.temporary import temporary_path
 from trainwright.errors import CheckpointError
 
 

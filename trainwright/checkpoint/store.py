@@ -25,9 +25,8 @@ from trainwright.checkpoint.discovery import (
     latest_checkpoint,
     remove_checkpoint,
     same_path,
-    sweep_temporaries,
 )
-from trainwright.checkpoint.filesystem import Files, describe, resolve, temporary_path
+from trainwright.checkpoint.filesystem import Files, describe, resolve
 from trainwright.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -42,6 +41,7 @@ from trainwright.checkpoint.outcomes import Exchange, Outcomes
 from trainwright.checkpoint.reader import Checkpoint, ReadReport, open_checkpoint
 from trainwright.checkpoint.replacement import refuse_irreplaceable, replace_checkpoint, versioned_path
 from trainwright.checkpoint.shards import FileRecord, HashingStream, check_storable, write_shard
+from trainwright.checkpoint.temporary import sweep_temporaries, temporary_path
 from trainwright.checkpoint.tensors import Piece, TensorEntry, assign_writers, merge
 from trainwright.errors import CheckpointError
 
