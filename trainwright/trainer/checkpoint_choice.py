@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from trainwright.callbacks.checkpoint_name import SUFFIX
+from trainwright.callbacks.checkpoint_files import SUFFIX
 from trainwright.callbacks.decision import decided
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint.filesystem import resolve
