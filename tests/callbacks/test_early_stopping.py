@@ -115,12 +115,12 @@ def test_checks_follow_validations() -> None:
     assert run(callback, [3.0, 3.0, 3.0, 1.0], val_check_interval=0.5).current_epoch == 4
 
 
-def test_the_validation_of_a_run_that_is_stopped_within_an_epoch_is_no_check(tmp_path: Path) -> None:
+def test_a_run_that_stops_within_an_epoch_makes_no_check_there(tmp_path: Path) -> None:
     for check_on_train_epoch_end in (None, False):
         callback = EarlyStopping("score", patience=1, check_on_train_epoch_end=check_on_train_epoch_end)
         saves = tw.ModelCheckpoint(str(tmp_path / str(check_on_train_epoch_end)), save_top_k=-1)
         trainer = run(callback, [3.0, 4.0], saves, max_steps=15, enable_checkpointing=True)
-        assert trainer.callback_metrics["score"] == 4.0
+        assert trainer.callback_metrics["score"] == 3.0
         assert (callback.wait_count, callback.stopping_reason) == (0, EarlyStoppingReason.NOT_STOPPED)
         assert saves.last_model_path.endswith("epoch=1-step=15.ckpt")
 

@@ -385,8 +385,8 @@ FAILURES: dict[str, tuple[Fails | None, BaseException, dict[str, Any]]] = {
         {"has_validation": True, "val_check_interval": 4},
     ),
     "an epoch's start": (Fails("on_train_epoch_start", 0, RuntimeError(BROKEN)), RuntimeError(BROKEN), {}),
-    "the validation of a run that stops": (
-        Fails("on_validation_batch_end", 4, RuntimeError(BROKEN)),
+    "the end of a run that stops": (
+        Fails("on_train_epoch_end", 4, RuntimeError(BROKEN)),
         RuntimeError(BROKEN),
         {"has_validation": True, "max_steps": 15},
     ),

@@ -338,7 +338,7 @@ def test_a_run_goes_on_after_the_rows_that_a_checkpoint_knows_of(place: str) -> 
         before = text(resumed)
         resumed.flush()
         assert text(resumed) == before  # nothing is cut before the run has been restored
-        resumed.take_up()
+        resumed.drop_later_rows()
         assert resumed.state_dict()["rows"] == state["rows"]
         if taken == "amid":
             if end % 3 == 0:
@@ -359,7 +359,7 @@ def test_rows_that_somebody_has_removed_are_told(tmp_path: Path) -> None:
     again.load_state_dict({"version": 0, "rows": 3})
     again.start(lambda text: text, is_writer=True)
     with pytest.warns(UserWarning, match=r"metrics\.csv has 1 rows, but the checkpoint knows of 3"):
-        again.take_up()
+        again.drop_later_rows()
     again.log_metrics({"a": 2.0}, 2)
     again.close()
     assert [row["a"] for row in rows(again)] == ["1.0", "2.0"]

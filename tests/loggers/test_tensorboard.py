@@ -226,7 +226,7 @@ def test_a_run_goes_on_where_a_checkpoint_stood(tmp_path: Path, kwargs: dict[str
         logger.load_state_dict(state)
         logger.start(lambda text: text, is_writer=True)
         logger.log_hyperparams({"lr": 0.1, "epochs": last})  # others: they are written before the run is restored
-        logger.take_up()
+        logger.drop_later_rows()
         logger.log_metrics({"val_loss": 1.0}, 4)
         for step in range(5, last):
             logger.log_metrics({"loss": step / 4 if step != 6 else 9.0}, step)
@@ -272,7 +272,7 @@ def test_a_checkpoint_that_knows_no_files_hides_what_follows(tmp_path: Path) -> 
     resumed = TensorBoardLogger(tmp_path)
     resumed.load_state_dict({"folder": killed.log_dir, "version": 0, "purge_step": 5})
     resumed.start(lambda text: text, is_writer=True)
-    resumed.take_up()
+    resumed.drop_later_rows()
     resumed.log_metrics({"loss": 9.0}, 5)
     resumed.close()
     assert sorted(values(resumed, "loss")) == [(step, step / 4) for step in range(1, 5)] + [(5, 9.0)]

@@ -239,7 +239,7 @@ class StopsAt(tw.Callback):
 @pytest.mark.parametrize(
     "settings", [{"max_steps": 8}, {"max_steps": 6}, {"stop": 8}, {"stop": 6}, {"stop": 3, "min_steps": 6}]
 )
-def test_the_end_of_a_run_whose_last_validation_was_killed(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_a_run_that_was_killed_in_its_end(tmp_path: Path, settings: dict[str, Any]) -> None:
     settings = {**settings}
     stop = settings.pop("stop", 0)
 
@@ -264,7 +264,7 @@ def test_the_end_of_a_run_whose_last_validation_was_killed(tmp_path: Path, setti
     whole = run(tmp_path / "whole")
     assert whole[2] == settings.get("max_steps", settings.get("min_steps", 8 if stop == 8 else 6))
     with pytest.raises(Killed):
-        run(tmp_path / "part", Dies(2))
+        run(tmp_path / "part", Dies(2) if whole[2] == 8 else Ends(tmp_path, "on_train_epoch_end", 2))
     assert run(tmp_path / "part") == whole
     again = Falling()
     callbacks = (every_step(tmp_path / "part", 2), *([StopsAt(stop)] if stop else []))
@@ -527,7 +527,7 @@ def test_a_stopped_run_that_is_trained_on_judges_by_what_it_had_before(tmp_path:
     for _ in range(2):
         trainer = fit(Falling(), Stops(), tw.ModelCheckpoint(tmp_path), path="auto", max_epochs=1)
     assert trainer.global_step == 4
-    assert [("val_loss" in names) for names in known] == [False] * 4, "the stop's validation is not of the longer run"
+    assert [("val_loss" in names) for names in known] == [False] * 4, "a longer run has no other metrics"
 
 
 def test_a_stop_within_an_epoch_draws_nothing_that_a_longer_run_would_not(tmp_path: Path) -> None:
@@ -574,15 +574,15 @@ def test_what_stops_a_run_within_an_epoch_draws_nothing_for_a_longer_one(tmp_pat
     assert part[:-1] + rest == whole
 
 
-def test_a_save_of_ones_own_in_the_validation_of_a_stop_is_of_its_end(tmp_path: Path) -> None:
+def test_a_save_of_ones_own_while_a_run_stops_within_an_epoch_is_of_its_end(tmp_path: Path) -> None:
     class Saving(tw.Callback):
-        def on_validation_end(self, trainer: Any, module: Any) -> None:
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             if not (tmp_path / "own.ckpt").exists():
                 assert not trainer.save_checkpoint(tmp_path / "own.ckpt")
 
     module, again = Falling(), Falling()
     trainer = fit(module, Saving(), max_steps=2, data=4)
-    assert module.seen == [(0, 0), (0, 1), ("validated", -2.0)]
+    assert module.seen == [(0, 0), (0, 1)]
     resumed = fit(again, max_steps=2, data=4, path=tmp_path / "own.ckpt")
     assert again.seen == []
     assert resumed.callback_metrics == trainer.callback_metrics

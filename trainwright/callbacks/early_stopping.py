@@ -148,8 +148,6 @@ class EarlyStopping(Callback):
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         if not self._is_fitting or trainer.sanity_checking or self.check_on_train_epoch_end:
             return
-        if trainer.is_stop_validation:
-            return  # a run that had gone on would not have made it
         if self.check_on_train_epoch_end is None and not trainer.is_mid_epoch_validation:
             self._is_due = True  # the epoch's training metrics are still to come
         else:

@@ -127,9 +127,8 @@ class ModelCheckpoint(Callback):
         self.every_n_train_steps, self.every_n_epochs = checked_intervals(
             every_n_train_steps, train_time_interval, every_n_epochs
         )
-        self.train_time_interval = (
-            None if train_time_interval is None else to_seconds(train_time_interval, name="train_time_interval")
-        )
+        interval = train_time_interval
+        self.train_time_interval = None if interval is None else to_seconds(interval, name="train_time_interval")
         self.dirpath = absolute(dirpath).rstrip("/") if dirpath is not None else None
         self._default_dirpath: str | None = None
         self.filename = filename if filename is not None else "{epoch}-{step}"
@@ -344,9 +343,8 @@ class ModelCheckpoint(Callback):
                 f"epoch {trainer.current_epoch}, step {trainer.global_step}: saved {save.path}" if self.verbose else ""
             )
             thread = trainer.engine.writer.in_flight if self.async_save else None
-            self._pending = PendingSave(
-                save.path, save.written_to, replaced, thread, put_back, self._keep_replaced, report
-            )
+            paths = save.path, save.written_to, replaced
+            self._pending = PendingSave(*paths, thread, put_back, self._keep_replaced, report)
         if not self.async_save:
             self._conclude(trainer)
 

@@ -3,7 +3,7 @@
 from trainwright.loggers.base import Logger
 from trainwright.loggers.csv import CSVLogger
 from trainwright.loggers.folder import start_loggers, withdraw_loggers
-from trainwright.loggers.position import extents, logger_states, match_states, resume_loggers
+from trainwright.loggers.position import logger_states, match_states, resume_loggers
 from trainwright.loggers.silent import SilentLogger
 from trainwright.loggers.tensorboard import TensorBoardLogger
 
@@ -12,7 +12,6 @@ __all__ = [
     "Logger",
     "SilentLogger",
     "TensorBoardLogger",
-    "extents",
     "logger_states",
     "match_states",
     "resume_loggers",

@@ -79,7 +79,7 @@ class CSVLogger(FolderLogger):
         if self._file is not None:
             self._file.sync()
 
-    def _drop_rows(self) -> None:
+    def drop_later_rows(self) -> None:
         self._take_open_row()
         self._open().cut()
 

@@ -79,8 +79,6 @@ class FolderLogger(Logger):
         self._goes_on = False
         self._position: dict[str, Any] = {}
         """Where the run that goes on stood, until the first row is written; then nothing."""
-        self._ending: dict[str, Any] = {}
-        """Where it stood at its end, if that is known and differs."""
         self._known_hparams = ""
 
     @property
@@ -130,23 +128,8 @@ class FolderLogger(Logger):
             self.version, self._goes_on = state["version"], True
         self._position, self._known_hparams = dict(state), str(state.get("hparams", ""))
 
-    @property
-    def stood_at(self) -> dict[str, Any]:
-        """Return where a run that goes on stood before what it wrote when it ended; empty where that is not known apart."""
-        return dict(self._position) if self._ending and self._is_writer else {}
-
-    def take_up(self, is_over: bool = False) -> None:
-        """Drop what lies behind the position of the run that goes on: it has been restored, and writes that again.
-
-        One that `is_over` has nothing left to do: what it wrote when it ended stays.
-        """
-        if is_over and self._ending:
-            self._position = self._ending
-        self._ending = {}
-        self._drop_rows()
-
-    def _drop_rows(self) -> None:
-        """Drop what lies behind `_position`."""
+    def drop_later_rows(self) -> None:
+        """Drop what lies behind the position of the checkpoint that the run resumes from: the run writes that again."""
 
     def _written(self) -> dict[str, Any]:
         """Write what waits, and return how far it goes."""
@@ -284,7 +267,6 @@ def withdraw_loggers(loggers: Sequence[Logger]) -> None:
     for logger in loggers:
         if isinstance(logger, FolderLogger) and logger._goes_on:
             logger._folder, logger.version, logger._goes_on, logger._position = None, None, False, {}
-            logger._ending = {}
     own = [logger for logger in loggers if isinstance(logger, FolderLogger) and logger._is_new]
     for folder in {logger._folder for logger in own if logger._folder is not None and is_local(logger._folder)}:
         inside = fsspec.core.url_to_fs(folder)[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import fsspec
@@ -15,18 +15,10 @@ CHECKPOINTS = "checkpoints"
 """The folder of the checkpoints in a logger's folder of the run."""
 
 
-def logger_states(
-    loggers: Sequence[Logger], state_of: Callable[[Logger], dict[str, Any]] = lambda logger: logger.state_dict()
-) -> list[dict[str, Any]]:
+def logger_states(loggers: Sequence[Logger]) -> list[dict[str, Any]]:
     """Return where the loggers stand, as plain data. Rank 0's; what goes before it is written when this returns."""
-    states = [(type(logger).__name__, state_of(logger)) for logger in loggers]
+    states = [(type(logger).__name__, logger.state_dict()) for logger in loggers]
     return [{"class": name, "state": state} for name, state in states if state]
-
-
-def extents(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return how far the output goes that a run's end leaves, by the loggers' states: an open row counts as a written one."""
-    ends = [each.get("ended", each["state"]) for each in states]
-    return [{**end, "rows": end["rows"] + 1, "open_row": {}} if end.get("open_row") else end for end in ends]
 
 
 def match_states(loggers: Sequence[Logger], states: Sequence[dict[str, Any]], path: str) -> list[int | None]:
@@ -59,8 +51,6 @@ def resume_loggers(
     for logger, match in zip(loggers, matches, strict=True):
         if match is not None and match >= 0:
             logger.load_state_dict(states[match]["state"])
-            if isinstance(logger, FolderLogger):
-                logger._ending = dict(states[match].get("ended", {}))
         elif match is not None and isinstance(logger, FolderLogger):
             logger.load_state_dict({"version": run_of(path, logger)})
 

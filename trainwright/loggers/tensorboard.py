@@ -97,7 +97,7 @@ class TensorBoardLogger(FolderLogger):
         self._latest_step = int(state.get("purge_step", 0)) - 1
         self._has_hp_metric = bool(state.get("hparams"))
 
-    def _drop_rows(self) -> None:
+    def drop_later_rows(self) -> None:
         files = self._position.pop("files", None)
         if files is None or self._folder is None or not self._is_writer:
             return

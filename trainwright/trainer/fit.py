@@ -40,18 +40,17 @@ from trainwright.trainer.optimization import (
     step_schedulers,
     weigh,
 )
-from trainwright.trainer.resume import check_state
+from trainwright.trainer.resume import check_state, open_epoch
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.training_data import begin_data, leave_data, load_training_data, seek
 from trainwright.trainer.training_run import TrainingRun
 from trainwright.trainer.validation import validate, validation_is_due
 
 
-def fit(run: TrainingRun, generators: dict[str, Any] | None, left: dict[str, Any] | None = None) -> None:
+def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
     """Train until the trainer's limits are reached; `run.state` says where to begin. Collective.
 
-    `generators` are this rank's, of the checkpoint that the run goes on from, None in a fresh run; `left` those that a run
-    which had stopped within the epoch has left.
+    `generators` are this rank's, of the checkpoint that the run resumes from; None in a fresh run.
     """
     trainer, state, hooks = run.trainer, run.state, run.hooks
     is_resumed = trainer.resume_source is not None
@@ -67,14 +66,14 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None, left: dict[str, Any
         for callback in trainer.callbacks:
             callback._on_restored(trainer)
         trainer.agree_on_stop()
-        trainer.logbook.take_up(trainer.is_done)
+        trainer.logbook.drop_later_rows()
     if trainer.signal_stop.number:  # it came in the sanity check
         trainer.signal_stop.commit()
         return
     trainer.logbook.start(run.module, training=True, stage="train")
     hooks.call("on_train_start")  # it draws what it drew in the run's first start
     if is_resumed:
-        take_up(run, generators, left)
+        resume_generators(run, generators)
     check_state(trainer)
     trainer.agree_on_stop()
     with suppress(EvaluationAbandoned):
@@ -85,22 +84,19 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None, left: dict[str, Any
             if not is_over:
                 break
     if run.generators is not None:  # nothing was left to train
-        set_rng_state(left or run.generators)
+        set_rng_state(run.generators)
     trainer.signal_stop.settle()
     trainer.logbook.collector = None
     hooks.call("on_train_end")
 
 
-def take_up(run: TrainingRun, generators: dict[str, Any] | None, left: dict[str, Any] | None) -> None:
-    """Let callbacks make up for what was left, and put the generators to where the checkpoint's epoch began. Collective.
-
-    `left`: the generators as a run that had stopped within the epoch left them; None after others.
-    """
+def resume_generators(run: TrainingRun, generators: dict[str, Any] | None) -> None:
+    """Let callbacks make up for what was left, and put the generators to where the checkpoint's epoch began. Collective."""
     if generators is None:
         return
     run.state.loaded_generators = None
     with isolate_rng(), run.state.at_loaded_end():
-        set_rng_state(left or generators)
+        set_rng_state(generators)
         for callback in run.trainer.callbacks:
             callback._make_up(run.trainer)
     set_rng_state(run.state.epoch_generators or generators)
@@ -200,18 +196,17 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     if is_complete and not state.schedulers_stepped:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=False)
         state.schedulers_stepped = True
-    elif not is_complete:
-        trainer.logbook.leave_epoch()
-        state.generators_before_leaving = rng_state()
-    if validation_is_due(run, at_end=True, is_complete=is_complete):
-        validate(run, within=False, counts=is_complete)
+    elif not is_complete:  # a run that resumes here trains on, as if this one had not stopped
+        state.open_epoch = open_epoch(trainer)
+    if is_complete and validation_is_due(run, at_end=True):
+        validate(run, within=False)
     if "on_train_epoch_end" in hooks.reduced_early:
         trainer.logbook.reduce(run.module)  # so that they see the epoch's values
     hooks.call("on_train_epoch_end")
     trainer.logbook.finish(run.module)
     if is_complete:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=True)
-    state.epoch_ended, state.is_left = is_complete, not is_complete
+    state.epoch_ended = is_complete
     run.is_ending_epoch = run.is_leaving_epoch = False
     hooks.call(JUDGED)
     trainer.save_waiting()  # with what early stopping has made of the epoch

@@ -28,7 +28,7 @@ class Logbook:
         self.training_collector: MetricCollector | None = None
         """The one of the training epoch, also while a validation within the epoch has its own."""
         self.unfinished: dict[str, Any] | None = None
-        """What was logged in an epoch that stands in its middle: from a checkpoint, or kept where the run stopped."""
+        """What a checkpoint within an epoch holds of that epoch, until it is resumed."""
         self.has_begun = False
         """Whether an epoch or an evaluation has begun, the sanity check aside."""
         self._loggers = loggers if engine.rank == 0 else ()
@@ -48,12 +48,6 @@ class Logbook:
         """The optimizer step whose weights got a metric, for those that a validation gave last."""
         self._held_rows: list[tuple[dict[str, float], int]] = []
         """Rows of the batches of a validation within fit, until it is over: a resumed run makes one anew that was left."""
-        self._latest_before: dict[str, Any] | None = None
-        """The latest values as they were where the run stopped within an epoch."""
-        self._ended: dict[str, Any] = {}
-        """Those of the end of a run that goes on, where it is known that they differ."""
-        self._positions_before: list[dict[str, Any]] | None = None
-        """Where the loggers stood then."""
         self._not_of_evaluation: set[str] = set()
         """The Metric objects that were in use when the latest evaluation began."""
 
@@ -165,11 +159,6 @@ class Logbook:
         """Return the latest value of every metric as numbers, for a checkpoint. NOTE: waits for the device."""
         if self._is_silent:
             return {}
-        if self._latest_before is not None:
-            return {**self._latest_before, **({"ended": self._latest()} if self._positions_before is not None else {})}
-        return self._latest()
-
-    def _latest(self) -> dict[str, Any]:
         self._keep_steps()
         return {
             "callback": to_numbers(self._callback),
@@ -185,35 +174,16 @@ class Logbook:
             values.update(state.get(name, {}))
         self._earlier_batches.update(state.get("evaluation_batches", {}))
         self._scored_at.update(state.get("scored_at", {}))
-        self._ended = state.get("ended", {})
 
     def logger_states(self) -> list[dict[str, Any]]:
-        """Return where the loggers stand, for a checkpoint; empty on ranks other than 0. What goes before is written then.
+        """Return where the loggers stand, for a checkpoint; empty on ranks other than 0. Rows that wait are written first."""
+        return logger_states(self._loggers)
 
-        Of a run that has stopped within an epoch: where they stood before what it would not have done there, had it gone on,
-        and as "ended" where they stand now.
-        """
-        now = logger_states(self._loggers)
-        if self._positions_before is None or len(now) != len(self._positions_before):
-            return now
-        return [{**before, "ended": each["state"]} for before, each in zip(self._positions_before, now, strict=True)]
-
-    def take_up(self, is_over: bool) -> None:
-        """Let the loggers of a run that goes on drop the rows which it will write again.
-
-        One that `is_over` writes none, and has what was logged when it ended.
-        """
-        stood = {id(each): each.stood_at for each in self._loggers if isinstance(each, FolderLogger)}
+    def drop_later_rows(self) -> None:
+        """Have the loggers of a resumed run drop the rows after its checkpoint, which the run writes again."""
         for logger in self._loggers:
             if isinstance(logger, FolderLogger):
-                logger.take_up(is_over)
-        if is_over and self._ended:
-            # A checkpoint that is saved now holds both, as those of the run that ended.
-            self._latest_before = self._latest()
-            self._positions_before = logger_states(self._loggers, lambda each: stood.get(id(each)) or each.state_dict())
-            ended = self._ended
-            self.load_state_dict(ended)
-            self._ended = ended
+                logger.drop_later_rows()
 
     def epoch_state(self, module: Module, is_evaluating: bool) -> dict[str, Any] | None:
         """Return what was logged so far in the epoch that is trained, for this rank's part of a checkpoint.
@@ -227,18 +197,11 @@ class Logbook:
         left_out = metrics_in_use(module) - self._not_of_evaluation if is_evaluating else ()
         return self.training_collector.state_dict(left_out)
 
-    def leave_epoch(self) -> None:
-        """Keep, where a run stops within an epoch, what one that goes on from there has to know.
-
-        Call it before what the run would not have done here, had it not stopped: a validation, and the epoch's reduction.
-        """
-        assert self.collector is not None
-        self._latest_before, self.unfinished = self.state_dict(), self.collector.state_dict()
-        self._positions_before = self.logger_states()
-
     def forget_evaluation(self, latest: dict[str, Any]) -> None:
         """Go back, where a run stops within an evaluation, to the latest values as they were before it."""
-        self._latest_before = latest
+        for kept in (self._callback, self._logged, self._shown, self._scored_at):
+            kept.clear()
+        self.load_state_dict(latest)
         self._batches.clear()
         self._held_rows.clear()
 
@@ -249,25 +212,9 @@ class Logbook:
     def take_up_epoch(self) -> None:
         """Go on with what a checkpoint holds of the epoch; what the hooks of its start have logged again gives way to it."""
         state, self.unfinished = self.unfinished, None
-        if self._latest_before is not None:
-            self._go_back(self._latest_before)
-        self._latest_before = self._positions_before = None
         if state is not None:
             assert self.collector is not None
             self.collector.load_state_dict(state, self._engine.device)
-
-    def _go_back(self, before: dict[str, Any]) -> None:
-        """Go back to the values of before what the run has done when it ended: it is trained on after all."""
-        kinds = (
-            ("callback", self._callback),
-            ("logged", self._logged),
-            ("shown", self._shown),
-            ("scored_at", self._scored_at),
-        )
-        for kind, values in kinds:
-            for name in self._ended.get(kind, {}).keys() - before[kind].keys():
-                values.pop(name, None)
-            values.update(before[kind])
 
     def note(self, values: Mapping[str, float]) -> None:
         """Put values that a callback has read off, alike on every rank, among the callback metrics."""

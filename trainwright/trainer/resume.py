@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +34,7 @@ from trainwright.strategies.stand_in import users_own
 from trainwright.strategies.state_entries import computed_entries
 from trainwright.strategies.state_probe import state_of_a_step
 from trainwright.trainer.metric_merging import merged
+from trainwright.trainer.state import OpenEpoch
 from trainwright.trainer.training_data import place_in_data
 
 if TYPE_CHECKING:
@@ -73,15 +74,21 @@ def run_state(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
             state["datamodule"] = datamodule.state_dict()
     if weights_only:
         return state
-    callbacks = {each.state_key: each.state_dict() for each in trainer.callbacks}
+    epoch = trainer.state.open_epoch
+    saving = [each for each in trainer.callbacks if epoch is None or each.runs_last]
     return {
         **state,
         "position": {**trainer.state.state_dict(), "places": place_in_data(trainer)[0]},
-        "metrics": trainer.logbook.state_dict(),
+        "metrics": trainer.logbook.state_dict() if epoch is None else epoch.metrics,
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-        "callbacks": {key: state for key, state in callbacks.items() if state},
-        "loggers": trainer.logbook.logger_states(),
+        "callbacks": {**(epoch.callbacks if epoch is not None else {}), **callback_states(saving)},
+        "loggers": trainer.logbook.logger_states() if epoch is None else epoch.loggers,
     }
+
+
+def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
+    """Return the state of each callback that has any, by its key."""
+    return {each.state_key: state for each in callbacks if (state := each.state_dict())}
 
 
 def check_state(trainer: Trainer) -> None:
@@ -182,18 +189,28 @@ def save_run(trainer: Trainer, path: str, weights_only: bool, blocking: bool, ov
 def rank_state(trainer: Trainer) -> dict[str, Any]:
     """Return what a checkpoint holds of this rank alone: within an epoch, what was logged in it and where its data stands."""
     assert trainer.module is not None
-    metrics = trainer.logbook.epoch_state(trainer.module, trainer.is_evaluating)
     own_stop = trainer.should_stop and not any(each._has_asked_to_stop for each in trainer.callbacks)
-    before, now = trainer.state.generators_before_leaving, trainer.state.loaded_generators or rng_state()
-    generators = {"rng": now} if before is None else {"rng": before, "ended_rng": now}
+    epoch = trainer.state.open_epoch
     return {
-        **generators,
-        "metrics": metrics,
+        "rng": epoch.generators if epoch is not None else trainer.state.loaded_generators or rng_state(),
+        "metrics": epoch.unfinished if epoch is not None else _unfinished(trainer),
         "sources": [place_in_data(trainer)[1]],
         "epoch_rng": None if trainer.state.epoch_ended else trainer.state.epoch_generators,
         "should_stop": own_stop,
         "gradients": held_gradients(trainer.engine.modules) if trainer.state.holds_gradients else [],
     }
+
+
+def _unfinished(trainer: Trainer) -> dict[str, Any] | None:
+    assert trainer.module is not None
+    return trainer.logbook.epoch_state(trainer.module, trainer.is_evaluating)
+
+
+def open_epoch(trainer: Trainer) -> OpenEpoch:
+    """Return what a checkpoint holds of an epoch that the run stops within, where it stands."""
+    logbook = trainer.logbook
+    callbacks = callback_states(each for each in trainer.callbacks if not each.runs_last)
+    return OpenEpoch(logbook.state_dict(), _unfinished(trainer), logbook.logger_states(), callbacks, rng_state())
 
 
 def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[str, Any]:
@@ -247,11 +264,8 @@ def restore_parts(trainer: Trainer, opened: OpenCheckpoint) -> None:
     _restore_datamodule(trainer, opened.state)
 
 
-def restore(trainer: Trainer, opened: OpenCheckpoint) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Take the run's state from a checkpoint. Collective.
-
-    Return this rank's generators, to be set when training begins, and those of a run that had stopped within the epoch, as it
-    left them.
+def restore(trainer: Trainer, opened: OpenCheckpoint) -> dict[str, Any] | None:
+    """Take the run's state from a checkpoint, and return this rank's generators, to be set when training begins. Collective.
 
     Raises:
         CheckpointError: no checkpoint, a damaged one, or one of another run.
@@ -298,11 +312,8 @@ def restore(trainer: Trainer, opened: OpenCheckpoint) -> tuple[dict[str, Any] | 
             f"going on from {opened.checkpoint.path}: epoch {trainer.state.epoch}, batch {trainer.state.batch}, step "
             f"{trainer.state.step}"
         )
-    left = own.get("ended_rng")
-    trainer.state.loaded_generators = left or restored.rng
-    if left is not None:
-        trainer.state.generators_before_leaving = restored.rng
-    return restored.rng, left
+    trainer.state.loaded_generators = restored.rng
+    return restored.rng
 
 
 def _stay_stopped(trainer: Trainer, path: str) -> None:

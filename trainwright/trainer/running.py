@@ -44,7 +44,7 @@ def running(
     engine, outcome, locks = trainer.engine, Outcome(), FolderLocks(trainer, stage)
     trainer.ckpt_path = choice.path
     trainer.module, trainer.datamodule = module, datamodule
-    trainer.interrupted = trainer.is_evaluating = trainer.is_mid_epoch_validation = trainer.is_stop_validation = False
+    trainer.interrupted = trainer.is_evaluating = trainer.is_mid_epoch_validation = False
     profiler = trainer.profiler if is_measuring(trainer.profiler) else None
     outer = module._trainer
     with ExitStack() as stack:
@@ -195,7 +195,7 @@ def _leave(trainer: Trainer, outcome: Outcome) -> None:
     stage, trainer.stage = trainer.stage or "", None
     trainer.logbook.collector, trainer.logbook.is_silent = None, False
     trainer.run, trainer.stop_appointment, trainer.validation_clock = None, None, None
-    trainer.is_evaluating = trainer.is_mid_epoch_validation = trainer.is_stop_validation = False
+    trainer.is_evaluating = trainer.is_mid_epoch_validation = False
     for callback in trainer.callbacks:
         callback.__dict__.pop("_running_module", None)
     if trainer.datamodule is not None:

@@ -14,6 +14,23 @@ OF_THE_END = ("epoch", "batch", "unchecked_batches", "schedulers_stepped", "epoc
 """The counters that are others at an epoch's end than where the next one begins."""
 
 
+@dataclass(frozen=True)
+class OpenEpoch:
+    """What changes where a run stops within an epoch, as the latest batch has left it: what a checkpoint holds of it.
+
+    The run calls on_train_epoch_end there and reduces the epoch's metrics so far. A longer run that resumes from its checkpoint
+    trains on instead, as if it had never stopped; the same command, which has nothing left to train, ends there once more.
+    """
+
+    metrics: dict[str, Any]
+    """The latest value of each metric."""
+    unfinished: dict[str, Any] | None
+    """What this rank has logged in the epoch."""
+    loggers: list[dict[str, Any]]
+    callbacks: dict[str, Any]
+    generators: dict[str, Any]
+
+
 @dataclass
 class TrainerState:
     """The counters of a run.
@@ -25,7 +42,7 @@ class TrainerState:
     `unchecked_batches` counts the batches since it was last asked whether a validation is due within the epoch, up to the
     present one. `schedulers_stepped` is True once an epoch's schedulers have stepped, but for those that follow a metric: its
     validation may be still to come. `epoch_ended` is True once the epoch has no batch and no validation to come, while its
-    number still stands, `is_left` once the run has ended within the epoch and has done what such an end asks for.
+    number still stands.
     `holds_gradients` is True while gradients of manual optimization wait over an epoch's end for a step. `saves` counts the
     checkpoints, which puts those of one step in order.
 
@@ -44,7 +61,6 @@ class TrainerState:
     unchecked_batches: int = 1
     schedulers_stepped: bool = False
     epoch_ended: bool = False
-    is_left: bool = False
     holds_gradients: bool = False
     saves: int = 0
     places: Sequence[Place] = field(default=(), metadata={"counts": False})
@@ -56,9 +72,9 @@ class TrainerState:
     loaded_end: dict[str, Any] | None = field(default=None, metadata={"counts": False})
     """Where a checkpoint of an epoch's end was loaded, what next_epoch has changed, until training begins."""
     loaded_generators: dict[str, Any] | None = field(default=None, metadata={"counts": False})
-    """This rank's generators as a checkpoint holds them, until they are set; of a run that had stopped, as it left them."""
-    generators_before_leaving: dict[str, Any] | None = field(default=None, metadata={"counts": False})
-    """As they were where the run has stopped within the epoch, before what a longer run would not have done there."""
+    """This rank's generators as a checkpoint holds them, until they are set."""
+    open_epoch: OpenEpoch | None = field(default=None, metadata={"counts": False})
+    """Set where the run has stopped within the epoch."""
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters as plain data; those of the end that was loaded, until training begins."""
@@ -96,12 +112,12 @@ class TrainerState:
 
     @property
     def is_unfinished(self) -> bool:
-        """Return whether an epoch was begun whose end, whole or not, is still to come."""
-        return self.batch > 0 and not self.epoch_ended and not self.is_left
+        """Return whether an epoch was begun whose end is still to come."""
+        return self.batch > 0 and not self.epoch_ended
 
     def begin_epoch(self, generators: dict[str, Any]) -> None:
         """Begin the epoch, or what is left of it, with these generators."""
-        self.epoch_generators, self.is_left, self.generators_before_leaving = generators, False, None
+        self.epoch_generators, self.open_epoch = generators, None
         self.loaded_end = self.loaded_generators = None
 
     def next_epoch(self) -> None:

@@ -333,7 +333,7 @@ class Status:
 
     @property
     def is_done(self) -> bool:
-        """Return whether no epoch is left to train, nor one to end that a stopped run was resumed in."""
+        """Return whether no epoch is left to train, nor one that a stopped run was resumed within."""
         last, is_stopped = self.settings.last_epoch, self.wants_to_stop
         return (is_stopped and not self.state.is_unfinished) or (last is not None and self.state.epoch >= last)
 

@@ -218,8 +218,6 @@ class Trainer(Status):
         self.signal_stop = SignalStop(self)
         self.callbacks_of_module: tuple[list[Callback], list[Callback]] = ([], [])
         """The callbacks that configure_callbacks has given, and those of the trainer's own whose place they have taken."""
-        self.is_stop_validation = False
-        """Whether the validation that runs is that of a run which was stopped within an epoch."""
 
     # -- the calls ---------------------------------------------------------------------------------------------------
 
@@ -283,8 +281,8 @@ class Trainer(Status):
             opened = open_to_resume(self, choice.checkpoint) if choice.checkpoint is not None else None
             self.run = prepare_fit(self, model, source, self._validation(model, val_dataloaders, datamodule))
             self.hooks.call("on_fit_start")
-            generators = restore(self, opened) if opened is not None else (None, None)
-            fit(self.run, *generators)
+            generators = restore(self, opened) if opened is not None else None
+            fit(self.run, generators)
             if choice.is_rerunnable:
                 save_end(self)
             self.hooks.call("on_fit_end")

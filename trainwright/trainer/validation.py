@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from trainwright.trainer.training_run import TrainingRun
 
 
-def validation_is_due(run: TrainingRun, at_end: bool = False, is_complete: bool = True) -> bool:
+def validation_is_due(run: TrainingRun, at_end: bool = False) -> bool:
     """Return whether a validation is due after the batch at hand, or `at_end` of an epoch.
 
     Within an accumulation window nobody asks: what falls due there is due at the window's end, so that a validation scores
@@ -24,8 +24,6 @@ def validation_is_due(run: TrainingRun, at_end: bool = False, is_complete: bool 
         return False
     if every is not None and (state.epoch + 1) % every:
         return False
-    if at_end and not is_complete:
-        return True  # the run ends here
     if run.trainer.validation_clock is not None:
         return not at_end and run.trainer.validation_clock.is_due(state.step)
     if run.validate_every is None:
@@ -35,20 +33,15 @@ def validation_is_due(run: TrainingRun, at_end: bool = False, is_complete: bool 
     return has_passed or (at_end and run.num_batches is None and every is not None)
 
 
-def validate(run: TrainingRun, within: bool, counts: bool = True) -> None:
-    """Run a validation, `within` the epoch or at its end, and step the schedulers that follow validations. Collective.
-
-    One of a run that was stopped within an epoch `counts` not: one that had gone on would not have made it.
-    """
+def validate(run: TrainingRun, within: bool) -> None:
+    """Run a validation, `within` the epoch or at its end, and step the schedulers that follow validations. Collective."""
     assert run.validation is not None
     trainer, state = run.trainer, run.state
-    trainer.is_mid_epoch_validation, trainer.is_stop_validation = within, not counts
+    trainer.is_mid_epoch_validation = within
     if run.optimizer is not None:
         run.own.get("on_validation_model_zero_grad", run.optimizer.zero_grad)()
 
     def count() -> None:
-        if not counts:
-            return
         state.validations += 1
         state.validated_at = state.total_batches
         step_schedulers(run, "validation", state.validations, plateau=False)
@@ -58,4 +51,4 @@ def validate(run: TrainingRun, within: bool, counts: bool = True) -> None:
         evaluate(run.validation, before_end=count)
     if within:  # an epoch's end asks for itself
         trainer.agree_on_stop()
-    trainer.is_mid_epoch_validation = trainer.is_stop_validation = False
+    trainer.is_mid_epoch_validation = False
