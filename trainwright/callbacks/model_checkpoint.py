@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -336,26 +336,22 @@ class ModelCheckpoint(Callback):
         # What is saved includes this save: a resumed run finds its own checkpoint among the kept ones.
         self._keep(self._ranking.kept_after(before, save, replaced))
         self._moments.note_save(trainer, (save.path, save.written_to), self._kept["scores"])
-        put_back = partial(self._keep, before)
-        is_begun = self._write(trainer, put_back, self.save_weights_only, blocking=not self.async_save)
+        is_begun = self._write(trainer, before, self.save_weights_only, blocking=not self.async_save)
         if is_begun:
-            report = (
-                f"epoch {trainer.current_epoch}, step {trainer.global_step}: saved {save.path}" if self.verbose else ""
-            )
+            saved = f"epoch {trainer.current_epoch}, step {trainer.global_step}: saved {save.path}"
+            report = saved if self.verbose else ""
             thread = trainer.engine.writer.in_flight if self.async_save else None
             paths = save.path, save.written_to, replaced
-            self._pending = PendingSave(*paths, thread, put_back, self._keep_replaced, report)
+            self._pending = PendingSave(*paths, thread, partial(self._keep, before), self._keep_replaced, report)
         if not self.async_save:
             self._conclude(trainer)
 
-    def _write(
-        self, trainer: Trainer, put_back: Callable[[], None], *weights_only: bool, blocking: bool = True
-    ) -> bool:
-        """Save to where the newest checkpoint is written, or put back what was kept. Collective."""
+    def _write(self, trainer: Trainer, before: Kept, weights_only: bool = False, blocking: bool = True) -> bool:
+        """Write the newest checkpoint; if that fails, keep what was kept before. Collective."""
         try:
-            return trainer.save_checkpoint(self._kept["written_to"], *weights_only, blocking=blocking)
+            return trainer.save_checkpoint(self._kept["written_to"], weights_only, blocking=blocking)
         except BaseException:
-            put_back()
+            self._keep(before)
             raise
 
     def _conclude(self, trainer: Trainer) -> None:
@@ -396,8 +392,7 @@ class ModelCheckpoint(Callback):
 
     def _find_again(self, trainer: Trainer) -> None:
         """Take what rank 0 finds of the checkpoints that the resumed run had kept. Collective."""
-        source = trainer.resume_source or ""
-        find = partial(found_again, self._kept, self._unrenamed, self._moments.steps, source)
+        find = partial(found_again, self._kept, self._unrenamed, self._moments.steps, trainer.resume_source or "")
         scores, last, replaced = decided(trainer.engine, "the start of ModelCheckpoint", find)
         self._keep({**self._kept, "scores": scores, "last": last, "replaced": replaced})
 
@@ -411,9 +406,7 @@ class ModelCheckpoint(Callback):
             return ""
         try:
             self._conclude(trainer)
-        except (
-            CheckpointError
-        ) as error:  # the same on every rank; the save below may succeed, and reports if it does not
+        except CheckpointError as error:  # the same on every rank; the save below may still succeed
             if trainer.is_global_zero:
                 print(f"trainwright: {error}", file=sys.stderr, flush=True)
         own = f"{self.dirpath}/{name}"
@@ -426,7 +419,7 @@ class ModelCheckpoint(Callback):
         before = self._kept
         replaced = [*before["replaced"], *self._ranking.dropped(before, is_best=False)]
         self._keep({**before, "last": path, "written_to": path, "replaced": replaced})
-        self._write(trainer, partial(self._keep, before))
+        self._write(trainer, before)
         self._keep_replaced(remove_replaced(replaced, path, trainer))
         return str(path)
 
