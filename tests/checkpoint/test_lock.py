@@ -84,7 +84,7 @@ def test_who_is_refused_learns_who_holds_it_and_a_dead_one_gives_it_back(tmp_pat
     pid = forked(holding(folder))
     wait_for(Path(f"{folder}-{pid}"))
     said = (
-        rf"{folder} is in use by another run: process {pid} on {socket.gethostname()}, since 20\S+ \S+ UTC\. Wait for"
+        rf"{folder} is in use by another run: process {pid} on {socket.gethostname()}, since 20\S+ \S+ UTC\. Wait until"
     )
     for _ in range(2):
         with pytest.raises(CheckpointError, match=said):
@@ -136,7 +136,9 @@ def test_without_locks_another_machines_holder_is_not_judged(tmp_path: Path, mon
     monkeypatch.setattr("trainwright.checkpoint.lock.fcntl.lockf", refused)
     holder = {"host": "far", "pid": os.getpid(), "since": "x", "machine": "elsewhere", "start": "1"}
     (tmp_path / ".lock").write_text(json.dumps(holder))
-    with pytest.raises(CheckpointError, match=rf"on far, since x.*no such process is left, remove {tmp_path}/\.lock"):
+    with pytest.raises(
+        CheckpointError, match=rf"on far, since x.*this process no longer runs, remove {tmp_path}/\.lock"
+    ):
         lock_folder(str(tmp_path))
     holder |= {"machine": machine(), "start": process_start_time(os.getpid())}
     (tmp_path / ".lock").write_text(json.dumps(holder))

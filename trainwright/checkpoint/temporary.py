@@ -12,20 +12,20 @@ import uuid
 
 from trainwright.checkpoint.filesystem import resolve
 
-# .<name>.tmp-<host>-<pid>-<start of the process>-<unique>: who writes it stands in the name, so one mkdir records it.
+# .<name>.tmp-<machine>-<pid>-<start of the process>-<unique>: one mkdir also records the writer.
 _TEMPORARY = re.compile(r"\..+\.tmp-([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{12}", re.ASCII | re.DOTALL)
 FOREIGN_SECONDS = 86400.0
 
 
 def temporary_path(path: str) -> str:
-    """Return an unused name beside a path that records which process it belongs to."""
+    """Return an unused name beside a path, which records the process."""
     parent, name = os.path.split(path)
     pid = os.getpid()
     return f"{parent}/.{name}.tmp-{machine()}-{pid}-{process_start_time(pid)}-{uuid.uuid4().hex[:12]}"
 
 
 def machine() -> str:
-    """Return what stands for this machine, and this namespace of process ids, in the names of files."""
+    """Return an identifier of this machine and its namespace of process ids, for file names."""
     # Containers may share a host name; the namespace of process ids then differs.
     namespace = ""
     with contextlib.suppress(OSError):
@@ -34,17 +34,17 @@ def machine() -> str:
 
 
 def process_start_time(pid: int) -> str:
-    """Return when a process of this machine began; nothing for one that has ended."""
-    # Process ids come round again, so the time a process started (ticks since boot) goes with it; "0" where unknown.
+    """Return when a process of this machine started; empty if it has ended."""
+    # Process ids are reused, so the start time (ticks since boot) is stored with them; "0" if unknown.
     with contextlib.suppress(OSError, IndexError):
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stream:
             fields = stream.read().rpartition(")")[2].split()
-        return "" if fields[0] in "ZX" else fields[19]  # a zombie writes nothing any more
+        return "" if fields[0] in "ZX" else fields[19]  # a zombie no longer writes
     return "0"
 
 
 def is_process_alive(pid: int, start: str) -> bool:
-    """Return whether the process of this machine with that id and beginning still lives."""
+    """Return whether the process of this machine with this id and start time is alive."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -55,10 +55,10 @@ def is_process_alive(pid: int, start: str) -> bool:
 
 
 def sweep_temporaries(directory: str) -> list[str]:
-    """Remove the temporary directories of writers that are gone, and return their names.
+    """Remove the temporary directories of dead writers, and return their names.
 
-    Those of processes that live are left alone; on other machines (or in other containers) that does not show, and theirs
-    are left for a day after the last file in them was written.
+    Whether a process on another machine or in another container is alive cannot be seen, so its directories are kept for a day
+    after the last write.
     """
     files, inside = resolve(directory)
     if not files.has_rename or not os.path.isdir(inside):
@@ -71,14 +71,14 @@ def sweep_temporaries(directory: str) -> list[str]:
             continue
         is_here = match[1] == machine()
         if not is_process_alive(int(match[2]), match[3]) if is_here else _age(path) > FOREIGN_SECONDS:
-            with contextlib.suppress(OSError):  # nobody's run is to end because of it
+            with contextlib.suppress(OSError):  # no reason to end a run
                 files.remove_tree(path)
                 swept.append(name)
     return swept
 
 
 def _age(directory: str) -> float:
-    """Return the seconds since the latest change in a directory; 0 where that cannot be seen."""
+    """Return the seconds since the latest change in a directory; 0 if unknown."""
     try:
         with os.scandir(directory) as entries:
             times = [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
