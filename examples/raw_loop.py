@@ -55,7 +55,7 @@ def main():
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.epochs)
 
     # Every process writes its part of one checkpoint, so all of them need rank 0's name for it.
-    folder = accelerator.engine.agreed(f"runs/raw_loop/{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = accelerator.broadcast(f"runs/raw_loop/{time.strftime('%Y%m%d-%H%M%S')}")
     best_accuracy, best_checkpoint = -1.0, ""
     for epoch in range(options.epochs):
         for images, labels in train_loader:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deadlines import load
 from small import ON_HOST
 
 STARTS_PROCESSES = {"run_job", "run_alone", "subprocess", "start_job", "notebook_launcher"}
@@ -50,6 +51,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if importlib.util.find_spec("pytest_timeout") is None:
         config.addinivalue_line("markers", "timeout(seconds): pytest-timeout's, which is not installed")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Give a test more time on a busy machine."""
+    if item.config.getoption("timeout", None) is None:
+        marker = item.get_closest_marker("timeout")
+        seconds = float(marker.args[0] if marker else item.config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(seconds * load()), append=False)
+    return (yield)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -29,6 +29,7 @@ from unittest import mock
 
 import numpy
 import torch
+from deadlines import deadline
 from torch.distributed import TCPStore
 
 PRELOADED = (
@@ -54,8 +55,9 @@ def run_ranks(
     """Call a function on each rank of a job, in a process of its own, with the test's filters of warnings.
 
     Raises:
-        AssertionError: a rank failed, or the job took longer than so many seconds; with what each rank printed.
+        AssertionError: a rank failed, or the job missed its deadline; with what each rank printed.
     """
+    limit = deadline(seconds)  # before the ranks start, which inherit what it measures
     context = _server()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as printed:
@@ -79,7 +81,7 @@ def run_ranks(
             process.start()
             processes.append(process)
         try:
-            reason = _wait(processes, seconds)
+            reason = _wait(processes, limit)
         finally:
             for each in processes:  # where the test itself was told to end
                 each.kill()
@@ -99,13 +101,13 @@ def _server() -> ForkServerContext:
 
 def _wait(processes: list[ForkServerProcess], seconds: float) -> str:
     """Wait for the ranks; return what went wrong, or nothing."""
-    deadline = time.monotonic() + seconds
+    end = time.monotonic() + seconds
     has_failed = False
     while running := [each for each in processes if each.exitcode is None]:
         if any(each.exitcode for each in processes) and not has_failed:
             has_failed = True
-            deadline = min(deadline, time.monotonic() + LEAVE_SECONDS)
-        left = deadline - time.monotonic()
+            end = min(end, time.monotonic() + deadline(LEAVE_SECONDS))
+        left = end - time.monotonic()
         if left <= 0:
             for each in running:
                 each.kill()

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import fsspec
+from deadlines import deadline
 from fsspec.implementations.local import LocalFileSystem
 
 
@@ -30,7 +31,7 @@ class HeldFiles(LocalFileSystem):
         if "w" in mode:
             type(self).writers.add(threading.current_thread().name)
             type(self).waits.set()
-            assert type(self).gate.wait(60)
+            assert type(self).gate.wait(deadline(60))
             if type(self).is_full:
                 raise OSError(errno.ENOSPC, "No space left on device")
         return super()._open(path, mode, **kwargs)

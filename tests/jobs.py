@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deadlines import deadline
 from forked import run_ranks
 from small import ON_HOST
 
@@ -50,7 +51,7 @@ def _launch(function: Callable[[Path], Any], ranks: int, folder: Path, seconds: 
         [sys.executable, "-m", "trainwright.launch.processes", "--num-processes", str(ranks), "--", *command],
         capture_output=True,
         text=True,
-        timeout=seconds,
+        timeout=deadline(seconds),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=folder,
     )
@@ -65,7 +66,7 @@ def run_alone(script: str, folder: Path, *, seconds: float = 120.0) -> None:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=seconds,
+        timeout=deadline(seconds),
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from deadlines import deadline, wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
-GONE_SECONDS = 20.0  # four times the goal of 5 s
+GONE_SECONDS = 20.0
+"""Until all processes of a job have ended: four times the goal of 5 s. A `deadline` scales it."""
 
 
 class Started:
@@ -39,8 +40,8 @@ class Started:
         )
         self.stdout, self.stderr = "", ""
 
-    def wait(self, seconds: float = 90.0) -> int:
-        stdout, self.stderr = self.process.communicate(timeout=seconds)
+    def wait(self, seconds: float = 120.0) -> int:
+        stdout, self.stderr = self.process.communicate(timeout=deadline(seconds))
         self.stdout += stdout
         return self.process.returncode
 
@@ -63,17 +64,14 @@ class Started:
         except psutil.Error:
             return False
 
-    def check_nothing_left(self, deadline: float | None = None) -> None:
-        deadline = deadline or time.monotonic() + GONE_SECONDS
-        while (left := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert left == []
+    def check_nothing_left(self) -> None:
+        wait_until(lambda: not self.processes(), GONE_SECONDS)
 
     def close(self) -> None:
         for process in self.processes():
             process.kill()
         if self.process.stdout is not None and not self.process.stdout.closed:
-            self.process.communicate(timeout=60)
+            self.process.communicate(timeout=deadline(60))
 
 
 def python(*arguments: str) -> list[str]:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import ast
-import functools
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from package import FILES, ROOT, imports, part_of, tree_of
 
-import trainwright
 from trainwright.strategies import STRATEGIES
 
-ROOT = Path(trainwright.__file__).parent
-FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = [
     {"errors", "duration", "compiled_names", "metric_kinds", "plain_forms", "paths"},
     {"devices"},
@@ -32,33 +28,6 @@ LAUNCH_MAY_IMPORT = {"devices", "distributed", "errors", "launch"}
 LONGEST_FILE, LONGEST_BODY = 400, 60
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 BANNED_WORDS = ("utils", "helpers", "misc", "common", "manager", "handler", "connector", "impl")
-
-
-@functools.cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def part_of(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
-
-
-def imports(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
-    """Yield (module, line, whether at import time); what stands under TYPE_CHECKING is never imported."""
-    checked: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            checked.update(child for each in node.body for child in ast.walk(each))
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    late = {child for function in functions for child in ast.walk(function)}
-    for node in ast.walk(tree):
-        if node in checked:
-            continue
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module, node.lineno, node not in late
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, node.lineno, node not in late
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from deadlines import deadline
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -17,7 +18,7 @@ def run(*arguments: str, script: str = "strategies.py") -> subprocess.CompletedP
         [sys.executable, str(FOLDER / script), *arguments],
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=deadline(220),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 

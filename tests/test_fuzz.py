@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import deadline
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -23,7 +24,7 @@ def fuzz(*arguments: str, path: tuple[Path, ...] = ()) -> subprocess.CompletedPr
         [sys.executable, "-m", "fuzz", *arguments],
         capture_output=True,
         text=True,
-        timeout=880,
+        timeout=deadline(880),
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (*path, FOLDER, TESTS)))},
         check=False,
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from deadlines import deadline
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 OURS = ("by_hand", "trainwright", "trainwright_default", "trainwright_raw", "trainwright_background")
@@ -25,7 +26,7 @@ def run(*arguments: str, path: Path | None = None) -> subprocess.CompletedProces
     if path is not None:
         variables["PYTHONPATH"] = f"{path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     command = [sys.executable, str(FOLDER / "gpu.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=variables)
+    return subprocess.run(command, capture_output=True, text=True, timeout=deadline(PATIENCE), env=variables)
 
 
 def rows_of(folder: Path) -> dict[tuple[str, str], dict[str, str]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import gpu_session
 import pytest
+from deadlines import deadline
 
 
 def test_the_files_are_those_with_tests_of_a_gpu() -> None:
@@ -33,12 +34,14 @@ def test_without_an_accelerator_everything_is_skipped_in_one_line(tmp_path: Path
     places = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if "simulated_device" not in each]
     hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(places)}
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **hidden}, timeout=200
+        command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **hidden}, timeout=deadline(200)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
     assert len(lines) == 1
     assert "sees no accelerator here" in lines[0]
     assert "passed" not in done.stdout
-    done = subprocess.run([*command, "-k", "no_such_test"], capture_output=True, text=True, cwd=tmp_path, timeout=200)
+    done = subprocess.run(
+        [*command, "-k", "no_such_test"], capture_output=True, text=True, cwd=tmp_path, timeout=deadline(200)
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from deadlines import deadline
 
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+OPTIONAL = ("omegaconf", "onnxscript", "pydantic")
+"""Imported where a user's own objects come from it, by the one method that needs it, or for the types of DeepSpeed."""
+EXTRAS = ("deepspeed", "fairscale", "tensorboard")
+
+
+def test_what_the_package_imports_is_declared() -> None:
+    declared = {"trainwright", *OPTIONAL}
+    for each in [
+        *PROJECT["dependencies"],
+        *(each for extra in EXTRAS for each in PROJECT["optional-dependencies"][extra]),
+    ]:
+        declared.add(re.split(r"[><=!\[]", each)[0])
+    for path in (ROOT / "trainwright").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names:
+                assert name in declared, f"{path}: {name}"
 
 
 def run(*command: str | Path, folder: Path) -> str:
-    done = subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True, timeout=800)
+    done = subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True, timeout=deadline(800))
     assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -22,7 +22,7 @@ TRAINER = """accelerator strategy devices num_nodes precision logger callbacks f
     barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir enable_autolog_hparams
     compile fused_optimizers unknown"""
 METHODS = {
-    tw.Engine: """agreed backward barrier broadcast clipper close finish_save follow_parameters gather load open prepare_loader
+    tw.Engine: """backward barrier broadcast clipper close finish_save follow_parameters gather load open prepare_loader
         prepare_module prepare_optimizers rank_zero_first reduce run save step sync_gradients take_seed verified""",
     tw.Accelerator: """accumulate autocast backward broadcast clip_grad_norm_ clip_grad_value_ finish_save gather
         gather_for_metrics load_state local_main_process_first main_process_first prepare print reduce save_state

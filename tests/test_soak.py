@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from deadlines import deadline, wait_until
 from started import Started
 
 pytestmark = pytest.mark.timeout(600)
@@ -23,7 +23,7 @@ def soak(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-W", "error", str(SCRIPT), "--out", str(folder), *arguments],
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=deadline(580),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
@@ -72,11 +72,9 @@ def test_a_soak_that_was_cut_goes_on(tmp_path: Path) -> None:
     first = Started([sys.executable, str(SCRIPT), "--out", str(tmp_path), *settings], tmp_path)
     try:
         first.wait_for("ends as the run that nobody killed")
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "run-1" / "events-0").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until((tmp_path / "run-1" / "events-0").exists, 60.0)
         first.process.send_signal(signal.SIGKILL)
-        first.process.wait(timeout=60)
+        first.process.wait(timeout=deadline(60))
         other = soak(tmp_path, *settings, "--seed", "1")
         assert other.returncode == 1
         assert "go on with these, or give another --out" in other.stderr

@@ -1,6 +1,6 @@
 """Trainwright: train PyTorch models; one changed argument makes it faster, or the model fit.
 
-    import trainwright as tw
+>>> import trainwright as tw
 
 The public names are loaded when they are first used, so importing the package costs little more than importing torch.
 `LightningModule` and `LightningDataModule` are other names of Module and DataModule, for scripts that have them.

@@ -37,6 +37,17 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
     device, its index within the epoch, and the index of its loader where there are several; it may take the first alone, or
     the first two. A step whose argument is called `dataloader_iter` gets an iterator of (batch, batch_idx, dataloader_idx)
     instead, and takes what it wants.
+
+    >>> class Classifier(tw.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.layer = nn.Linear(4, 3)
+    ...
+    ...     def training_step(self, batch):
+    ...         return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+    ...
+    ...     def configure_optimizers(self):
+    ...         return torch.optim.SGD(self.parameters(), lr=0.1)
     """
 
     automatic_optimization = True

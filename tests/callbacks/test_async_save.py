@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from deadlines import deadline
 from held import HeldFiles, held
 from jobs import run_job
 from small import ON_HOST, QUIET, Classifier, assert_equal, make_loader, weights
@@ -93,7 +94,7 @@ def test_a_run_goes_on_from_one(tmp_path: Path) -> None:
 def settle(trainer: tw.Trainer) -> None:
     """Let the save in flight end, committed or failed; nobody is told."""
     if trainer.engine.writer.in_flight is not None:
-        assert trainer.engine.writer.in_flight.wait(20)
+        assert trainer.engine.writer.in_flight.wait(deadline(20))
 
 
 class Watched(tw.Callback):
@@ -311,7 +312,7 @@ class Ends(tw.Callback):
         step = trainer.global_step
         if step == 4:
             trainer.engine.writer.in_flight.wait(30)
-            os.fsync = lambda descriptor: (time.sleep(60 if ending == "killed" else 0.2), sync(descriptor))
+            os.fsync = lambda descriptor: (time.sleep(600 if ending == "killed" else 0.2), sync(descriptor))
         if step == 7 and trainer.global_rank == 1:
             assert not trainer.engine.writer.in_flight.is_committed
             if ending == "killed":
@@ -335,7 +336,7 @@ def test_a_rank_that_fails_while_a_save_is_in_flight(tmp_path: Path) -> None:
     }
     try:
         for ending, job in started.items():
-            assert job.wait(120) != 0
+            assert job.wait() != 0
             assert ("of a callback" if ending == "raised" else "SIGKILL") in job.stderr
             job.check_nothing_left()
             kept = found(tmp_path / ending)

@@ -514,7 +514,8 @@ def two_ranks(folder: Path) -> dict[str, Any]:
 
     class RankScored(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            time.sleep(0.02)
+            # Rank 0's watch has to post the save by time before the run ends.
+            time.sleep(0.5 if self.global_step >= 20 and not by_time.best_k_models else 0.02)
             loss = super().training_step(batch, batch_idx)
             self.log("own", float(self.global_step) * (1 if self.global_rank == 0 else -1))
             self.log("first" if self.global_rank == 0 else "second", float(self.global_step))

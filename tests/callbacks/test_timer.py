@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from jobs import run_job
@@ -114,16 +115,24 @@ def test_refusals() -> None:
 
 def two_ranks(folder: Path) -> int:
     """The time of rank 1 alone is over, in the middle of an epoch."""
-    timer = Timer({"seconds": 0.2})
-    trainer = tw.Trainer(max_epochs=40, devices=2, callbacks=[timer], **QUIET)
-    if trainer.global_rank == 0:
-        timer = Timer({"hours": 1})
-        trainer.callbacks[-1] = timer
-    trainer.fit(Slow(3, 0.05), make_loader())
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+
+    class Passes(Slow):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            clock.now += 60.0
+            return super().training_step(batch, batch_idx)
+
+    with mock.patch("trainwright.callbacks.timer.time", clock):
+        timer = Timer({"minutes": 3})
+        trainer = tw.Trainer(max_epochs=200, devices=2, callbacks=[timer], **QUIET)
+        if trainer.global_rank == 0:
+            timer = Timer({"days": 1})
+            trainer.callbacks[-1] = timer
+        trainer.fit(Passes(3, 0.05), make_loader())
     return trainer.global_step
 
 
 def test_two_ranks_stop_at_one_step(tmp_path: Path) -> None:
     first, second = run_job(two_ranks, 2, tmp_path)
     assert first == second
-    assert 3 <= first < 40 * 6
+    assert 3 <= first < 200 * 6

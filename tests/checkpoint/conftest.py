@@ -9,19 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from deadlines import deadline
 
 from trainwright.checkpoint.store import (
     Checkpoint,
     Piece,
     write_checkpoint,
 )
+from trainwright.distributed.ranks import Ranks
 
 
 class Meeting:
     """Exchanges between threads that stand for ranks."""
 
     def __init__(self, world_size: int) -> None:
-        self.barrier = threading.Barrier(world_size, timeout=20)
+        self.barrier = threading.Barrier(world_size, timeout=deadline(20))
         self.payloads = [b""] * world_size
 
     def exchange(self, rank: int, payload: bytes) -> list[bytes]:
@@ -36,7 +38,7 @@ class Seat:
     """One rank's end of a meeting."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.meeting, self.rank = meeting, rank
+        self.meeting, self.rank, self.world_size = meeting, rank, len(meeting.payloads)
 
     def exchange(self, payload: bytes, *, call: str, timeout_seconds: float) -> list[bytes]:
         return self.meeting.exchange(self.rank, payload)
@@ -53,9 +55,7 @@ def write_step(path: Path | str, step: int = 1, world_size: int = 1, overwrite: 
             state={"step": step, "ema": torch.full((2,), float(step))},
             rank_state={"rank": rank, "step": step},
             header={"step": step, "epoch": step // 10, "strategy": "ddp"},
-            exchange=Seat(meeting, rank),
-            rank=rank,
-            world_size=world_size,
+            ranks=Ranks(Seat(meeting, rank)),
             overwrite=overwrite,
         )
 
@@ -92,11 +92,11 @@ def check() -> Callable[[Checkpoint, int], None]:
 
 
 @pytest.fixture
-def seats() -> Callable[[int], list[Seat]]:
+def seats() -> Callable[[int], list[Ranks]]:
     """Makes the ends of a meeting of so many ranks."""
 
-    def make(world_size: int) -> list[Seat]:
+    def make(world_size: int) -> list[Ranks]:
         meeting = Meeting(world_size)
-        return [Seat(meeting, rank) for rank in range(world_size)]
+        return [Ranks(Seat(meeting, rank)) for rank in range(world_size)]
 
     return make

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from deadlines import deadline
 from small import QUIET, Classifier, assert_equal, make_loader, weights
 from torch import nn
 
@@ -307,7 +308,7 @@ def test_a_directory_that_cannot_be_written(open_folder: Path) -> None:
     places = ["closed/a.ckpt", "closed/new/a.ckpt", "file/a.ckpt"]
     paths = [str(open_folder / place) for place in places]
     command = [sys.executable, "-c", UNWRITABLE, str(open_folder / "warm.ckpt"), *paths]
-    done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=deadline(100), check=False)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     assert len(said) == 3

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from deadlines import deadline
 from safetensors import safe_open
 from small import ON_HOST, QUIET, Classifier, assert_equal, make_loader, weights
 from torch import nn
@@ -211,15 +212,12 @@ from pathlib import Path
 import torch
 from trainwright.checkpoint.conversion import export_safetensors
 from trainwright.checkpoint.store import Piece, write_checkpoint
-
-class Alone:
-    def exchange(self, payload, *, call, timeout_seconds):
-        return [payload]
+from trainwright.distributed.ranks import Ranks
 
 big = torch.arange(12 << 20, dtype=torch.float32)
 pieces = [Piece(name, (12 << 20,), 0, tensor) for name, tensor in (("a", big), ("b", big + 1))]
 write_checkpoint("large.ckpt", sections={"model": pieces}, state={}, rank_state=None, header={"step": 0, "epoch": 0},
-                 exchange=Alone(), rank=0, world_size=1)
+                 ranks=Ranks())
 del big, pieces
 torch.zeros(1).bfloat16()
 Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
@@ -357,7 +355,7 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
         "    print(code, file=sys.stderr)\n"
     )
     command = [sys.executable, "-c", script, json.dumps([arguments for _, arguments, _ in calls])]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=deadline(60), check=False)
     lines = done.stderr.splitlines()
     assert len(lines) == 2 * len(calls), done.stderr
     for (code, arguments, message), line, found in zip(calls, lines[::2], lines[1::2], strict=True):
@@ -368,7 +366,7 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
         [sys.executable, "-m", "trainwright", "checkpoint", "verify", str(tmp_path / "absent")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=deadline(60),
         check=False,
     )
     assert done.returncode == 77
@@ -387,4 +385,4 @@ def test_a_reader_that_leaves_early_is_no_error(saved: Path) -> None:
         process.stdout.close()
         assert process.stderr is not None
         assert process.stderr.read() == ""
-        assert process.wait(60) == 0
+        assert process.wait(deadline(60)) == 0

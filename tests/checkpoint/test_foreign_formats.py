@@ -75,9 +75,7 @@ def test_our_own_checkpoint_whoever_wrote_which_part(folder: str, seats: Any) ->
             },
             rank_state={},
             header={"step": 7, "epoch": 2, "strategy": "ddp"},
-            exchange=ends[rank],
-            rank=rank,
-            world_size=2,
+            ranks=ends[rank],
         )
 
     with ThreadPoolExecutor(2) as pool:

@@ -12,6 +12,7 @@ from typing import Any
 import jobs
 import pytest
 import torch
+from deadlines import deadline
 from jobs import run_job
 from torch import nn
 
@@ -120,7 +121,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=deadline(180),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from deadlines import deadline
 from small import QUIET, make_loader
 
 import trainwright as tw
@@ -356,7 +357,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         cwd=folder / "here",
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=deadline(200),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

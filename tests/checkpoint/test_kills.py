@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from deadlines import deadline
+
 KILLS = 20
 JOB = """
 import json, os, random, signal, socket, sys, time
@@ -96,7 +98,7 @@ def test_a_kill_at_any_moment_of_a_save_loses_nothing(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=deadline(220),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

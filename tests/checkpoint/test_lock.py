@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from deadlines import deadline, wait_until
 
 from trainwright.checkpoint import lock
 from trainwright.checkpoint.lock import LOCK_NAME, lock_folder
@@ -41,7 +42,7 @@ def ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def holding(folder: Path, seconds: float = 60.0) -> Callable[[], None]:
+def holding(folder: Path, seconds: float = 600.0) -> Callable[[], None]:
     """Return work that takes the lock, says so in a file beside the folder, and keeps it."""
 
     def work() -> None:
@@ -54,10 +55,7 @@ def holding(folder: Path, seconds: float = 60.0) -> Callable[[], None]:
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 20
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(path.exists)
 
 
 def test_the_same_process_may_hold_it_several_times(tmp_path: Path) -> None:
@@ -173,7 +171,7 @@ time.sleep(0.05)
 lock._write(descriptor)
 sys.stdin.readline()
 """
-    monkeypatch.setattr(lock, "NAMED_SECONDS", 10.0)  # the machine may be busy
+    monkeypatch.setattr(lock, "NAMED_SECONDS", deadline(60.0))
     command = [sys.executable, "-c", code, str(tmp_path / LOCK_NAME)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdin is not None

@@ -31,9 +31,7 @@ def refused(path: Path, message: str, seats: Any) -> None:
         open_checkpoint(str(path))
     ends = seats(2)
     with ThreadPoolExecutor(2) as pool:
-        futures = [
-            pool.submit(open_checkpoint, str(path), exchange=ends[rank], rank=rank, world_size=2) for rank in range(2)
-        ]
+        futures = [pool.submit(open_checkpoint, str(path), ranks=ends[rank]) for rank in range(2)]
     errors = [future.exception() for future in futures]
     assert all(isinstance(error, CheckpointError) for error in errors)
     assert str(errors[0]) == str(errors[1])
@@ -95,10 +93,7 @@ def test_verification_shared_over_ranks_hashes_each_file_once(
         filesystem.LocalFiles, "open", lambda self, path: opened.append(os.path.basename(path)) or opener(self, path)
     )
     with ThreadPoolExecutor(2) as pool:
-        futures = [
-            pool.submit(open_checkpoint, str(tmp_path / "a.ckpt"), exchange=ends[rank], rank=rank, world_size=2)
-            for rank in range(2)
-        ]
+        futures = [pool.submit(open_checkpoint, str(tmp_path / "a.ckpt"), ranks=ends[rank]) for rank in range(2)]
     for future in futures:
         check(future.result(), 1)
     names = sorted(os.listdir(tmp_path / "a.ckpt"))

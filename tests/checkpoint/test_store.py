@@ -20,6 +20,7 @@ from trainwright.checkpoint.store import (
     sweep_temporaries,
     write_checkpoint,
 )
+from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
 FILES = ["manifest.json", "model-00000.safetensors", "rank-00000.json", "state.json", "state.safetensors"]
@@ -66,8 +67,7 @@ def test_bad_arguments_are_refused_and_leave_nothing(tmp_path: Path, seats: Any)
             "rank_state": None,
             "header": {"step": 1, "epoch": 0},
         }
-        seat = seats(1)[0]
-        write_checkpoint(str(tmp_path / "a"), **{**arguments, **changed}, exchange=seat, rank=0, world_size=1)
+        write_checkpoint(str(tmp_path / "a"), **{**arguments, **changed}, ranks=seats(1)[0])
 
     for section in ("../model", "state", "rank", "Model", ""):
         with pytest.raises(CheckpointError, match="section name"):
@@ -297,7 +297,7 @@ def test_a_sync_of_the_parent_that_fails_takes_the_checkpoint_back(
 
 def test_an_exchange_that_fails_drops_the_temporary(tmp_path: Path) -> None:
     class Lost:
-        calls = 0
+        rank, world_size, calls = 0, 1, 0
 
         def exchange(self, payload: bytes, *, call: str, timeout_seconds: float) -> list[bytes]:
             self.calls += 1
@@ -312,9 +312,7 @@ def test_an_exchange_that_fails_drops_the_temporary(tmp_path: Path) -> None:
             state=1,
             rank_state=None,
             header={"step": 1, "epoch": 0},
-            exchange=Lost(),
-            rank=0,
-            world_size=1,
+            ranks=Ranks(Lost()),
         )
     assert os.listdir(tmp_path) == []
 

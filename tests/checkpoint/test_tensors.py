@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from deadlines import deadline
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -31,6 +32,7 @@ from trainwright.checkpoint.shards import (
 )
 from trainwright.checkpoint.store import Checkpoint, open_checkpoint, write_checkpoint
 from trainwright.checkpoint.tensors import DTYPES, Piece, StoredPiece, TensorEntry, assign_writers, merge
+from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
 
@@ -38,7 +40,7 @@ class Meeting:
     """Exchanges between threads that stand for ranks."""
 
     def __init__(self, world_size: int) -> None:
-        self.barrier = threading.Barrier(world_size, timeout=20)
+        self.barrier = threading.Barrier(world_size, timeout=deadline(20))
         self.payloads = [b""] * world_size
 
     def seat(self, rank: int) -> Meeting.Seat:
@@ -46,7 +48,7 @@ class Meeting:
 
     class Seat:
         def __init__(self, meeting: Meeting, rank: int) -> None:
-            self.meeting, self.rank = meeting, rank
+            self.meeting, self.rank, self.world_size = meeting, rank, len(meeting.payloads)
 
         def exchange(self, payload: bytes, *, call: str, timeout_seconds: float) -> list[bytes]:
             self.meeting.payloads[self.rank] = payload
@@ -66,9 +68,7 @@ def save(path: Path, *ranks: Sequence[Piece], state: Any = None) -> Checkpoint:
             state=state,
             rank_state=None,
             header={"step": 1, "epoch": 0},
-            exchange=meeting.seat(rank),
-            rank=rank,
-            world_size=len(ranks),
+            ranks=Ranks(meeting.seat(rank)),
         )
 
     with ThreadPoolExecutor(len(ranks)) as pool:

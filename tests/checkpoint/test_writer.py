@@ -17,13 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+from deadlines import deadline
 from held import held
 
 from trainwright.checkpoint import writer
 from trainwright.checkpoint.store import find_checkpoints, latest_checkpoint, open_checkpoint, sweep_temporaries
 from trainwright.checkpoint.tensors import Piece
 from trainwright.checkpoint.writer import CheckpointWriter
-from trainwright.distributed.agreement import Agreement
+from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
 
@@ -33,7 +34,7 @@ class Run:
     def __init__(self) -> None:
         self.weight, self.average = torch.zeros(40, 30), torch.zeros(3)
         self.history: dict[str, Any] = {"losses": [], "average": self.average}
-        self.writer = CheckpointWriter(Agreement(None, 0, 1), 60.0, lambda: False)
+        self.writer = CheckpointWriter(Ranks(), lambda: False)
         self.step = 0
 
     def train(self) -> None:
@@ -82,7 +83,7 @@ def test_what_is_written_is_what_a_blocking_save_writes(run: Run, tmp_path: Path
         run.save(later)
         save = run.writer.in_flight
         assert save is not None
-        assert files.waits.wait(20)
+        assert files.waits.wait(deadline(20))
         for _ in range(3):
             run.train()  # while it is written
         run.history["losses"].append("a change")
@@ -104,7 +105,7 @@ def test_one_is_in_flight(run: Run, tmp_path: Path) -> None:
         with held() as files:
             run.train()
             run.save(f"{first}{blocking}")
-            assert files.waits.wait(20)
+            assert files.waits.wait(deadline(20))
             opener = threading.Timer(0.3, files.gate.set)
             opener.start()
             run.train()
@@ -162,7 +163,7 @@ def test_the_next_one_may_be_given_up(run: Run, tmp_path: Path) -> None:
     with held() as files:
         run.train()
         run.save(f"held://{tmp_path}/a.ckpt")
-        assert files.waits.wait(20)
+        assert files.waits.wait(deadline(20))
         threading.Timer(0.2, files.gate.set).start()
         run.writer.drop()  # it ends within the time that is left to it
     assert run.writer.in_flight is None
@@ -182,11 +183,13 @@ def interrupted_in(callers: list[str], call: Callable[[], None]) -> None:
             frame = frame.f_back  # type: ignore[assignment]
         return name in names
 
+    limit = deadline(20)
+
     def interrupt() -> None:
-        deadline = time.monotonic() + 20
+        end = time.monotonic() + limit
         for name in callers:
             while not waits_in(name):
-                if time.monotonic() > deadline:
+                if time.monotonic() > end:
                     return
                 time.sleep(0.001)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -203,14 +206,14 @@ def test_an_interrupted_wait_commits_nothing(
     callers: list[str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what the next save in the background copies leaves alone what is still being written."""
-    monkeypatch.setattr(writer, "DROP_SECONDS", 0.01 if len(callers) == 1 else 60.0)
+    monkeypatch.setattr(writer, "DROP_SECONDS", 0.01 if len(callers) == 1 else deadline(60.0))
     first, second = f"held://{tmp_path}/1.ckpt", f"held://{tmp_path}/2.ckpt"
     with held() as files:
         run.train()
         run.save(first)
         save = run.writer.in_flight
         assert save is not None
-        assert files.waits.wait(20)
+        assert files.waits.wait(deadline(20))
         interrupted_in(callers, run.writer.finish)
         assert not save.is_committed
         assert not save.wait(0.0)
@@ -218,7 +221,7 @@ def test_an_interrupted_wait_commits_nothing(
         run.train()
         run.save(second)
     run.writer.finish()
-    assert save.wait(20)
+    assert save.wait(deadline(20))
     assert save.is_committed
     run.check(first, 1)
     run.check(second, 2)
@@ -284,7 +287,7 @@ def test_the_end_of_the_process(tmp_path: Path) -> None:
         assert process.stdout.readline() == "begun\n"
         if ending == "killed":
             process.send_signal(signal.SIGKILL)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=deadline(60))
         assert process.returncode == {"error": 1, "killed": -9}.get(ending, 0), said
         latest = latest_checkpoint(str(folder))
         assert latest is not None

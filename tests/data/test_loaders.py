@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deadlines import deadline
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -286,7 +287,7 @@ def test_batches_come_in_order_though_the_loader_has_in_order_off(mode: str) -> 
     class Slow(TensorDataset):
         def __getitem__(self, index: int) -> Any:
             if index == 0:
-                other_is_done.wait(60)
+                other_is_done.wait(deadline(60))
             if index == 3:
                 other_is_done.set()
             return super().__getitem__(index)

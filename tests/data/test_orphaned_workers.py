@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from deadlines import deadline
 from started import Started, python
 
 KILLED_AT_ONCE = """
@@ -62,7 +63,7 @@ worker.join()
 def test_a_worker_whose_parent_was_killed_at_once_ends(tmp_path: Path) -> None:
     job = Started(python("-c", KILLED_AT_ONCE), tmp_path)
     try:
-        assert job.process.wait(timeout=60) == -signal.SIGKILL
+        assert job.process.wait(timeout=deadline(60)) == -signal.SIGKILL
         job.check_nothing_left()
     finally:
         job.close()

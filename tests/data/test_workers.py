@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from deadlines import deadline, wait_until
 from small import QUIET, Classifier, make_loader
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
@@ -116,7 +117,12 @@ def test_a_failed_job_with_workers_leaves_no_folder(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:  # not pytest's, which may be too deep for workers
         environment = {**os.environ, "TMPDIR": temporary, "PYTHONPATH": str(Path(__file__).parents[1])}
         done = subprocess.run(
-            [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, str(script)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=deadline(120),
+            check=False,
         )
         assert done.returncode == 1, done.stderr
         assert "rank 1 of 2 failed first (ArithmeticError: boom)" in done.stderr
@@ -145,7 +151,7 @@ def test_no_worker_outlives_its_run(persistent: bool) -> None:
     assert multiprocessing.active_children() == []
     began = time.monotonic()
     gc.collect()
-    assert time.monotonic() - began < 4 * 5  # a worker that is waited for costs 5 s
+    assert time.monotonic() - began < deadline(4 * 5)  # a worker that is waited for costs 5 s
 
 
 SIGNALLED = """
@@ -176,6 +182,10 @@ if sys.argv[2] == "closes":
 """
 
 
+def has_ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
 @pytest.mark.parametrize("kept", ["persistent", "not"])
 @pytest.mark.parametrize("end", ["closes", "ends", "leaves at once", "is killed"])
 def test_workers_live_through_signals_and_end_with_their_parent(kept: str, end: str, tmp_path: Path) -> None:
@@ -188,15 +198,12 @@ def test_workers_live_through_signals_and_end_with_their_parent(kept: str, end: 
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=deadline(100),
         check=False,
         start_new_session=True,
     )
     assert done.returncode == {"leaves at once": 3, "is killed": -9}.get(end, 0), done.stderr
     for pid in done.stdout.split():
-        deadline = time.monotonic() + 20.0  # four times what torch's own workers take
-        while psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda pid=pid: has_ended(int(pid)), 20.0)  # four times what torch's own workers take
     assert list(temporary.glob("pymp-*")) == []
     shutil.rmtree(temporary)

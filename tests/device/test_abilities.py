@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deadlines import deadline
 
 if not hasattr(torch, "sim"):
     pytest.skip("the simulated device is not loaded; run make test-device", allow_module_level=True)
@@ -209,7 +210,7 @@ def run(lines: str, folder: Path, **environment: str) -> None:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=deadline(240),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deadlines import deadline
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +27,7 @@ def test_loops_wait_no_more_than_the_loop_by_hand(device: torch.device, tmp_path
         [sys.executable, str(SCRIPT), "--device", device.type, "--small", *chosen, *limits],
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=deadline(250),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deadlines import deadline
 from jobs import run_job
 
 from trainwright.distributed import environment as environment_module
@@ -101,6 +102,7 @@ class Device:
         self._joined = [0] * world_size
         self._lead = lead
         self._changed = threading.Condition()
+        self._seconds = deadline(60)
 
     def join(self, rank: int) -> None:
         with self._changed:
@@ -110,7 +112,7 @@ class Device:
 
     def wait(self, rank: int, lead: int = 0) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: min(self._joined) >= self._joined[rank] - lead, timeout=30)
+            assert self._changed.wait_for(lambda: min(self._joined) >= self._joined[rank] - lead, timeout=self._seconds)
 
 
 class LateStore:
@@ -169,7 +171,9 @@ def test_rounds_in_threads_with_hosts_that_run_ahead(lead: int, late_seconds: fl
         watcher = threading.Thread(target=watch)
         watcher.start()
         kept: list[int] = []
-        for step in range(1, 1501):
+        step = 0
+        while step < 1500 or (len(kept) < 10 and step < 100_000):  # a busy machine's watchers look more rarely
+            step += 1
             if chance.random() < 0.1:
                 time.sleep(chance.random() * 0.004)
             device.join(rank)

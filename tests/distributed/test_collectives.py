@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deadlines import deadline
 
 from trainwright.distributed import collectives
 
@@ -67,7 +68,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=deadline(60),
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

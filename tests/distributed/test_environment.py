@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from deadlines import deadline
 
 from trainwright.distributed.environment import Environment, open_process_group, pick_backend, prepare_deterministic
 
@@ -41,13 +42,13 @@ if sys.argv[1] == "joined":
 connection = open_process_group(environment, "gloo")
 assert connection.owns_group == (sys.argv[1] != "joined")
 assert all_reduce(torch.ones(1)).item() == 2
-assert connection.agreement.exchange(b"%d" % environment.rank, call="a test", timeout_seconds=30) == [b"0", b"1"]
+assert connection.channel.exchange(b"%d" % environment.rank, call="a test", timeout_seconds=120) == [b"0", b"1"]
 if sys.argv[1] == "reopened":
     connection.close()
     assert not dist.is_initialized()
     connection = open_process_group(environment, "gloo")
     assert all_reduce(torch.ones(1)).item() == 2
-    assert connection.agreement.exchange(b"x", call="a test", timeout_seconds=30) == [b"x", b"x"]
+    assert connection.channel.exchange(b"x", call="a test", timeout_seconds=120) == [b"x", b"x"]
 if sys.argv[1] == "joined":
     connection.close()
     assert dist.is_initialized()
@@ -65,7 +66,7 @@ def test_one_process_opens_nothing() -> None:
     connection = open_process_group(environment, "gloo")
     assert connection.store is None
     assert not dist.is_initialized()
-    assert connection.agreement.exchange(b"alone", call="a test", timeout_seconds=1) == [b"alone"]
+    assert connection.channel.exchange(b"alone", call="a test", timeout_seconds=1) == [b"alone"]
     connection.close()
 
 
@@ -133,7 +134,7 @@ def test_a_job_without_an_agent_ends_quietly(tmp_path: Path, mode: str) -> None:
                 text=True,
             )
         )
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    outputs = [process.communicate(timeout=deadline(60))[0] for process in processes]
     assert [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)] == [
         (0, "done\n"),
         (0, "done\n"),

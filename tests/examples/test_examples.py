@@ -11,6 +11,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from deadlines import deadline
 
 ROOT = Path(__file__).parents[2]
 has_compiler = shutil.which("g++") is not None and Path(sysconfig.get_path("include"), "Python.h").exists()
@@ -24,7 +25,7 @@ def run(*arguments: str, folder: Path, seconds: float = 200.0) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=seconds,
+        timeout=deadline(seconds),
     )
     assert done.returncode == 0, f"it ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from deadlines import deadline
+
 SCRIPT = Path(__file__).with_name("lightning_style.py")
 METRICS = (
     "epochs_done lr train_acc train_loss train_loss_epoch train_loss_step val_acc_clean val_acc_noisy val_loss_clean "
@@ -25,7 +27,7 @@ def test_the_script_runs_as_it_is(tmp_path: Path) -> None:
     )
     assert program.count("trainwright") == len(imported)
     command = [sys.executable, "-W", "error", str(SCRIPT), "logs"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=deadline(120))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     said = dict(re.findall(r"^([a-z_-]+(?: [a-z]+)*): (.*)$", done.stdout, re.MULTILINE))
     assert float(said["test_acc"]) > 0.9

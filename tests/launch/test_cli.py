@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deadlines import deadline
 from started import Started, python
 
 from trainwright.__main__ import check_names
@@ -224,7 +225,9 @@ def test_the_place_of_a_node_may_stand_in_the_environment(tmp_path: Path, starte
 def test_help_and_unknown_commands() -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = python("-m", "trainwright", *arguments)
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ}, check=False)
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=deadline(60), env={**os.environ}, check=False
+        )
 
     shown = run("--help").stdout
     assert "launch      run a script in several processes" in shown

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
+from deadlines import deadline, wait_until
 from small import make_data, make_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -248,10 +249,7 @@ def test_an_interrupted_wait_ends_the_child(tmp_path: Path) -> None:
         patch.setattr(sys, "stdout", Interrupting())
         with pytest.raises(KeyboardInterrupt):
             run_beside([sys.executable, "-c", program])
-    deadline = time.monotonic() + GONE_SECONDS
-    while psutil.pid_exists(int(Path("pid").read_text())):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not psutil.pid_exists(int(Path("pid").read_text())), GONE_SECONDS)
 
 
 PROGRAM = """
@@ -316,7 +314,7 @@ class Started:
             input=text or "",
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=deadline(120),
             check=False,
             env=self.environment,
         )
@@ -336,9 +334,7 @@ class Started:
         return found
 
     def check_nothing_left(self, but: int = 0) -> None:
-        deadline = time.monotonic() + GONE_SECONDS
-        while len(self.processes()) > but and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: len(self.processes()) <= but, GONE_SECONDS)
         assert len(self.processes()) == but
 
 
@@ -395,9 +391,9 @@ class Terminal:
         os.write(self.main, line.encode())
 
     def wait_for(self, text: str, seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
+        end = time.monotonic() + deadline(seconds)
         while text not in self.seen:
-            assert time.monotonic() < deadline, self.seen
+            assert time.monotonic() < end, self.seen
             if select.select([self.main], [], [], 0.2)[0]:
                 self.seen += os.read(self.main, 1 << 16).decode(errors="replace")
 

@@ -15,6 +15,7 @@ import cloudpickle
 import numpy
 import pytest
 import torch
+from deadlines import deadline
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -135,7 +136,11 @@ def test_classes_that_nobody_could_import_travel_along(made_up: Any, tmp_path: P
     assert cloudpickle.list_registry_pickle_by_value() == set()
     assert unpack(tmp_path / "work")["layer"].a.weight.equal(layer.a.weight)
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path / "work")], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", CHILD, str(tmp_path / "work")],
+        capture_output=True,
+        text=True,
+        timeout=deadline(60),
+        check=False,
     )
     assert (done.stdout, done.stderr) == ("(2, 262144) 524288.0 1\n", "")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from deadlines import deadline, wait_until
 from started import GONE_SECONDS, ROOT, Started, python
 
 from trainwright.errors import LaunchError
@@ -89,8 +90,8 @@ class Job(Started):
         settings = {**left_out, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary), **variables}
         super().__init__([*(command or python()), "sub/train.py", *arguments], folder, **settings)
 
-    def check_nothing_left(self, deadline: float | None = None) -> None:
-        super().check_nothing_left(deadline)
+    def check_nothing_left(self) -> None:
+        super().check_nothing_left()
         assert list(self.temporary.iterdir()) == []
 
 
@@ -135,7 +136,7 @@ def test_a_rank_that_raises_ends_the_job_and_is_named(tmp_path: Path, jobs: list
     jobs.append(job)
     assert job.wait() == 1
     at = next(float(line.split()[-1]) for line in job.stdout.splitlines() if line.startswith("[rank1] at"))
-    assert time.time() - at < GONE_SECONDS
+    assert time.time() - at < deadline(GONE_SECONDS)
     assert "trainwright: rank 1 of 2 failed first (RuntimeError: boom); the job was ended." in job.stderr
     assert job.stderr.count("Traceback") == 1  # rank 0 only lost its peer, and says nothing
     assert "[rank1] RuntimeError: boom\n[rank1] second line\n" in job.stderr
@@ -165,7 +166,7 @@ def test_a_killed_rank_ends_the_job_even_where_sigterm_is_ignored(tmp_path: Path
     jobs.append(job)
     assert job.wait() == 128 + signal.SIGKILL
     at = next(float(line.split()[-1]) for line in job.stdout.splitlines() if line.startswith("[rank1] at"))
-    assert time.time() - at < GONE_SECONDS
+    assert time.time() - at < deadline(GONE_SECONDS)
     assert job.stderr == (
         "trainwright: rank 1 of 2 failed first (killed by SIGKILL; on Linux this is often the out-of-memory killer); "
         "the job was ended.\n"
@@ -183,10 +184,7 @@ def test_a_killed_launcher_takes_its_workers_with_it(tmp_path: Path, jobs: list[
     assert len(ports) == 3
     job.process.kill()
     job.check_nothing_left()
-    deadline = time.monotonic() + GONE_SECONDS
-    while ports & listening_ports() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not ports & listening_ports()
+    wait_until(lambda: not ports & listening_ports(), GONE_SECONDS)
     job.wait()
 
 
@@ -198,7 +196,7 @@ def test_a_signal_to_the_launcher_ends_all(tmp_path: Path, jobs: list[Job], numb
     began = time.monotonic()
     job.process.send_signal(number)
     assert job.wait() == code
-    assert time.monotonic() - began < GONE_SECONDS
+    assert time.monotonic() - began < deadline(GONE_SECONDS)
     assert job.stderr.count("KeyboardInterrupt") == (number == signal.SIGINT)  # rank 0's own
     assert "RuntimeError" not in job.stderr
     assert "trainwright" not in job.stderr  # no traceback of the launcher, no summary
@@ -231,7 +229,7 @@ def test_a_command_that_cannot_run_again_is_refused(arguments: list[str], text: 
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=deadline(60),
         check=False,
     )
     assert "LaunchError" in done.stderr

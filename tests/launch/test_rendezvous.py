@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
+from deadlines import deadline, wait_until
 
 from trainwright.errors import LaunchError
 from trainwright.launch.nodes import Nodes, nodes_of
@@ -38,7 +38,7 @@ class Meeting:
 
     def check_met(self) -> None:
         for thread in self.threads:
-            thread.join(timeout=30)
+            thread.join(timeout=deadline(30))
             assert not thread.is_alive()
 
 
@@ -64,9 +64,7 @@ def test_nodes_meet_and_know_each_other(meeting: Meeting) -> None:
     assert main.lifeline.lost() == []
     assert other.lifeline is not None
     other.lifeline.close()  # as the kernel does when a launcher ends
-    deadline = time.monotonic() + 20
-    while main.lifeline.lost() == [] and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(main.lifeline.lost)
     assert main.lifeline.lost() == [1]
     assert not main.has_left(1)
 
@@ -79,9 +77,7 @@ def test_nodes_that_do_not_belong_together_are_refused(meeting: Meeting) -> None
         meeting.come(4, 1).next_rendezvous()
     second = meeting.come(3, 2)
     meeting.wait(second)
-    deadline = time.monotonic() + 20
-    while not second._agents.check(["node/2"]) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: second._agents.check(["node/2"]))
     with pytest.raises(
         LaunchError, match="node_rank=2 was given to two nodes; each needs a number of its own, from 0 to 2"
     ):

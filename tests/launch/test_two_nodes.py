@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deadlines import deadline
 from small import assert_equal
 from started import GONE_SECONDS, Started, python
 
@@ -87,7 +88,7 @@ class Network:
     def close(self) -> None:
         for each in self.started:
             each.close()
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=deadline(60))
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def network(tmp_path: Path) -> Iterator[Network]:
             yield network
             network.close()
             return
-        reasons.append(network.process.communicate(timeout=60)[1].strip())
+        reasons.append(network.process.communicate(timeout=deadline(60))[1].strip())
     reason = f"two network namespaces cannot be made here; they need root or user namespaces: {reasons}"
     if NEEDED in os.environ:
         pytest.fail(reason)
@@ -185,10 +186,11 @@ def start_both(network: Network, mode: str) -> list[Started]:
 
 def test_a_failed_rank_ends_both_nodes_and_is_named_on_both(network: Network) -> None:
     jobs = start_both(network, "fail")
-    deadline = time.monotonic() + GONE_SECONDS
+    began = time.monotonic()
     for job in jobs:
         assert job.wait() == 1
-        job.check_nothing_left(deadline)
+        job.check_nothing_left()
+        assert time.monotonic() - began < deadline(GONE_SECONDS)
         assert "trainwright: rank 1 of 2, on node 1 (" in job.stderr
         assert "failed first (RuntimeError: boom); the job was ended." in job.stderr
         assert job.stderr.count("Traceback") == 1
@@ -208,9 +210,10 @@ def test_a_launcher_that_ends_takes_both_nodes_with_it(network: Network, node: i
     jobs = start_both(network, "wait")
     assert [len(job.processes()) for job in jobs] == [2, 2]
     jobs[node].process.send_signal(number)
-    deadline = time.monotonic() + GONE_SECONDS
+    began = time.monotonic()
     for job in jobs:
-        job.check_nothing_left(deadline)
+        job.check_nothing_left()
+    assert time.monotonic() - began < deadline(GONE_SECONDS)
     other = jobs[1 - node]
     assert other.wait() == 1
     assert text in other.stderr

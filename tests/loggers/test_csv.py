@@ -6,8 +6,7 @@ import csv
 import json
 import os
 import pickle
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from deadlines import wait_until
 
 import trainwright as tw
 from trainwright.loggers.csv import MetricsFile
@@ -36,13 +36,6 @@ def started(folder: Any, **kwargs: Any) -> tw.CSVLogger:
     logger = tw.CSVLogger(str(folder), **kwargs)
     logger.start(lambda text: text, is_writer=True)
     return logger
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture(params=["local", "memory"])

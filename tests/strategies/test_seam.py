@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from deadlines import deadline
 
 JOB = Path(__file__).with_name("seam_job.py")
 FIGURES = [
@@ -48,7 +49,7 @@ def run_job(name: str) -> str:
     command += ["--master-addr", "127.0.0.1", "--master-port", str(port), str(JOB), name]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join([str(JOB.parents[2]), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=deadline(200), check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return done.stdout
 

@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from deadlines import wait_until
 from small import ACCELERATOR, Classifier, make_loader, weights
 
 import trainwright as tw
@@ -124,9 +125,7 @@ def fixed(number: int) -> int:
         """Goes on training until the other one has been refused."""
 
         def on_train_batch_start(self, *args: Any) -> None:
-            deadline = time.monotonic() + 20
-            while not Path(f"refused-{number}").exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(Path(f"refused-{number}").exists, 60.0)
 
     trainer = tw.Trainer(
         accelerator=ACCELERATOR,

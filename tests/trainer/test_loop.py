@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,24 +78,26 @@ def test_when_it_validates(settings: dict[str, Any], validations: list[tuple[int
     assert module.validations == validations
 
 
-def test_validation_each_so_many_seconds() -> None:
+def test_validation_each_so_many_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("trainwright.trainer.clock.time", clock)
     moments: list[float] = []
 
     class Slow(Diary):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            time.sleep(0.02)
+            clock.now += 20.0
             return super().training_step(batch, batch_idx)
 
         def on_validation_start(self) -> None:
             super().on_validation_start()
-            moments.append(time.monotonic())
+            moments.append(clock.now)
 
     for every in (1, None):
         moments.clear()
-        settings = {"check_val_every_n_epoch": every, "val_check_interval": timedelta(seconds=0.1), "max_epochs": 2}
+        settings = {"check_val_every_n_epoch": every, "val_check_interval": timedelta(seconds=100), "max_epochs": 2}
         module, _ = fit(Slow(), val=make_loader(4), **settings)
         assert 2 <= len(moments) < 11
-        assert all(later - sooner > 0.06 for sooner, later in pairwise(moments))
+        assert all(later - sooner > 60 for sooner, later in pairwise(moments))
         assert any(total not in (11, 22) for _, total in module.validations)
 
 
@@ -227,16 +229,17 @@ def test_a_run_that_stops_within_an_epoch_is_not_validated_there() -> None:
     assert fit(val=make_loader(4), check_val_every_n_epoch=2, max_steps=5)[0].validations == []
 
 
-def test_the_time_ends_it() -> None:
+def test_the_time_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("trainwright.callbacks.timer.time", clock)
+
     class Slow(Diary):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            time.sleep(0.01)
+            clock.now += 10.0
             return super().training_step(batch, batch_idx)
 
-    begun = time.monotonic()
-    _, trainer = fit(Slow(), max_epochs=None, max_time={"seconds": 0.4})
-    assert 0.4 <= time.monotonic() - begun < 5
-    assert 11 < trainer.global_step < 60  # beyond the first epoch: max_epochs has no default beside a time
+    _, trainer = fit(Slow(), max_epochs=None, max_time={"seconds": 400})
+    assert trainer.global_step == 40  # beyond the first epoch: max_epochs has no default beside a time
     _, trainer = fit(max_epochs=3, max_time="00:01:00:00")
     assert trainer.current_epoch == 3
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from deadlines import deadline
 from small import assert_equal
 
 JOB = Path(__file__).with_name("rerun_job.py")
@@ -27,7 +28,7 @@ def test_killed_and_run_again(tmp_path: Path) -> None:
         [sys.executable, "-W", "error", str(JOB), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=deadline(240),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from deadlines import deadline
 from jobs import run_job
 from small import QUIET, Classifier, assert_equal, make_loader
 from torch import Tensor
@@ -26,11 +27,11 @@ class Net(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.global_rank == 1:
-            time.sleep(self.pause)
+            time.sleep(deadline(self.pause))
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        time.sleep(0.03 if self.pause else 0.0)
+        time.sleep(deadline(0.03) if self.pause else 0.0)
         super().validation_step(batch, batch_idx)
         torch.rand(2)
 

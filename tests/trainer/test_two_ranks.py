@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deadlines import wait_until
 from jobs import run_job
 from small import ON_HOST, QUIET, Classifier, assert_close, assert_equal, loss_of, make_loader, make_net, weights
 from torch import Tensor, nn
@@ -227,9 +227,8 @@ def threads_left() -> list[list[str]]:
     accelerator.backward(model(torch.ones(4, 8)).sum())
     before = names()
     trainer.engine.connection.close()
-    deadline = time.monotonic() + 1.0  # a thread is joined a moment before the kernel takes it off its list
-    while any("gloo" in name for name in names()) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    # A thread is joined a moment before the kernel takes it off its list.
+    wait_until(lambda: not any("gloo" in name for name in names()))
     return [before, names()]
 
 

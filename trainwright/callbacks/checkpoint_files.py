@@ -6,10 +6,10 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.checkpoint_policy import Kept
-from trainwright.callbacks.decision import decided
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.replacement import is_link, is_replaceable, replace_checkpoint
 from trainwright.checkpoint.store import is_checkpoint, open_checkpoint, remove_checkpoint, same_path
@@ -258,8 +258,8 @@ class PendingSave:
             trainer.engine.finish_save()
             if self.is_committed and self.written_to != self.path:
                 # As a decision, so that no rank looks for the path before rank 0 has renamed it.
-                rename = "a save of ModelCheckpoint"
-                decided(trainer.engine, rename, lambda: replace_checkpoint(self.written_to, self.path))
+                rename = partial(replace_checkpoint, self.written_to, self.path)
+                trainer.engine.ranks.decide(rename, "a save of ModelCheckpoint")
                 self.written_to = self.path
         except BaseException:
             self.put_back()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.decision import decided
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -49,6 +48,12 @@ class EarlyStopping(Callback):
     The check that belongs to a validation at an epoch's end is made when the epoch's training metrics are there too, so
     either kind may be followed. Every rank decides alike, by rank 0's value. Nothing is checked in the sanity check or
     with fast_dev_run; a fit that begins anew counts anew.
+
+    >>> stopping = tw.EarlyStopping("val_loss", min_delta=0.05, patience=2)
+    >>> trainer = tw.Trainer(callbacks=stopping, max_epochs=50, enable_model_summary=False)
+    >>> trainer.fit(module, loader, val_loader)
+    >>> trainer.current_epoch < 50
+    True
     """
 
     runs_last = True
@@ -165,7 +170,7 @@ class EarlyStopping(Callback):
         """Decide, alike on every rank. Collective."""
         if trainer.fast_dev_run:
             return
-        score = decided(trainer.engine, "the score of EarlyStopping", lambda: self._score(trainer))
+        score = trainer.engine.ranks.decide(lambda: self._score(trainer), "the score of EarlyStopping")
         if score is None:
             return
         reason, message = self._judge(score)

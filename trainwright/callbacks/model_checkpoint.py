@@ -44,7 +44,6 @@ from trainwright.callbacks.checkpoint_policy import (
     checked_intervals,
     reason_not_to_resume,
 )
-from trainwright.callbacks.decision import decided
 from trainwright.checkpoint.store import sweep_temporaries
 from trainwright.data.seeding import isolate_rng, rng_state, set_rng_state
 from trainwright.duration import to_seconds
@@ -97,6 +96,12 @@ class ModelCheckpoint(Callback):
     for a manual optimization step is made after that step. Nothing is saved with fast_dev_run. Rank 0 decides for all ranks,
     by its own metrics and files. A fit that starts from scratch keeps its own best checkpoints and leaves the files of an
     earlier fit alone.
+
+    >>> best = tw.ModelCheckpoint("runs/mine", filename="{step}", monitor="val_loss")
+    >>> trainer = tw.Trainer(callbacks=best, max_epochs=2, enable_model_summary=False)
+    >>> trainer.fit(module, loader, val_loader)
+    >>> best.best_model_path
+    '...runs/mine/step=16.ckpt'
     """
 
     runs_last = True
@@ -328,7 +333,7 @@ class ModelCheckpoint(Callback):
         if not self.keeps_any:
             return
         self._conclude(trainer)
-        plan = decided(trainer.engine, "a save of ModelCheckpoint", lambda: self._plan(trainer, may_repeat))
+        plan = trainer.engine.ranks.decide(lambda: self._plan(trainer, may_repeat), "a save of ModelCheckpoint")
         if plan is None or self._weights.refuses(trainer, self._kept["last"]):
             return
         save = Save(*plan)
@@ -393,7 +398,7 @@ class ModelCheckpoint(Callback):
     def _find_again(self, trainer: Trainer) -> None:
         """Take what rank 0 finds of the checkpoints that the resumed run had kept. Collective."""
         find = partial(found_again, self._kept, self._unrenamed, self._moments.steps, trainer.resume_source or "")
-        scores, last, replaced = decided(trainer.engine, "the start of ModelCheckpoint", find)
+        scores, last, replaced = trainer.engine.ranks.decide(find, "the start of ModelCheckpoint")
         self._keep({**self._kept, "scores": scores, "last": last, "replaced": replaced})
 
     def save_stop(self, trainer: Trainer, name: str = "stop") -> str:
@@ -411,7 +416,7 @@ class ModelCheckpoint(Callback):
                 print(f"trainwright: {error}", file=sys.stderr, flush=True)
         own = f"{self.dirpath}/{name}"
         find = partial(path_of_stop, trainer, self._kept, own)
-        path, is_there = decided(trainer.engine, "the save of a run that ends", find)
+        path, is_there = trainer.engine.ranks.decide(find, "the save of a run that ends")
         if is_there:
             return str(path)
         if self._weights.refuses(trainer, self._kept["last"]):

@@ -12,7 +12,6 @@ import json
 import os
 import uuid
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
@@ -148,12 +147,10 @@ class TensorPredictionWriter(BasePredictionWriter):
         """Write the rest, then on rank 0 the manifest, which makes the predictions complete. Collective."""
         for stream in self._streams:
             self._write(trainer, stream)
-        engine = trainer.engine
-        own = json.dumps([[stream.nest, stream.files] for stream in self._streams]).encode()
-        post = partial(engine.agreement.exchange, call="the end of predict", timeout_seconds=engine.timeout_seconds)
-        ranks = [json.loads(each) for each in post(own)]
+        ranks, call = trainer.engine.ranks, "the end of predict"
+        written = ranks.exchange([[stream.nest, stream.files] for stream in self._streams], call)
         loaders = []
-        for streams in zip(*ranks, strict=True):
+        for streams in zip(*written, strict=True):
             nests = [nest for nest, _ in streams if nest is not None]
             if any(nest != nests[0] for nest in nests):
                 raise TypeError(
@@ -166,7 +163,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         if trainer.is_global_zero:
             files, path = resolve(self.dirpath)
             files.put(f"{path}/{MANIFEST}", json.dumps({"format": 1, "loaders": loaders}, indent=1).encode())
-        post(b"")  # nobody goes on before it is there
+        ranks.wait(call)  # on every rank the manifest is there after this
         self._streams = []
 
 

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.decision import decided
 from trainwright.duration import to_seconds
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ class Timer(Callback):
         """End the run at this boundary where rank 0's time is over. Collective."""
         duration = self._duration
         assert duration is not None
-        if decided(trainer.engine, "the look of Timer", lambda: self.time_elapsed() >= duration):
+        if trainer.engine.ranks.decide(lambda: self.time_elapsed() >= duration, "the look of Timer"):
             self._is_over = True
             trainer.should_stop = True
             self._tell(trainer)

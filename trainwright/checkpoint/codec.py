@@ -3,8 +3,8 @@
 JSON's own types are written as they are. Anything else is an object with one key that starts with `$` and names its type. The
 types are the tables in this file, so decoding imports nothing and calls nothing that the data names.
 
-Some values come back as a plainer type: a defaultdict with a factory that is not in this file as a dict, a Parameter as a tensor,
-and every path as a pathlib.Path.
+Some values come back as a plainer type: a defaultdict with a factory that is not in this file as a dict, a Parameter as a
+tensor, and every path as a pathlib.Path.
 """
 
 from __future__ import annotations

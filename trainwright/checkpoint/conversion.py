@@ -18,6 +18,7 @@ from trainwright.checkpoint.shards import METADATA_KEY, host_bytes
 from trainwright.checkpoint.store import write_checkpoint
 from trainwright.checkpoint.temporary import temporary_path
 from trainwright.checkpoint.tensors import DTYPE_NAMES, DTYPES, Piece, TensorEntry
+from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
 CHUNK_ELEMENTS = 1 << 20
@@ -168,13 +169,6 @@ def _new_file(files: LocalFiles, target: str) -> Iterator[BinaryIO]:
             files.remove_file(temporary)
 
 
-class _Alone:
-    """The exchange of a process that has no others."""
-
-    def exchange(self, payload: bytes, *, call: str, timeout_seconds: float) -> list[bytes]:
-        return [payload]
-
-
 def import_checkpoint(source: str, path: str) -> Weights:
     """Make a checkpoint that holds weights and hyper-parameters of whatever `read_weights` reads; return these.
 
@@ -201,8 +195,6 @@ def import_checkpoint(source: str, path: str) -> Weights:
         state=state,
         rank_state=None,
         header={"step": weights.global_step or 0, "epoch": weights.epoch or 0, "imported_from": weights.kind},
-        exchange=_Alone(),
-        rank=0,
-        world_size=1,
+        ranks=Ranks(),
     )
     return weights

@@ -66,8 +66,8 @@ def read_manifest(files: Files, path: str) -> Manifest:
     except NotADirectoryError as error:
         raise CheckpointError(
             f"{path} is not a checkpoint: it is a file, and a checkpoint is a directory. The weights in a Lightning .ckpt or "
-            "another file of torch.save are loaded by the Module's load_from_checkpoint, and converted by `trainwright checkpoint "
-            "import`."
+            "another file of torch.save are loaded by the Module's load_from_checkpoint, and converted by `trainwright "
+            "checkpoint import`."
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} is not a checkpoint: it cannot be read as a directory ({error}).") from error

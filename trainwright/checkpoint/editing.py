@@ -1,7 +1,7 @@
 """A checkpoint's contents as one dict, for hooks that add, remove or change values.
 
-Its "state_dict" holds the model's tensors by name: at a save whole tensors, or this rank's parts if the strategy shards them (see
-rank_part.py); at a load whole tensors in host memory.
+Its "state_dict" holds the model's tensors by name: at a save whole tensors, or this rank's parts if the strategy shards them
+(see rank_part.py); at a load whole tensors in host memory.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ from typing import Any, BinaryIO, Protocol, cast
 
 import fsspec.core
 
+from trainwright.errors import CheckpointError
+
 RETRY_DELAYS_SECONDS = (0.5, 2.0)
 _NOT_RETRIED = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 DRAINED_BYTES = 8 << 20
@@ -246,6 +248,8 @@ def resolve(path: str) -> tuple[Files, str]:
 
 def describe(error: BaseException, path: str) -> str:
     """Return what went wrong with a file that was to be written and, where the cause is known, what to do."""
+    if isinstance(error, CheckpointError):
+        return str(error)
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if not isinstance(error, OSError):
         return text

@@ -21,8 +21,8 @@ ALIGNMENT = 64
 class HostMemory:
     """Host memory for the pieces of one checkpoint at a time, kept for the next save.
 
-    Fresh pages cost more than the copy itself, so it is only reallocated for a larger checkpoint. It is page-locked if a piece is
-    on a device that can then copy asynchronously.
+    Fresh pages cost more than the copy itself, so it is only reallocated for a larger checkpoint. It is page-locked if a
+    piece is on a device that can then copy asynchronously.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """The lock of a checkpoint folder: two runs that wrote into one folder would remove each other's checkpoints.
 
-It is a POSIX record lock on the file `.lock` in the folder, whose text names the holder. The kernel releases it when the process
-ends, however it ends; forked loader workers do not inherit it, and it works over NFS. On a file system without locks, the file's
-existence is the lock, and the process that it names is looked up. A remote folder (any fsspec URL that is not a local path) has
-no lock: object stores offer nothing atomic enough to build one on.
+It is a POSIX record lock on the file `.lock` in the folder, whose text names the holder. The kernel releases it when the
+process ends, however it ends; forked loader workers do not inherit it, and it works over NFS. On a file system without locks,
+the file's existence is the lock, and the process that it names is looked up. A remote folder (any fsspec URL that is not a
+local path) has no lock: object stores offer nothing atomic enough to build one on.
 
 NOTE: a process that closes any descriptor of a file loses its POSIX locks on it, so this process opens the file once.
 """

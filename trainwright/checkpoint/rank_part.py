@@ -86,7 +86,7 @@ def stored(name: str, value: Tensor) -> Piece:
     if not value.is_range:
         raise CheckpointError(
             f"on_save_checkpoint left {name!r} in the state_dict, computed from this rank's part of {value.source.name!r}; the "
-            "other ranks hold the rest. Use elementwise operations on such tensors (a cast, a factor), or strategy='ddp', which "
-            "keeps them whole."
+            "other ranks hold the rest. Use elementwise operations on such tensors (a cast, a factor), or strategy='ddp', "
+            "which keeps them whole."
         )
     return replace(value.source, name=name, tensor=value.detach().as_subclass(Tensor))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
 import torch
 
 from trainwright.checkpoint.codec import decode
 from trainwright.checkpoint.discovery import read_manifest
-from trainwright.checkpoint.filesystem import Files, resolve
+from trainwright.checkpoint.filesystem import Files, describe, resolve
 from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, Manifest, load_json, rank_section
-from trainwright.checkpoint.outcomes import Exchange, Outcomes
 from trainwright.checkpoint.shards import (
     CHUNK_BYTES,
     Copy,
@@ -23,6 +23,7 @@ from trainwright.checkpoint.shards import (
     read_header,
 )
 from trainwright.checkpoint.tensors import Piece, TensorEntry
+from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
 Verify = Literal["full", "size", "off"]
@@ -256,28 +257,22 @@ def open_checkpoint(
     path: str,
     verify: Verify = "full",
     *,
-    exchange: Exchange | None = None,
-    rank: int = 0,
-    world_size: int = 1,
-    timeout_seconds: float = 1800.0,
+    ranks: Ranks | None = None,
 ) -> Checkpoint:
     """Verify a checkpoint and return it, ready to be read.
 
-    With an `exchange` the files are shared out: each is hashed by one rank, and all ranks raise the same error.
-    Collective then: call on every rank.
+    With `ranks` the files are distributed: one rank hashes each, and all raise the same error. Collective then.
 
     Args:
         path: the checkpoint's directory, or its URL.
         verify: "full" hashes every file, "size" compares sizes, "off" only looks whether they are there.
-        exchange: what carries outcomes between the ranks; None where this process opens it alone.
-        rank: this process's rank.
-        world_size: the number of ranks that take part.
-        timeout_seconds: how long to wait for the slowest rank.
+        ranks: those that open it; None if this process opens it alone.
 
     Raises:
         CheckpointError: it is no checkpoint, it is damaged, or its format is newer than this version reads.
     """
     check_verify(verify)
+    rank, world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
     files, inside = resolve(path)
     found: list[Checkpoint] = []
 
@@ -288,7 +283,7 @@ def open_checkpoint(
             for name, record in manifest.files.items():
                 _refuse(path, name, size_fault(record, name, listed, compare=verify != "off"))
             if verify == "full":
-                for name in _share(manifest.files, rank, world_size if exchange else 1):
+                for name in _share(manifest.files, rank, world_size):
                     _refuse(path, name, digest_fault(files, f"{inside}/{name}", manifest.files[name]))
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -296,10 +291,10 @@ def open_checkpoint(
         found.append(Checkpoint(files, str(path), inside, manifest, verify, extra))
         return hashlib.sha256(repr(sorted(manifest.files.items())).encode()).hexdigest()
 
-    if exchange is None:
+    if ranks is None:
         examine()
         return found[0]
-    seen = Outcomes(exchange, "the opening of a checkpoint", "", inside, timeout_seconds).settle(examine)
+    seen = ranks.run_on_all(examine, "the opening of a checkpoint", describe=partial(describe, path=inside))
     if len(set(seen)) > 1:
         raise CheckpointError(f"the ranks see different checkpoints at {path}; give a path that all of them share.")
     return found[0]

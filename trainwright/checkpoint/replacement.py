@@ -79,7 +79,7 @@ def replace_checkpoint(newer: str, path: str) -> None:
                 files.rename(target, source)
             if old:
                 files.rename(old, target)
-        text = str(error) if isinstance(error, CheckpointError) else describe(error, target)
+        text = describe(error, target)
         raise CheckpointError(f"{newer} is whole, but could not be renamed to {path}: {text}") from error
     if old:
         try:

@@ -37,12 +37,12 @@ from trainwright.checkpoint.manifest import (
     table_from_json,
     table_to_json,
 )
-from trainwright.checkpoint.outcomes import Exchange, Outcomes
 from trainwright.checkpoint.reader import Checkpoint, ReadReport, open_checkpoint
 from trainwright.checkpoint.replacement import refuse_irreplaceable, replace_checkpoint, versioned_path
 from trainwright.checkpoint.shards import FileRecord, HashingStream, check_storable, write_shard
 from trainwright.checkpoint.temporary import sweep_temporaries, temporary_path
 from trainwright.checkpoint.tensors import Piece, TensorEntry, assign_writers, merge
+from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
 SAVE = "the save of a checkpoint"
@@ -51,7 +51,6 @@ SAVE = "the save of a checkpoint"
 __all__ = [
     "Checkpoint",
     "CheckpointEntry",
-    "Exchange",
     "Piece",
     "ReadReport",
     "TensorEntry",
@@ -77,10 +76,7 @@ def write_checkpoint(
     state: Any,
     rank_state: Any,
     header: Mapping[str, Any],
-    exchange: Exchange,
-    rank: int,
-    world_size: int,
-    timeout_seconds: float = 1800.0,
+    ranks: Ranks,
     overwrite: bool = False,
 ) -> None:
     """Write a checkpoint; when this returns, on any rank, it is durable. Collective: call on every rank.
@@ -91,10 +87,7 @@ def write_checkpoint(
         state: plain data of the whole run; rank 0's is stored.
         rank_state: plain data of this rank; None stores nothing.
         header: plain JSON for the manifest, with at least `step` and `epoch`; rank 0's is stored.
-        exchange: what carries outcomes between the ranks.
-        rank: this process's rank.
-        world_size: the number of ranks.
-        timeout_seconds: how long to wait for the slowest rank.
+        ranks: those that write it.
         overwrite: let it take the place of a whole checkpoint that has the path, once it is committed under a name beside.
 
     Raises:
@@ -102,12 +95,9 @@ def write_checkpoint(
     """
     write_contents(
         path,
-        gather=partial(collect, sections, state, rank_state, rank, world_size),
+        gather=partial(collect, sections, state, rank_state, ranks.rank, ranks.world_size),
         header=header,
-        exchange=exchange,
-        rank=rank,
-        world_size=world_size,
-        timeout_seconds=timeout_seconds,
+        ranks=ranks,
         overwrite=overwrite,
     )
 
@@ -154,17 +144,20 @@ def write_contents(
     *,
     gather: Callable[[], Contents],
     header: Mapping[str, Any],
-    exchange: Exchange,
-    rank: int,
-    world_size: int,
-    timeout_seconds: float,
+    ranks: Ranks,
     overwrite: bool = False,
 ) -> None:
     """Write a checkpoint of what `gather` returns on each rank; else as `write_checkpoint`. Collective."""
     files, target = resolve(path)
-    outcomes = Outcomes(exchange, SAVE, f"checkpoint {path} was not written", target, timeout_seconds)
-    full_header = {"world_size": world_size, **header}
-    directory = outcomes.settle((lambda: _begin(files, target, full_header, overwrite)) if rank == 0 else None)[0]
+    rank = ranks.rank
+    run_on_all = partial(
+        ranks.run_on_all,
+        call=SAVE,
+        subject=f"checkpoint {path} was not written",
+        describe=partial(describe, path=target),
+    )
+    full_header = {"world_size": ranks.world_size, **header}
+    directory = run_on_all((lambda: _begin(files, target, full_header, overwrite)) if rank == 0 else None)[0]
     writer = _Writer(files, directory)
 
     def write_own() -> dict[str, Any]:
@@ -176,10 +169,8 @@ def write_contents(
         return writer.table()
 
     try:
-        tables = outcomes.settle(write_own, reads=rank == 0)
-        outcomes.settle(
-            (lambda: _commit(files, directory, target, full_header, tables, overwrite)) if rank == 0 else None
-        )
+        tables = run_on_all(write_own, reads=rank == 0)
+        run_on_all((lambda: _commit(files, directory, target, full_header, tables, overwrite)) if rank == 0 else None)
     except Exception as error:
         if files.has_rename:
             if rank == 0:

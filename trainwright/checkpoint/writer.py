@@ -19,7 +19,7 @@ from trainwright.checkpoint.filesystem import describe, resolve
 from trainwright.checkpoint.host_copy import HostMemory
 from trainwright.checkpoint.store import Contents, collect, write_contents
 from trainwright.checkpoint.tensors import Piece
-from trainwright.distributed.agreement import Agreement
+from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
 NICENESS = 10
@@ -75,14 +75,12 @@ class CheckpointWriter:
     """Writes the checkpoints of one engine. Collective: make it on every rank, and save on every rank in the same order.
 
     Args:
-        agreement: carries outcomes between the ranks.
-        timeout_seconds: how long to wait for the slowest rank.
+        ranks: those that save.
         has_failed: tells whether this process is known to have failed, and its peers to leave.
     """
 
-    def __init__(self, agreement: Agreement, timeout_seconds: float, has_failed: Callable[[], bool]) -> None:
-        self._agreement, self._channel = agreement, agreement.channel("saves")
-        self._timeout_seconds = timeout_seconds
+    def __init__(self, ranks: Ranks, has_failed: Callable[[], bool]) -> None:
+        self._ranks, self._thread_ranks = ranks, ranks.subchannel("saves")
         self._has_failed = has_failed
         self._memory = HostMemory()
         self.in_flight: BackgroundSave | None = None
@@ -105,24 +103,15 @@ class CheckpointWriter:
             CheckpointError: this save failed, or the one in flight before it; on every rank alike.
         """
         self.finish()
-        rank, world_size = self._agreement.rank, self._agreement.world_size
         files, inside = resolve(path)
         path = inside if files.has_rename else path  # the working directory may be another when the thread looks
-        write = partial(
-            write_contents,
-            path,
-            header=header,
-            rank=rank,
-            world_size=world_size,
-            timeout_seconds=self._timeout_seconds,
-            overwrite=overwrite,
-        )
-        gather = partial(collect, sections, state, rank_state, rank, world_size)
+        write = partial(write_contents, path, header=header, overwrite=overwrite)
+        gather = partial(collect, sections, state, rank_state, self._ranks.rank, self._ranks.world_size)
         if blocking:
-            write(gather=gather, exchange=self._agreement)
+            write(gather=gather, ranks=self._ranks)
             return
         copied = self._copied(gather)
-        save = BackgroundSave(path, partial(write, gather=copied, exchange=self._channel))
+        save = BackgroundSave(path, partial(write, gather=copied, ranks=self._thread_ranks))
         save.start()
         self.in_flight = save
         atexit.register(self._finish_at_exit)
@@ -150,7 +139,7 @@ class CheckpointWriter:
         save = self.in_flight
         if save is not None:
             self._forget()
-            self._channel.give_up()
+            self._thread_ranks.give_up()
             memory, self._memory = self._memory, HostMemory()  # what is still being written keeps its own
             if save.wait(DROP_SECONDS):
                 self._memory = memory
@@ -184,10 +173,10 @@ class CheckpointWriter:
             return
         if self._has_failed():
             self.drop()
-        elif not save.wait(self._timeout_seconds):
+        elif not save.wait(self._ranks.timeout_seconds):
             print(
-                f"trainwright: checkpoint {save.path} was not written: it was not done {self._timeout_seconds:g} s after the "
-                "end of the program.",
+                f"trainwright: checkpoint {save.path} was not written: it was not done {self._ranks.timeout_seconds:g} s after "
+                "the end of the program.",
                 file=sys.stderr,
             )
         elif save.error is not None:

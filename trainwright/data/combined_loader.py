@@ -29,6 +29,9 @@ class CombinedLoader(LoaderGroup):
     Raises:
         TypeError: something in the collection is no iterable of batches.
         ValueError: an unknown mode, or an empty collection.
+
+    >>> [batch for batch, _, _ in tw.CombinedLoader({"a": [1, 2, 3], "b": [4, 5]}, mode="max_size_cycle")]
+    [{'a': 1, 'b': 4}, {'a': 2, 'b': 5}, {'a': 3, 'b': 4}]
     """
 
     def __init__(self, iterables: Any, mode: Combination = "min_size") -> None:

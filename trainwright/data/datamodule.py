@@ -29,6 +29,14 @@ class DataModule(HyperParameters):
     """The data of a task: subclass it and define the loaders' methods that are needed.
 
     The Trainer calls `prepare_data` and `setup` before it asks for loaders, and `teardown` when the run is over.
+
+    >>> class Data(tw.DataModule):
+    ...     def setup(self, stage):
+    ...         self.samples = TensorDataset(torch.randn(32, 4), torch.randint(3, (32,)))
+    ...
+    ...     def train_dataloader(self):
+    ...         return DataLoader(self.samples, batch_size=4, shuffle=True)
+    >>> tw.Trainer(max_epochs=1, enable_model_summary=False).fit(module, datamodule=Data())
     """
 
     trainer: Trainer | None = None

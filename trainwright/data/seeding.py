@@ -34,6 +34,9 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     Raises:
         TypeError: seed is not an int.
         ValueError: seed is outside 0 .. 2**32 - 1, which numpy cannot take.
+
+    >>> tw.seed_everything(42)
+    42
     """
     if seed is None:
         seed = _choose_seed(Environment.detect())

@@ -2,7 +2,7 @@
 
 This is the only reader of the environment outside `launch/`; what SLURM's and MPI's variables mean stands in `clusters.py`.
 Starting processes is left to `launch/`, what is sent over the group to `collectives.py`, and agreement over the store to
-`agreement.py`.
+`ranks.py`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
-from trainwright.distributed.agreement import Agreement
 from trainwright.distributed.appointments import Appointment, AppointmentBook
 from trainwright.distributed.clusters import read_number, read_open_mpi, read_pmi, read_slurm, read_slurm_job, requeue
 from trainwright.distributed.failures import FailureBoard, PeerWatch
 from trainwright.distributed.network import LOOPBACK, interface_towards, loopback_interface
+from trainwright.distributed.rank_positions import RankPositions
 from trainwright.distributed.store import Store, open_store, stores
-from trainwright.distributed.whereabouts import Whereabouts
+from trainwright.distributed.store_channel import StoreChannel
 
 JOB_VARIABLE = "TRAINWRIGHT_JOB"
 """One JSON object: what our launcher tells its workers."""
@@ -182,11 +182,11 @@ def pick_backend(device_type: str, *, on_host_too: bool = False) -> str:
 
 @dataclass
 class Connection:
-    """This process's connection to its job: the process group, the store and the agreement over it."""
+    """This process's connection to its job: the process group, the store and a channel over it."""
 
     environment: Environment
     backend: str | None
-    agreement: Agreement
+    channel: StoreChannel
     store: Store | None = None
     owns_group: bool = False
     """False where the user's script opened the group; then it also closes it."""
@@ -236,7 +236,7 @@ class Connection:
             return
         if self.owns_group and not self._watch.has_failed and not self._watch.has_said_goodbye:
             with suppress(RuntimeError, OSError):  # the store's host may have been killed
-                self.agreement.leave()  # before the goodbye, which is what the host waits for
+                self.channel.leave()  # before the goodbye, which is what the host waits for
         self._watch.stop()
         # After a failure no communication is attempted: a peer that is gone would make it hang.
         if self.owns_group and not self._watch.has_failed:
@@ -278,7 +278,7 @@ def open_process_group(
             _choose_interface(environment)
             _open_group_of_one(backend)
             _check_backends(device_types[:1])  # one process sends nothing that is elsewhere
-        return Connection(environment, None, Agreement(None, environment.rank, 1))
+        return Connection(environment, None, StoreChannel(None, environment.rank, 1))
     if _connection is not None:
         if _connection.environment != environment:
             raise RuntimeError(
@@ -298,10 +298,10 @@ def open_process_group(
         _check_backends(device_types)
     base, store_host = open_store(environment, timeout, is_joined)
     job = stores().PrefixStore(f"{STORE_PREFIX}/{environment.restart_count}", base)
-    # NOTE: a blocking call of one thread holds its connection, so the group, the agreement and the watch have one each.
+    # NOTE: a blocking call of one thread holds its connection, so the group, the channel and the watch have one each.
     control = job.clone()
-    whereabouts = Whereabouts(environment.rank)
-    watch, book = _start_watch(environment, backend, control, job.clone(), store_host, whereabouts)
+    positions = RankPositions(environment.rank)
+    watch, book = _start_watch(environment, backend, control, job.clone(), store_host, positions)
     atexit.register(watch.stop)
     plain_hook = sys.excepthook
     try:
@@ -319,15 +319,15 @@ def open_process_group(
         if environment.launched_by == "trainwright":
             sys.excepthook = plain_hook
         watch.wrap_excepthook()
-    agreement = Agreement(
+    channel = StoreChannel(
         stores().PrefixStore(f"generation/{_generation}", control),
         environment.rank,
         environment.world_size,
-        whereabouts=whereabouts,
+        positions=positions,
     )
     _generation += 1
     opened = Connection(
-        environment, dist.get_backend(), agreement, control, owns_group=not is_joined, _book=book, _watch=watch
+        environment, dist.get_backend(), channel, control, owns_group=not is_joined, _book=book, _watch=watch
     )
     _connection = opened
     atexit.register(opened.close)
@@ -355,7 +355,7 @@ def _start_watch(
     control: Store,
     watched: Store,
     store_host: int | None,
-    whereabouts: Whereabouts,
+    positions: RankPositions,
 ) -> tuple[PeerWatch, AppointmentBook]:
     """Start the watcher thread on a connection of its own; return it with the appointments that it looks after."""
     prefix = f"appointments/{_generation}"
@@ -366,11 +366,11 @@ def _start_watch(
         synchronize=None if backend == "gloo" else _synchronize,
     )
     appointments = stores().PrefixStore(prefix, watched)
-    questions = stores().PrefixStore(f"generation/{_generation}", watched)
+    requests = stores().PrefixStore(f"generation/{_generation}", watched)
 
     def look() -> None:
         book.look(appointments)
-        whereabouts.answer(questions)
+        positions.answer(requests)
 
     watch = PeerWatch(
         watched,

@@ -1,15 +1,4 @@
-"""The Accelerator: the Engine's parts in a training loop of one's own.
-
-accelerator = tw.Accelerator()
-model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-for batch, target in loader:
-    with accelerator.accumulate(model):
-        loss = loss_fn(model(batch), target)
-        accelerator.backward(loss)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-"""
+"""The Accelerator: the Engine's parts in a training loop of one's own."""
 
 from __future__ import annotations
 
@@ -61,6 +50,14 @@ class Accelerator:
         ValueError, TypeError: a setting is wrong; said before any process is started.
         RuntimeError: the accelerator is not here.
         LaunchError: the processes of the job could not be started.
+
+    >>> accelerator = tw.Accelerator(gradient_accumulation_steps=2)
+    >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    >>> for inputs, targets in loader:
+    ...     with accelerator.accumulate(model):
+    ...         accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
     """
 
     def __init__(
@@ -445,10 +442,8 @@ class Accelerator:
 
     # -- what the prepared objects ask -------------------------------------------------------------------------------
 
-    def _exchange(self, payload: bytes) -> list[bytes]:
-        return self.engine.agreement.exchange(
-            payload, call="gather or reduce of plain data", timeout_seconds=self.engine.timeout_seconds
-        )
+    def _exchange(self, value: Any) -> list[Any]:
+        return self.engine.ranks.exchange(value, "gather or reduce of plain data")
 
     def _count_step(self, result: StepResult) -> None:
         self.step_count += 1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,50 +10,36 @@ from torch import Tensor
 
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.distributed import collectives
-from trainwright.distributed.agreement import Agreement
+from trainwright.distributed.ranks import Ranks
 
 
-def broadcast(obj: Any, source: int, agreement: Agreement, device: torch.device, timeout_seconds: float) -> Any:
+def broadcast(obj: Any, source: int, ranks: Ranks, device: torch.device) -> Any:
     """Return the source's object on every rank: plain data over the store, tensors over the process group.
 
     Raises:
         TypeError: on every rank alike, where it is more than plain data and tensors.
     """
-    if not 0 <= source < agreement.world_size:
-        raise ValueError(f"src={source} is not a rank; choose from 0 to {agreement.world_size - 1}.")
-    if agreement.world_size == 1:
+    if not 0 <= source < ranks.world_size:
+        raise ValueError(f"src={source} is not a rank; choose from 0 to {ranks.world_size - 1}.")
+    if ranks.world_size == 1:
         return obj
-    text = b""
+    own: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
-    if agreement.rank == source:
+    if ranks.rank == source:
         try:
             plain, tensors = encode(obj, "obj")
             described = [[name, str(each.dtype).removeprefix("torch."), each.shape] for name, each in tensors.items()]
-            text = json.dumps({"plain": plain, "tensors": described}).encode()
+            own = {"plain": plain, "tensors": described}
         except TypeError as error:
-            text = json.dumps({"error": str(error)}).encode()
-    received = json.loads(
-        agreement.exchange(text, call=f"broadcast from rank {source}", timeout_seconds=timeout_seconds)[source]
-    )
+            own = {"error": str(error)}
+    received = ranks.exchange(own, f"broadcast from rank {source}")[source]
     if "error" in received:
         raise TypeError(f"broadcast from rank {source}: {received['error']}")
     sent: dict[str, Tensor] = {}
     for name, dtype, shape in received["tensors"]:
-        own = tensors[name].to(device) if tensors else torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        sent[name] = collectives.broadcast(own, source)
-    return obj if agreement.rank == source else decode(received["plain"], sent)
-
-
-@contextmanager
-def first_here(is_first: bool, agreement: Agreement, timeout_seconds: float) -> Iterator[None]:
-    """Let those that are first go through the block before the others begin it."""
-    if not is_first:
-        agreement.exchange(b"", call="rank_zero_first or main_process_first", timeout_seconds=timeout_seconds)
-    try:
-        yield
-    finally:
-        if is_first:
-            agreement.exchange(b"", call="rank_zero_first or main_process_first", timeout_seconds=timeout_seconds)
+        tensor = tensors[name].to(device) if tensors else torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        sent[name] = collectives.broadcast(tensor, source)
+    return obj if ranks.rank == source else decode(received["plain"], sent)
 
 
 def portion(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:

@@ -1,4 +1,4 @@
-"""The Engine: one strategy, one precision and the data of one job, behind a dozen methods.
+"""The Engine: one strategy, one precision and the data of one job, behind one interface.
 
 The Trainer and the Accelerator are both written on it, so that a loop of one's own has the same parts and checkpoints.
 What a method does on several ranks is the strategy's; the Engine itself asks for nothing but its contract.
@@ -20,7 +20,7 @@ from trainwright.checkpoint.contents import (
     extra_states,
 )
 from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
-from trainwright.checkpoint.outcomes import Outcomes
+from trainwright.checkpoint.filesystem import describe
 from trainwright.checkpoint.reader import Verify
 from trainwright.checkpoint.store import SAVE, Checkpoint, open_checkpoint
 from trainwright.checkpoint.tensors import Piece
@@ -33,7 +33,8 @@ from trainwright.devices.accelerator import resolve_device_type, use, using
 from trainwright.devices.generators import owned
 from trainwright.distributed import collectives
 from trainwright.distributed.environment import Environment, open_process_group, pick_backend
-from trainwright.engine.between_ranks import broadcast, first_here
+from trainwright.distributed.ranks import Ranks
+from trainwright.engine.between_ranks import broadcast
 from trainwright.engine.command_line import fill_open
 from trainwright.engine.devices import check_nodes, device_index, resolve_num_processes
 from trainwright.engine.finiteness import Finiteness
@@ -125,19 +126,19 @@ class Engine:
             use(self.device)
         asked.check(self.device)
         asked_seconds = timeout_seconds if timeout_seconds is not None else self.strategy.timeout_seconds
-        self.timeout_seconds = 1800.0 if asked_seconds is None else asked_seconds
+        seconds = 1800.0 if asked_seconds is None else asked_seconds
         self.connection = open_process_group(
             environment,
             backend,
-            self.timeout_seconds,
+            seconds,
             needs_group=self.strategy.needs_group,
             device_types=[*dict.fromkeys([device_type, "cpu"] if on_host_too else [device_type])],
         )
         if asked_seconds is not None or self.connection.owns_group:
-            collectives.set_timeout(self.timeout_seconds)  # the group may have been opened before, with another
+            collectives.set_timeout(seconds)  # the group may have been opened before, with another
         self.connection.before_close(self.strategy.close)
-        self.agreement = self.connection.agreement
-        self.writer = CheckpointWriter(self.agreement, self.timeout_seconds, lambda: self.connection.has_failed)
+        self.ranks = Ranks(self.connection.channel, seconds)
+        self.writer = CheckpointWriter(self.ranks, lambda: self.connection.has_failed)
         self.strategy.connect(environment.rank, environment.world_size, self.device, asked)
         if self.precision is not asked:
             self.precision.check(self.device)
@@ -147,8 +148,7 @@ class Engine:
         self.optimizers: list[Optimizer] = []
         self.optimization = Optimization()
         self.finiteness = Finiteness(
-            self.agreement,
-            self.timeout_seconds,
+            self.ranks,
             lambda: (self.modules, model_pieces(self.strategy, self.modules)),
         )
         self.replaced = ReplacedParameters()
@@ -188,7 +188,7 @@ class Engine:
             ValueError: on every rank alike, where the ranks have different models.
         """
         use(self.device)  # of this thread: another engine, or another thread, may have used another since
-        refuse_unlike_models(module, self.agreement, self.timeout_seconds)
+        refuse_unlike_models(module, self.ranks)
         if optimization is not None:
             self.optimization = optimization
         holder = _holders.get(module)
@@ -212,7 +212,7 @@ class Engine:
         if if_changed and trained_names(self.modules) == self._trained:
             return
         for module in self.modules:
-            refuse_unlike_models(module, self.agreement, self.timeout_seconds)
+            refuse_unlike_models(module, self.ranks)
         self.strategy.follow_parameters(self.modules)
         self._trained = trained_names(self.modules)
 
@@ -224,7 +224,7 @@ class Engine:
                 where the ranks have optimizers of different kinds or options.
         """
         self.replaced.update(each for each in optimizers if each not in self.optimizers)
-        refuse_unlike_optimizers(optimizers, self.agreement, self.timeout_seconds)
+        refuse_unlike_optimizers(optimizers, self.ranks)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
         self.precision.follow(self.optimizers)
         self.finiteness.begin()
@@ -236,7 +236,7 @@ class Engine:
 
     def take_seed(self) -> None:
         """Let the order of the data start from rank 0's torch seed as it is now. Collective: call on every rank."""
-        self.seed = int(self.agreed(str(torch.initial_seed() % 2**63), "the choice of a seed"))
+        self.seed = self.ranks.broadcast(torch.initial_seed() % 2**63, "the choice of a seed")
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -278,16 +278,12 @@ class Engine:
         """Return the elementwise mean, sum, min or max over the ranks. Collective: call on every rank."""
         return collectives.all_reduce(tensor, op)
 
-    def agreed(self, text: str, call: str = "agreed") -> str:
-        """Return rank 0's text on every rank, over the store; `call` says what it is. Collective: call on every rank."""
-        return self.agreement.broadcast(text.encode(), call=call, timeout_seconds=self.timeout_seconds).decode()
-
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s object on every rank: plain data, tensors (which come on this rank's device), and nests of them.
 
         Collective: call on every rank. One process gets it back as it is, and so does `src`.
         """
-        return broadcast(obj, src, self.agreement, self.device, self.timeout_seconds)
+        return broadcast(obj, src, self.ranks, self.device)
 
     def barrier(self) -> None:
         """Wait until every rank has come here. Collective: call on every rank."""
@@ -298,8 +294,7 @@ class Engine:
 
         With `local` it is the first rank of each node. Collective: enter it on every rank.
         """
-        place = self.local_rank if local else self.rank
-        return first_here(place == 0, self.agreement, self.timeout_seconds)
+        return self.ranks.first((self.local_rank if local else self.rank) == 0)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -332,7 +327,7 @@ class Engine:
         """
         with using(self.device):
             # First of all, so that no collective of a save is paired with another one of ranks that do not save here.
-            self.agreement.exchange(b"", call=f"a save of step {step}", timeout_seconds=self.timeout_seconds)
+            self.ranks.wait(f"a save of step {step}")
             self.finish_save()
             refuse_lazy_tensors(path, self.modules)
             for module in self.modules:
@@ -342,9 +337,11 @@ class Engine:
             if edit is not None:
                 edited: list[Piece] = []
                 state, left = edit_for_save(state, pieces, {"epoch": epoch, "global_step": step}, edit)
-                subject = f"checkpoint {path} was not written"
-                Outcomes(self.agreement, SAVE, subject, path, self.timeout_seconds).settle(
-                    lambda: edited.extend(left())
+                self.ranks.run_on_all(
+                    lambda: edited.extend(left()),
+                    SAVE,
+                    subject=f"checkpoint {path} was not written",
+                    describe=partial(describe, path=path),
                 )
                 pieces = edited
             sections = {"model": pieces}
@@ -357,7 +354,7 @@ class Engine:
                     sections["parameters"] = strays
                 contents["precision"] = self.precision.state_dict()
                 contents["strategy"] = self.strategy.state
-                contents["optimizers"] = describe_optimizers(self.strategy, named, self.agreement, self.timeout_seconds)
+                contents["optimizers"] = describe_optimizers(self.strategy, named, self.ranks)
             self.writer.save(
                 path,
                 sections=sections,
@@ -396,14 +393,7 @@ class Engine:
             CheckpointError: no checkpoint, or a damaged one.
         """
         self.finish_save()  # it may be the one
-        return open_checkpoint(
-            path,
-            verify,
-            exchange=self.agreement,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout_seconds=self.timeout_seconds,
-        )
+        return open_checkpoint(path, verify, ranks=self.ranks)
 
     def open(self, source: str | Checkpoint, *, edit: Edit | None = None, verify: Verify = "full") -> OpenCheckpoint:
         """Verify a checkpoint that is not yet, and let `edit` change its contents before they are taken. Collective.
@@ -466,9 +456,13 @@ class Engine:
                 told = restored(checkpoint, state, seed, self.rank, self.world_size, self.device)
 
         # One rank's refusal is every rank's, in the words of the lowest.
-        outcomes = Outcomes(self.agreement, "the load of a checkpoint", "", checkpoint.path, self.timeout_seconds)
-        outcomes.settle(fits)
-        outcomes.settle(lambda: loads.load_wholes(checkpoint, tensors, strict))
+        run_on_all = partial(
+            self.ranks.run_on_all,
+            call="the load of a checkpoint",
+            describe=partial(describe, path=checkpoint.path),
+        )
+        run_on_all(fits)
+        run_on_all(lambda: loads.load_wholes(checkpoint, tensors, strict))
         if lazy:
             give_shapes(lazy, shapes)
             pieces = [piece for piece in model_pieces(self.strategy, self.modules) if piece.name in shapes]
@@ -483,7 +477,7 @@ class Engine:
         same_job = (checkpoint.header.get("strategy"), checkpoint.world_size) == (self.strategy.name, self.world_size)
         kept = {} if weights_only or not same_job else state.get("strategy", {})
         self.strategy.after_load(self.modules, self.optimizers, kept)
-        outcomes.settle(loads.finish)
+        run_on_all(loads.finish)
         if not weights_only:
             self.precision.load_state_dict(state.get("precision", {}))
             self.seed = seed

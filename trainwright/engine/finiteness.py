@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -13,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from trainwright.checkpoint.store import SAVE, is_checkpoint
 from trainwright.checkpoint.tensors import Piece
 from trainwright.compiled_names import clean_name
-from trainwright.distributed.agreement import Agreement
+from trainwright.distributed.ranks import Ranks
 from trainwright.engine.named_state import prefix_of
 from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_warn
@@ -29,18 +28,16 @@ class Finiteness:
     training: neither is looked at.
 
     Args:
-        agreement: carries what each rank has found.
-        timeout_seconds: how long to wait for the slowest rank.
+        ranks: those that have parts of the weights.
         read: returns the modules, and this rank's share of their tensors.
     """
 
     def __init__(
         self,
-        agreement: Agreement,
-        timeout_seconds: float,
+        ranks: Ranks,
         read: Callable[[], tuple[Sequence[nn.Module], Sequence[Piece]]],
     ) -> None:
-        self._agreement, self._timeout_seconds, self._read = agreement, timeout_seconds, read
+        self._ranks, self._read = ranks, read
         self._passed_over: set[str] = set()
         self._is_known = False
         """Whether the weights were found to be finite for the save that comes."""
@@ -73,16 +70,14 @@ class Finiteness:
 
     def _fault(self, modules: Sequence[nn.Module], pieces: Sequence[Piece]) -> str:
         own = _found(_trained(modules) - self._passed_over, pieces)
-        told = self._agreement.exchange(json.dumps(own).encode(), call=SAVE, timeout_seconds=self._timeout_seconds)
-        names = list(dict.fromkeys(name for each in told for name in json.loads(each)))
+        names = list(dict.fromkeys(name for found in self._ranks.exchange(own, SAVE) for name in found))
         self._is_known = not names
         more = f" and {len(names) - 1} more" if names[1:] else ""
         return f"the weights are not finite (NaN or infinity in {names[0]!r}{more})" if names else ""
 
     def _is_taken(self, path: str) -> bool:
         """Return whether rank 0 sees a checkpoint there. Collective."""
-        own = b"1" if is_checkpoint(path) else b""
-        return bool(self._agreement.broadcast(own, call=SAVE, timeout_seconds=self._timeout_seconds))
+        return bool(self._ranks.broadcast(is_checkpoint(path), SAVE))
 
 
 def _trained(modules: Iterable[nn.Module]) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,8 +10,8 @@ from torch import Tensor
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.data.transfer import with_values
 
-Exchange = Callable[[bytes], list[bytes]]
-"""Gives all ranks' bytes for this rank's, by rank."""
+Exchange = Callable[[Any], list[Any]]
+"""Returns the values of all ranks for this rank's, by rank: `Ranks.exchange`."""
 REDUCTIONS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "sum": sum,
     "mean": lambda values: sum(values) / len(values),
@@ -112,7 +111,7 @@ def _exchanged(found: _Leaves, exchange: Exchange) -> list[list[Any]]:
         raise TypeError(f"{found.call}: {error}") from None
     if tensors:
         raise TypeError(f"{found.call} was given arrays within a list; accepted are plain data there. Gather tensors.")
-    received = [json.loads(each) for each in exchange(json.dumps([found.places, plain]).encode())]
+    received = exchange([found.places, plain])
     for rank, (places, _) in enumerate(received):
         if places != received[0][0]:
             raise ValueError(

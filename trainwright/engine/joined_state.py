@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
 
 from trainwright.checkpoint.codec import decode, encode_stored
 from trainwright.distributed import collectives
-from trainwright.distributed.agreement import Agreement
+from trainwright.distributed.ranks import Ranks
 from trainwright.engine.named_state import Named
 from trainwright.errors import CheckpointError
 from trainwright.strategies import Strategy
 
 
-def describe_optimizers(
-    strategy: Strategy, named: Named, agreement: Agreement, timeout_seconds: float
-) -> list[dict[str, Any]]:
+def describe_optimizers(strategy: Strategy, named: Named, ranks: Ranks) -> list[dict[str, Any]]:
     """Return each optimizer's groups and what in its state is no tensor, alike on every rank. Collective.
 
     Raises:
         CheckpointError: a value has no place in a checkpoint; where each rank owns a part, on every rank alike.
     """
-    if not strategy.divides_optimizers or agreement.world_size == 1:
+    if not strategy.divides_optimizers or ranks.world_size == 1:
         return [strategy.describe_optimizer(optimizer, names) for optimizer, names in named]
     error = ""
     described: list[dict[str, Any]] = []
@@ -39,14 +36,13 @@ def describe_optimizers(
     except CheckpointError as refused:
         error = str(refused)
     shapes = [[key, str(each.dtype).removeprefix("torch."), list(each.shape)] for key, each in tensors.items()]
-    payload = json.dumps({"error": error, "plain": plain, "tensors": shapes}).encode()
-    told = agreement.exchange(payload, call="a save of the optimizers' state", timeout_seconds=timeout_seconds)
-    parts = [json.loads(each) for each in told]
+    own = {"error": error, "plain": plain, "tensors": shapes}
+    parts = ranks.exchange(own, "a save of the optimizers' state")
     if errors := [each["error"] for each in parts if each["error"]]:
         raise CheckpointError(errors[0])
     joined: list[dict[str, Any]] = [{} for _ in described]
     for rank, part in enumerate(parts):
-        sent = _sent(part["tensors"], tensors, rank, rank == agreement.rank, strategy.device)
+        sent = _sent(part["tensors"], tensors, rank, rank == ranks.rank, strategy.device)
         for values, text in zip(joined, part["plain"], strict=True):
             values.update(decode(text, sent))
     return [{**each, "plain": values} for each, values in zip(described, joined, strict=True)]

@@ -6,8 +6,6 @@ as one another.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable
 from itertools import chain, zip_longest
 
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainwright.compiled_names import clean_name
-from trainwright.distributed.agreement import Agreement
+from trainwright.distributed.ranks import Ranks
 
 CALL = "the comparison of the models"
 
@@ -23,16 +21,13 @@ Row = tuple[str, str]
 """A tensor's name, and what has to be alike of it."""
 
 
-def refuse_unlike_models(module: nn.Module, agreement: Agreement, timeout_seconds: float) -> None:
+def refuse_unlike_models(module: nn.Module, ranks: Ranks) -> None:
     """Refuse a model that is not the same on every rank, on all of them alike (ValueError). Call on every rank."""
-    if agreement.world_size == 1:
+    if ranks.world_size == 1:
         return
-    text = json.dumps(layout_of(module))
-    digest = hashlib.sha256(text.encode()).digest()
-    if len(set(agreement.exchange(digest, call=CALL, timeout_seconds=timeout_seconds))) == 1:
+    layouts = ranks.differing(layout_of(module), CALL)
+    if not layouts:
         return
-    texts = agreement.exchange(text.encode(), call=CALL, timeout_seconds=timeout_seconds)
-    layouts = [[(name, kind) for name, kind in json.loads(each)] for each in texts]
     rank = next(rank for rank, layout in enumerate(layouts) if layout != layouts[0])
     here, there = next((a, b) for a, b in zip_longest(layouts[0], layouts[rank]) if a != b)
     raise ValueError(

@@ -6,8 +6,6 @@ then train replicas that drift apart, and no collective notices. Compared once, 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.distributed.agreement import Agreement
+from trainwright.distributed.ranks import Ranks
 from trainwright.rank_zero import rank_zero_warn
 
 Rows = dict[str, str]
@@ -26,22 +24,20 @@ SHOWN = 5
 """How many settings an error names."""
 
 
-def refuse_unlike_optimizers(optimizers: Sequence[Optimizer], agreement: Agreement, timeout_seconds: float) -> None:
+def refuse_unlike_optimizers(optimizers: Sequence[Optimizer], ranks: Ranks) -> None:
     """Refuse optimizers whose kinds or options differ between the ranks, on all alike (ValueError). Call on every rank."""
-    unlike = _unlike(optimizer_rows(optimizers), agreement, timeout_seconds)
+    unlike = _unlike(optimizer_rows(optimizers), ranks)
     if unlike:
         raise ValueError(f"the optimizers of the ranks differ, and so would their weights: {_told(unlike)}. {ADVICE}")
 
 
-def warn_of_unlike_settings(
-    module: nn.Module, hyper_parameters: Mapping[str, Any], agreement: Agreement, timeout_seconds: float
-) -> None:
+def warn_of_unlike_settings(module: nn.Module, hyper_parameters: Mapping[str, Any], ranks: Ranks) -> None:
     """Warn where hyper-parameters or numbers among a module's attributes differ between ranks. Call on every rank."""
     rows = {f"hyper-parameter {name!r}": repr(value) for name, value in hyper_parameters.items() if _is_plain(value)}
-    unlike = _unlike(rows | attribute_rows(module), agreement, timeout_seconds)
+    unlike = _unlike(rows | attribute_rows(module), ranks)
     # A rank that keeps its own number means to.
-    ranks = [str(rank) for rank in range(agreement.world_size)]
-    unlike = {name: values for name, values in unlike.items() if values != ranks}
+    numbers = [str(rank) for rank in range(ranks.world_size)]
+    unlike = {name: values for name, values in unlike.items() if values != numbers}
     if unlike:
         rank_zero_warn(f"the ranks train modules of different settings: {_told(unlike)}. {ADVICE}", stacklevel=2)
 
@@ -77,19 +73,11 @@ def attribute_rows(module: nn.Module) -> Rows:
     return rows
 
 
-def _unlike(rows: Rows, agreement: Agreement, timeout_seconds: float) -> dict[str, list[str]]:
+def _unlike(rows: Rows, ranks: Ranks) -> dict[str, list[str]]:
     """Return what differs between the ranks, with the value of each. Call on every rank."""
-    if agreement.world_size == 1:
-        return {}
-    text = json.dumps(rows).encode()
-    digest = hashlib.sha256(text).digest()
-    if len(set(agreement.exchange(digest, call=CALL, timeout_seconds=timeout_seconds))) == 1:
-        return {}
-    ranks: list[Rows] = [
-        json.loads(each) for each in agreement.exchange(text, call=CALL, timeout_seconds=timeout_seconds)
-    ]
-    names = dict.fromkeys(name for each in ranks for name in each)
-    values = {name: [each.get(name, "nothing") for each in ranks] for name in names}
+    all_rows: list[Rows] = ranks.differing(rows, CALL)
+    names = dict.fromkeys(name for each in all_rows for name in each)
+    values = {name: [each.get(name, "nothing") for each in all_rows] for name in names}
     return {name: each for name, each in values.items() if len(set(each)) > 1}
 
 

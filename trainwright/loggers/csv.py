@@ -26,6 +26,11 @@ class CSVLogger(FolderLogger):
         version: the run's own folder; by default version_<n> with the next n that is free.
         prefix: stands before the name of every metric, with a dash.
         flush_logs_every_n_steps: how many rows are written together.
+
+    >>> logger = tw.CSVLogger("runs", name="digits")
+    >>> tw.Trainer(logger=logger, max_epochs=1, enable_model_summary=False).fit(module, loader)
+    >>> logger.metrics_path
+    '...runs/digits/version_0/metrics.csv'
     """
 
     kind = "csv"

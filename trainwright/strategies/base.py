@@ -2,7 +2,7 @@
 
 A strategy owns what the processes of a job do together around one model: wrap it, run a step through the wrapper, send a
 loss backward, clip and step, and hand out its share of the state as checkpoint pieces. The numbers that it computes in
-are the precision's. A new strategy overrides two to six methods; nothing outside this folder asks which one it is.
+are the precision's. A new strategy overrides what its engine does differently; nothing outside this folder asks for its name.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.checkpoint_files import SUFFIX
-from trainwright.callbacks.decision import decided
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.reader import Checkpoint, Verify, check_verify
@@ -83,9 +82,9 @@ def choose_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None
         return replace(_newest_whole(trainer, verify, call), is_rerunnable=call == "fit")
     listed: dict[str, list[str]] = {}
     if name == "last":
-        path, listed = decided(trainer.engine, CALL, lambda: _with_names(_newest(trainer, call).path))
+        path, listed = trainer.engine.ranks.decide(lambda: _with_names(_newest(trainer, call).path), CALL)
     elif name == "best":
-        path = decided(trainer.engine, CALL, lambda: _best(trainer))
+        path = trainer.engine.ranks.decide(lambda: _best(trainer), CALL)
     else:
         _refuse_misspelt(name)
         path = name
@@ -97,7 +96,7 @@ def choose_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None
         if name != "last":
             raise
         raise CheckpointError(f"{error} {FALL_BACK}") from error
-    continues = call == "fit" and (name == "last" or decided(trainer.engine, CALL, lambda: _is_newest(path)))
+    continues = call == "fit" and (name == "last" or trainer.engine.ranks.decide(lambda: _is_newest(path), CALL))
     return replace(_chosen(checkpoint, continues), listed=listed)
 
 
@@ -117,7 +116,7 @@ def refuse_overtaken(trainer: Trainer, choice: Choice) -> None:
                 )
 
     if choice.listed:
-        decided(trainer.engine, CALL, look)
+        trainer.engine.ranks.decide(look, CALL)
 
 
 def _with_names(path: str) -> tuple[str, dict[str, list[str]]]:
@@ -201,7 +200,7 @@ def _newest_whole(trainer: Trainer, verify: Verify, call: str) -> Choice:
             "names": {folder: _names(folder) for folder in folders},
         }
 
-    seen = decided(trainer.engine, CALL, look)
+    seen = trainer.engine.ranks.decide(look, CALL)
     for each in seen["found"]:
         damage = each["damage"]
         if each["is_refused"]:

@@ -283,8 +283,7 @@ def agree_to_leave(run: TrainingRun) -> None:
     Raises:
         RuntimeError: another rank trains on this batch.
     """
-    call = "the end of an epoch by -1 from on_train_batch_start"
-    run.engine.agreement.exchange(b"", call=call, timeout_seconds=run.engine.timeout_seconds)
+    run.engine.ranks.wait("the end of an epoch by -1 from on_train_batch_start")
 
 
 def leave_window(run: TrainingRun) -> None:

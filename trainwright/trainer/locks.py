@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainwright.callbacks.decision import decided
 from trainwright.checkpoint.lock import FolderLock, lock_folder
 
 if TYPE_CHECKING:
@@ -40,9 +39,8 @@ class FolderLocks:
                 self._locks[folder] = lock_folder(folder)
             return [self._locks[folder].previous_holder for folder in wanted]
 
-        for folder, earlier in zip(
-            wanted, decided(self._trainer.engine, "the locks of the checkpoints' folders", take), strict=True
-        ):
+        holders = self._trainer.engine.ranks.decide(take, "the locks of the checkpoints' folders")
+        for folder, earlier in zip(wanted, holders, strict=True):
             self._locks.setdefault(folder, FolderLock(folder, None))  # rank 0's, as the others know it
             if earlier:
                 self._trainer.print(f"{folder} was held by {earlier}, which has ended; this run takes it over.")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.callbacks.decision import decided
 from trainwright.data.transfer import map_tensors
 from trainwright.engine.divided_loss import divisor_of, in_float32
 from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure
@@ -305,9 +304,8 @@ def _monitored(run: TrainingRun, config: SchedulerConfig) -> float | None:
     def value() -> float | None:
         return trainer.monitored(name, asker) if config.strict or name in trainer.callback_metrics else None
 
-    found: float | None = (
-        value() if run.engine.world_size == 1 else decided(run.engine, "the score that a scheduler follows", value)
-    )
+    ranks = run.engine.ranks
+    found = value() if ranks.world_size == 1 else ranks.decide(value, "the score that a scheduler follows")
     if found is None:
         rank_zero_warn(f"{asker} follows {name!r}, which was not logged; it is left out here.", stacklevel=2)
     return found

@@ -87,7 +87,7 @@ def prepare_fit(trainer: Trainer, module: Module, source: LoaderSource, validati
         if validation is not None and validation.source.owner is None:
             validation.load()
     _prepare_optimizers(run)
-    warn_of_unlike_settings(module, module.hparams, engine.agreement, engine.timeout_seconds)
+    warn_of_unlike_settings(module, module.hparams, engine.ranks)
     return run
 
 

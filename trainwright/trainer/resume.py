@@ -14,7 +14,6 @@ from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.contents import extra_states
 from trainwright.checkpoint.editing import Edit
 from trainwright.checkpoint.foreign_formats import is_plain
-from trainwright.checkpoint.outcomes import Outcomes
 from trainwright.checkpoint.reader import Checkpoint
 from trainwright.checkpoint.shards import check_storable
 from trainwright.checkpoint.store import encode_state
@@ -130,7 +129,7 @@ def check_state(trainer: Trainer) -> None:
     for optimizer in others:
         _check_first_step(optimizer)
     subject = "checkpoints of this run could not be written"
-    Outcomes(engine.agreement, "the start of fit", subject, "", engine.timeout_seconds).settle(look)
+    engine.ranks.run_on_all(look, "the start of fit", subject=subject)
 
 
 def _check_dense(optimizer: Optimizer, key: str, tensor: Tensor) -> None:

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.decision import decided
 from trainwright.checkpoint.foreign_formats import is_plain
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
@@ -62,7 +62,7 @@ def running(
             callback.__dict__["_running_module"] = module
         if not stays:
             engine.close()
-        stack.enter_context(engine.agreement.following(partial(_place, trainer)))
+        stack.enter_context(engine.ranks.located_by(partial(_place, trainer)))
         if profiler is not None:
             stack.callback(instrument(engine, profiler))
         stack.callback(_withdraw_loggers, trainer, outcome)
@@ -146,22 +146,23 @@ def callbacks_for(trainer: Trainer, module: Module, stage: str) -> list[Callback
 def _agree_on_hooks(trainer: Trainer) -> None:
     """Let every rank reduce where one of them has a hook that looks at the values. Collective."""
     engine = trainer.engine
-    own = ",".join(sorted(trainer.hooks.reduced_early)).encode()
-    texts = engine.agreement.exchange(own, call=f"the start of {trainer.stage}", timeout_seconds=engine.timeout_seconds)
-    trainer.hooks.reduced_early = frozenset(name for text in texts for name in text.decode().split(",") if name)
+    names = engine.ranks.exchange(sorted(trainer.hooks.reduced_early), f"the start of {trainer.stage}")
+    trainer.hooks.reduced_early = frozenset(chain(*names))
 
 
 def _start_loggers(trainer: Trainer, choice: Choice, locks: FolderLocks) -> None:
     """Let the loggers choose their folders, and hold those of the checkpoints before anything is written. Collective."""
     engine, path = trainer.engine, choice.path or ""
-    trainer.default_root_dir = engine.agreed(trainer.default_root_dir, "the start of the loggers")
+    trainer.default_root_dir = engine.ranks.broadcast(trainer.default_root_dir, "the start of the loggers")
     locks.take(started=False)
     if choice.continues:
         call = "the start of the loggers"
-        matches = decided(engine, call, lambda: match_states(trainer.loggers, choice.loggers, path))
+        matches = engine.ranks.decide(lambda: match_states(trainer.loggers, choice.loggers, path), call)
         resume_loggers(trainer.loggers, choice.loggers, path, matches)
     start_loggers(
-        trainer.loggers, partial(engine.agreed, call="the start of the loggers"), is_writer=trainer.is_global_zero
+        trainer.loggers,
+        partial(engine.ranks.broadcast, call="the start of the loggers"),
+        is_writer=trainer.is_global_zero,
     )
     locks.take(started=True)
     refuse_overtaken(trainer, choice)
@@ -176,7 +177,7 @@ def _set_up(trainer: Trainer, module: Module, stage: str, datamodule: DataModule
             if engine.local_rank == 0 if owner.prepare_data_per_node else engine.rank == 0:
                 owner.prepare_data()
             # The others wait for it.
-            engine.agreement.exchange(b"", call="prepare_data", timeout_seconds=engine.timeout_seconds)
+            engine.ranks.wait("prepare_data")
     if datamodule is not None:
         datamodule.setup(stage)
     trainer.hooks.call("setup", stage)

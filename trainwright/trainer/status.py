@@ -1,4 +1,4 @@
-"""Status: what a Trainer tells of its job and its run, to modules and callbacks. Nothing here changes anything."""
+"""Status: what a Trainer tells modules and callbacks about its job and its run."""
 
 from __future__ import annotations
 

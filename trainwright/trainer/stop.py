@@ -87,12 +87,8 @@ class SignalStop:
     def agree(self) -> bool:
         """Return whether a signal stops the run here, known to any rank. Collective: call on every rank."""
         if not self.number:
-            engine = self._trainer.engine
-            own = str(self._watch.first).encode()
-            told = engine.agreement.exchange(
-                own, call="the agreement on a signal", timeout_seconds=engine.timeout_seconds
-            )
-            self.number = next((number for text in told if (number := int(text))), 0)
+            numbers = self._trainer.engine.ranks.exchange(int(self._watch.first), "the agreement on a signal")
+            self.number = next(filter(None, numbers), 0)
             self._trainer.interrupted = self.number == signal.SIGINT
         return bool(self.number)
 

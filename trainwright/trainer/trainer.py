@@ -111,6 +111,11 @@ class Trainer(Status):
     The first Trainer of a plain script that asks for several devices replaces the process by a launcher that runs the same
     script in that many processes. In a notebook, a REPL, a test and `python -c`, and with strategy="ddp_spawn" or
     "ddp_notebook", each call starts the processes, hands its work over, and brings back what it has changed.
+
+    >>> trainer = tw.Trainer(max_epochs=2, enable_model_summary=False)
+    >>> trainer.fit(module, loader)
+    >>> trainer.current_epoch, trainer.global_step
+    (2, 16)
     """
 
     def __init__(
@@ -405,12 +410,9 @@ class Trainer(Status):
     def agree_on_stop(self) -> None:
         """Let every rank stop here if one of them is to. Collective: call on every rank."""
         if self.world_size > 1 and not self.stop_is_agreed:
-            wishes = self.engine.agreement.exchange(
-                b"1" if self.should_stop else b"",
-                call="the agreement on a stop",
-                timeout_seconds=self.engine.timeout_seconds,
+            self.should_stop = self.stop_is_agreed = any(
+                self.engine.ranks.exchange(bool(self.should_stop), "the agreement on a stop")
             )
-            self.should_stop = self.stop_is_agreed = any(wishes)
 
     def stop_soon(self) -> None:
         """Ask, on any rank and from any thread, that all ranks stop at one and the same optimizer step of this fit.

@@ -73,9 +73,7 @@ def take_training_data(run: TrainingRun, loaders: Any) -> None:
     limit = settings.limit_train_batches
     trainer.train_dataloader = loaders
     length = limited(loader.length, limit)
-    own = str(loader.length).encode()
-    told = engine.agreement.exchange(own, call="the start of the data", timeout_seconds=engine.timeout_seconds)
-    lengths = [text.decode() for text in told]
+    lengths = engine.ranks.exchange(str(loader.length), "the start of the data")
     if len(set(lengths)) > 1:
         raise ValueError(
             f"the ranks have training loaders of different lengths ({', '.join(lengths)} batches), so some would wait for "

@@ -1,0 +1,184 @@
+"""The channel over the key-value store: payloads swapped in order, and ranks that do not come."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from deadlines import deadline
+
+from trainwright.distributed.rank_positions import RankPositions
+from trainwright.distributed.store_channel import StoreChannel
+
+
+def make_store() -> Any:
+    return dist.HashStore()
+
+
+def run_ranks(world_size: int, work: Callable[[StoreChannel], Any]) -> list[Any]:
+    store = make_store()
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(work, [StoreChannel(store, rank, world_size) for rank in range(world_size)]))
+
+
+def test_all_ranks_get_all_payloads_in_order() -> None:
+    def work(channel: StoreChannel) -> list[list[bytes]]:
+        return [
+            channel.exchange(b"%d/%d" % (channel.rank, call), call="a test", timeout_seconds=120) for call in range(20)
+        ]
+
+    expected = [[b"%d/%d" % (rank, call) for rank in range(3)] for call in range(20)]
+    assert run_ranks(3, work) == [expected] * 3
+
+
+def test_the_store_does_not_grow() -> None:
+    store = make_store()
+    channels = [StoreChannel(store, rank, 2) for rank in range(2)]
+
+    def work(channel: StoreChannel) -> None:
+        for _ in range(50):
+            channel.exchange(b"\x00\xff", call="a test", timeout_seconds=120)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, channels))
+    assert store.num_keys() <= 4
+
+
+def test_who_has_left_is_not_waited_for() -> None:
+    def work(channel: StoreChannel) -> bytes | str:
+        channel.exchange(b"both", call="a test", timeout_seconds=120)
+        if channel.rank == 1:
+            channel.leave()
+            return b""
+        try:
+            return channel.exchange(b"alone", call="a test", timeout_seconds=60)[1]
+        except RuntimeError as error:
+            return str(error)
+
+    said, _ = run_ranks(2, work)
+    assert str(said).startswith("rank 1 has exited while rank 0 waits for it")
+
+
+def test_ranks_in_different_calls_are_told_apart() -> None:
+    """No rank takes what another has posted in another call for its answer; all of them say the same."""
+
+    def work(channel: StoreChannel) -> list[str]:
+        said = []
+        for call in ("a save of step 4" if channel.rank == 1 else "the agreement on a stop", "both"):
+            try:
+                said += [text.decode() for text in channel.exchange(b"here", call=call, timeout_seconds=120)]
+            except RuntimeError as error:
+                said.append(str(error))
+        return said
+
+    results = run_ranks(3, work)
+    assert results == [results[0]] * 3
+    assert results[0][0].startswith(
+        "the ranks have met in different calls: rank 0 in the agreement on a stop, rank 1 in a save of step 4. Make such"
+    )
+    assert results[0][1:] == ["here"] * 3  # they still pair up
+
+
+def test_a_rank_that_has_passed_a_call_is_not_waited_for() -> None:
+    store = make_store()
+    positions = [RankPositions(rank) for rank in range(2)]
+    first, second = (StoreChannel(store, rank, 2, positions=positions[rank]) for rank in range(2))
+    batch = [3, 3]
+    blocked, ended = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.01):
+            positions[1].answer(store)
+
+    def go_on() -> list[bytes]:
+        with second.located_by(lambda: ((batch[1],), f"fit, batch {batch[1]}")):
+            met = second.exchange(b"1", call="both", timeout_seconds=120)
+            batch[1] += 1
+            blocked.wait(120)
+            return met
+
+    with ThreadPoolExecutor(2) as pool, first.located_by(lambda: ((batch[0],), f"fit, batch {batch[0]}")):
+        pool.submit(watch)
+        other = pool.submit(go_on)
+        assert first.exchange(b"0", call="both", timeout_seconds=120) == [b"0", b"1"]
+        with pytest.raises(
+            RuntimeError,
+            match=r"rank 1 has skipped: a save \(fit, batch 3\)\. Rank 1 is already past it \(fit, batch 4",
+        ):
+            first.exchange(b"0", call="a save", timeout_seconds=60)
+        blocked.set()
+        ended.set()
+        assert other.result() == [b"0", b"1"]
+
+
+def test_a_rank_that_is_only_slow_is_waited_for() -> None:
+    store = make_store()
+    positions = [RankPositions(rank) for rank in range(2)]
+    first, second = (StoreChannel(store, rank, 2, positions=positions[rank]) for rank in range(2))
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.01):
+            positions[1].answer(store)
+
+    def arrive_late() -> None:
+        while not store.check(["position/1"]):  # it has been asked where it is
+            time.sleep(0.01)
+        second.exchange(b"1", call="both", timeout_seconds=120)
+
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(watch)
+        other = pool.submit(arrive_late)
+        assert first.exchange(b"0", call="both", timeout_seconds=120) == [b"0", b"1"]
+        other.result()
+        ended.set()
+
+
+def test_channels_do_not_mix() -> None:
+    def work(channel: StoreChannel) -> list[bytes]:
+        first, second = channel.subchannel("first"), channel.subchannel("second")
+        order = [(first, b"first"), (second, b"second")]
+        # Threads of different ranks reach their channels in different orders.
+        with ThreadPoolExecutor(2) as pool:
+            turns = order if channel.rank == 0 else order[::-1]
+            done = {text: pool.submit(each.exchange, text, call="a test", timeout_seconds=120) for each, text in turns}
+            return [*done[b"first"].result(), *done[b"second"].result()]
+
+    assert run_ranks(2, work) == [[b"first", b"first", b"second", b"second"]] * 2
+
+
+def test_channels_of_one_name_pair_up_by_their_order() -> None:
+    """A second engine's saves read nothing that the first one's have left in the store."""
+
+    def work(channel: StoreChannel) -> list[bytes]:
+        replies = []
+        for text in (b"old", b"new"):
+            saves = channel.subchannel("saves")
+            replies += saves.exchange(text + bytes(str(channel.rank), "ascii"), call="a test", timeout_seconds=120)
+        return replies
+
+    assert run_ranks(2, work) == [[b"old0", b"old1", b"new0", b"new1"]] * 2
+
+
+def test_a_wait_can_be_given_up() -> None:
+    channel = StoreChannel(make_store(), 0, 2).subchannel("saves")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(channel.exchange, b"", call="a test", timeout_seconds=60)
+        channel.give_up()
+        with pytest.raises(RuntimeError, match="no longer waits for the others"):
+            waiting.result(timeout=deadline(20))
+
+
+def test_a_missing_rank_is_named() -> None:
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 0.05 s in a test for rank\(s\) \[1\] of 2"):
+        StoreChannel(make_store(), 0, 2).exchange(b"", call="a test", timeout_seconds=0.05)
+
+
+def test_more_than_one_rank_needs_a_store() -> None:
+    with pytest.raises(ValueError, match="store=None with world_size=2"):
+        StoreChannel(None, 0, 2)

@@ -1,0 +1,193 @@
+"""The package's source as the tests of its shape read it: the files, their syntax trees, and who declares an attribute."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trainwright
+
+ROOT = Path(trainwright.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+SELF = ("self", "cls")
+Scope = dict[str, set[str]]
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
+    """Yield (module, line, whether at import time); what stands under TYPE_CHECKING is never imported."""
+    checked: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            checked.update(child for each in node.body for child in ast.walk(each))
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    late = {child for function in functions for child in ast.walk(function)}
+    for node in ast.walk(tree):
+        if node in checked:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module, node.lineno, node not in late
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, node not in late
+
+
+@dataclass
+class ClassFacts:
+    """What the source says of a class: its files, its bases, and its attributes with the classes their types name."""
+
+    files: set[str] = field(default_factory=set)
+    bases: set[str] = field(default_factory=set)
+    attributes: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    declared_in: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+
+class Declarations:
+    """Which class of the package declares which attribute, and a rough type of an expression: the package's classes in it.
+
+    A type is the set of the package's classes that an annotation names, so `list[Callback]` and `Callback | None` are both
+    {Callback}; an element of a list has the type of the list. Where a name has no such type the attribute's name decides.
+    """
+
+    def __init__(self) -> None:
+        self.classes: dict[str, ClassFacts] = defaultdict(ClassFacts)
+        self.returns: Scope = defaultdict(set)
+        """The classes that the annotation of a function's result names, by the function's name."""
+        self.owners: dict[str, set[str]] = defaultdict(set)
+        """The files that declare an attribute of this name in some class."""
+        kinds = (ast.ClassDef, ast.FunctionDef)
+        nodes = [(name_of(path), node) for path in FILES for node in ast.walk(tree_of(path)) if isinstance(node, kinds)]
+        found = [(file, node) for file, node in nodes if isinstance(node, ast.ClassDef)]
+        for file, node in found:
+            self.classes[node.name].files.add(file)
+        for _, node in nodes:
+            if isinstance(node, ast.FunctionDef):
+                self.returns[node.name] |= self.named(node.returns)
+        for file, node in found:
+            self._read_class(file, node)
+
+    def _read_class(self, file: str, node: ast.ClassDef) -> None:
+        facts = self.classes[node.name]
+        facts.bases |= {base for each in node.bases for base in self.named(each)}
+        for each in node.body:
+            if isinstance(each, ast.FunctionDef):
+                self._declare(file, facts, each.name, self.named(each.returns))
+            elif isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+                self._declare(file, facts, each.target.id, self.named(each.annotation))
+            elif isinstance(each, ast.Assign):
+                for target in each.targets:
+                    if isinstance(target, ast.Name):
+                        self._declare(file, facts, target.id, set())
+        for method in (each for each in node.body if isinstance(each, ast.FunctionDef)):
+            scope = self.parameters(method)
+            for each in ast.walk(method):
+                targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", None)]
+                for target in targets if isinstance(each, (ast.Assign, ast.AnnAssign, ast.AugAssign)) else ():
+                    for one in target.elts if isinstance(target, ast.Tuple) else [target]:
+                        if isinstance(one, ast.Attribute) and is_self(one.value):
+                            stated = self.named(each.annotation) if isinstance(each, ast.AnnAssign) else set()
+                            value = self.type_of(each.value, scope) if isinstance(each, ast.Assign) else set()
+                            self._declare(file, facts, one.attr, stated or value)
+
+    def _declare(self, file: str, facts: ClassFacts, name: str, types: set[str]) -> None:
+        facts.attributes[name] |= types
+        facts.declared_in[name].add(file)
+        self.owners[name].add(file)
+
+    def named(self, annotation: ast.expr | None) -> set[str]:
+        if annotation is None:
+            return set()
+        names = {each.id for each in ast.walk(annotation) if isinstance(each, ast.Name)}
+        names |= {
+            each.value for each in ast.walk(annotation) if isinstance(each, ast.Constant) and each.value in self.classes
+        }
+        return {name for name in names if name in self.classes}
+
+    def parameters(self, function: ast.FunctionDef) -> Scope:
+        given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        return {each.arg: self.named(each.annotation) for each in given}
+
+    def type_of(self, node: ast.expr | None, scope: Scope) -> set[str]:
+        if isinstance(node, ast.Name):
+            return scope.get(node.id, set())
+        if isinstance(node, ast.Attribute):
+            types = self.ancestors(self.type_of(node.value, scope))
+            return {each for one in types for each in self.classes[one].attributes.get(node.attr, ())}
+        if isinstance(node, ast.Call):
+            called = node.func
+            if isinstance(called, ast.Name):
+                return {called.id} if called.id in self.classes else self.returns.get(called.id, set())
+            return self.type_of(called, scope)
+        if isinstance(node, (ast.Subscript, ast.Await, ast.NamedExpr)):
+            return self.type_of(node.value, scope)
+        return set()
+
+    def ancestors(self, types: set[str]) -> set[str]:
+        found: set[str] = set()
+        left = set(types)
+        while left:
+            one = left.pop()
+            found.add(one)
+            left |= self.classes[one].bases - found
+        return found
+
+    def scope_of(self, function: ast.FunctionDef, outer: Scope, own: str | None) -> Scope:
+        """Return the types of a function's names: its parameters', and those of what it assigns or loops over, in order."""
+        scope = {**outer, **self.parameters(function)}
+        if own is not None:
+            scope |= {name: {own} for name in SELF}
+        for node in ast.walk(function):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                scope[node.target.id] = self.named(node.annotation)
+            elif isinstance(node, ast.Assign):
+                for target in node.targets:
+                    pairs = [(target, node.value)]
+                    if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                        pairs = list(zip(target.elts, node.value.elts, strict=False))
+                    for one, value in pairs:
+                        if isinstance(one, ast.Name):
+                            scope[one.id] = scope.get(one.id, set()) | self.type_of(value, scope)
+            elif isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.target, ast.Name):
+                scope[node.target.id] = scope.get(node.target.id, set()) | self.type_of(node.iter, scope)
+        return scope
+
+    def files_of(self, types: set[str], attribute: str) -> set[str]:
+        """Return the files of the classes that declare an attribute, among these classes, their bases and their subclasses."""
+        kinds = self.ancestors(types)
+        kinds |= {name for name in self.classes if types & self.ancestors({name})}
+        return {file for each in kinds for file in self.classes[each].declared_in.get(attribute, ())}
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in SELF
+
+
+def scoped_nodes(path: Path, known: Declarations) -> Iterator[tuple[ast.AST, Scope]]:
+    """Yield each node of a file once, with the types of the names around it."""
+
+    def walk(node: ast.AST, scope: Scope, own: str | None) -> Iterator[tuple[ast.AST, Scope]]:
+        yield node, scope
+        if isinstance(node, ast.ClassDef):
+            own = node.name
+        elif isinstance(node, ast.FunctionDef):
+            scope, own = known.scope_of(node, scope, own), None
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, scope, own)
+
+    return walk(tree_of(path), {}, None)

@@ -1,0 +1,349 @@
+"""What the pages and the docstrings show works: code blocks run as they stand, docstring examples are doctests, and commands,
+options, files and names exist.
+
+A reader comes to a block with a program of their own. `reader` holds what a block takes for granted: a module, loaders, a class
+to shard. Nothing of a block is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import inspect
+import io
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from jobs import run_job
+from torch import nn
+from torch.distributed.run import get_args_parser
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainwright as tw
+from trainwright import __main__ as command_line
+from trainwright.launch import cli
+
+ROOT = Path(tw.__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+MAKEFILE = (ROOT / "Makefile").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NOT_RUN = 0
+"""A ratchet: blocks that a page marks as ones that cannot run here, by `<!-- not run: the reason -->` above them."""
+WITH_EXAMPLES = (
+    "Accelerator",
+    "CSVLogger",
+    "CombinedLoader",
+    "DataModule",
+    "EarlyStopping",
+    "ModelCheckpoint",
+    "Module",
+    "Trainer",
+    "seed_everything",
+)
+"""What users reach for first: each shows its use in its docstring."""
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    place: str
+    kind: str
+    text: str
+    reason: str | None
+    """Why it cannot run here."""
+
+    @property
+    def devices(self) -> int:
+        """How many processes it asks for."""
+        return max([1, *map(int, re.findall(r"devices=(\d+)", self.text))])
+
+
+def blocks() -> Iterator[Block]:
+    pattern = re.compile(r"(?:^<!-- not run: (.+?) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    for page in PAGES:
+        text = page.read_text()
+        for found in pattern.finditer(text):
+            line = text[: found.start(2)].count("\n") + 1
+            yield Block(f"{page.relative_to(ROOT)}:{line}", found[2], found[3], found[1])
+
+
+BLOCKS = list(blocks())
+PYTHON = [block for block in BLOCKS if block.kind == "python" and block.reason is None]
+TRAIN_ON_SEVERAL = [
+    block for block in PYTHON if block.devices > 1 and re.search(r"\.fit\(|^for ", block.text, re.MULTILINE)
+]
+
+
+# -- what a reader has -----------------------------------------------------------------------------------------------
+
+
+class Block_(nn.Sequential):
+    """A part of a model that is sharded as a group."""
+
+
+class Classifier(tw.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.net(inputs)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self(batch[0])
+        self.log("val_loss", nn.functional.cross_entropy(logits, batch[1]))
+        self.log("val_acc", (logits.argmax(1) == batch[1]).float().mean())
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class Data(tw.DataModule):
+    def train_dataloader(self) -> Any:
+        return make_loader(shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return make_loader()
+
+    test_dataloader = val_dataloader
+
+
+def make_loader(shuffle: bool = False) -> DataLoader[Any]:
+    inputs = torch.randn(32, 4)
+    return DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), batch_size=4, shuffle=shuffle)
+
+
+def reader(text: str) -> dict[str, Any]:
+    """Return the names that a block takes for granted, and write the files that it reads."""
+    names: dict[str, Any] = {"torch": torch, "tw": tw, "Block": Block_, "Classifier": Classifier}
+    names |= {"module": Classifier(), "data": Data(), "loss_fn": nn.functional.cross_entropy}
+    names |= dict.fromkeys(("loader", "val_loader", "test_loader"), make_loader())
+    names |= {"train_loader": make_loader(shuffle=True), "model": nn.Linear(4, 3)}
+    names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
+    names["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(names["optimizer"], 0.9)
+    for path in re.findall(r'"([\w/]+)/epoch=3-step=400\.ckpt"', text):
+        trainer = tw.Trainer(max_epochs=1, barebones=True)
+        trainer.fit(Classifier(), make_loader())
+        trainer.save_checkpoint(f"{path}/epoch=3-step=400.ckpt")
+    if '"deepspeed.json"' in text:
+        Path("deepspeed.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    return names
+
+
+def run_block(folder: Path) -> None:
+    """Run the block that lies in a folder, as a rank of a job."""
+    text = (folder / "block.py").read_text()
+    exec(compile(text, "block.py", "exec"), {"__name__": "__main__", **reader(text)})
+
+
+# -- the tests -------------------------------------------------------------------------------------------------------
+
+
+def marked(block: Block) -> Any:
+    """Compiling kernels takes seconds, and so do new interpreters."""
+    return pytest.param(block, id=block.place, marks=pytest.mark.slow if "compile=True" in block.text else ())
+
+
+@pytest.mark.parametrize("block", [marked(block) for block in PYTHON])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, in its compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_code_block_runs(block: Block, tmp_path: Path) -> None:
+    """On one process as a program; what trains on several as the ranks of a job."""
+    (tmp_path / "block.py").write_text(block.text)
+    if block in TRAIN_ON_SEVERAL:
+        run_job(run_block, block.devices, tmp_path)
+    else:
+        run_block(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "block", [each for each in TRAIN_ON_SEVERAL if "Trainer" in each.text], ids=lambda each: each.place
+)
+def test_a_block_of_several_processes_runs_as_in_a_notebook(block: Block, tmp_path: Path) -> None:
+    """A test is no script that could be started again, so each call starts its processes itself."""
+    (tmp_path / "block.py").write_text(block.text)
+    run_block(tmp_path)
+
+
+def test_few_blocks_are_marked_as_not_run() -> None:
+    assert len([block for block in BLOCKS if block.reason is not None]) <= NOT_RUN
+    assert {block.kind for block in BLOCKS} <= {"", "python", "console"}
+    assert len(PYTHON) >= 11
+
+
+# -- commands --------------------------------------------------------------------------------------------------------
+
+PROGRAMS = ("make", "python", "pip", "trainwright", "torchrun", "srun", "mpirun")
+PLACEHOLDERS = {"PATH": "run.ckpt", "OUT.safetensors": "out.safetensors", "FILE": "weights.pt", "OUT.ckpt": "out.ckpt"}
+"""What stands for a reader's own files."""
+
+
+class Command(NamedTuple):
+    """A command that a page shows: its variables, and the program with its arguments."""
+
+    place: str
+    variables: dict[str, str]
+    words: list[str]
+
+
+def commands() -> Iterator[Command]:
+    """Yield the commands of the blocks (a column of words after two blanks or more is a remark), then those within lines."""
+    for block in BLOCKS:
+        for line in block.text.splitlines() if block.kind in ("", "console") else ():
+            yield from command_of(block.place, re.split(r"\s{2,}|\s#", line.strip())[0])
+    for page in PAGES:
+        for number, line in enumerate(page.read_text().splitlines(), start=1):
+            for text in re.findall(r"`([^`]+)`", line):
+                yield from command_of(f"{page.relative_to(ROOT)}:{number}", text)
+
+
+def command_of(place: str, text: str) -> Iterator[Command]:
+    with contextlib.suppress(ValueError):  # no closing quote: an excerpt of code
+        words = shlex.split(text)
+        variables = {}
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            name, _, variables[name] = words.pop(0).partition("=")
+        if len(words) > 1 and words[0] in PROGRAMS:
+            yield Command(place, variables, words)
+
+
+def after(word: str) -> list[list[str]]:
+    """Return the arguments of each command that runs a program, whichever program starts it."""
+    return [each.words[each.words.index(word) + 1 :] for each in COMMANDS if word in each.words]
+
+
+COMMANDS = list(commands())
+LAUNCHES = [rest for name, *rest in after("trainwright") if name == "launch" and rest and rest != ["--help"]]
+CHECKPOINTS = [rest for name, *rest in after("trainwright") if name == "checkpoint" and "|" not in rest[0]]
+
+
+def test_make_knows_each_target_and_variable() -> None:
+    asked = [(each.variables, words) for each in COMMANDS if "make" in each.words for words in [each.words[1:]]]
+    assert len(asked) > 20
+    for variables, words in asked:
+        for word in words:
+            name, is_variable, _ = word.partition("=")
+            if is_variable:
+                variables = {**variables, name: ""}
+            else:
+                assert re.search(rf"^{name}:", MAKEFILE, re.MULTILINE), word
+        for name in variables:
+            assert re.search(rf"^{name} \?=", MAKEFILE, re.MULTILINE), name
+
+
+def test_each_script_takes_the_options_that_are_shown() -> None:
+    for words in after("python"):
+        script, *options = words
+        if script == "train.py" or script.startswith("-"):  # the reader's own
+            continue
+        source = (ROOT / script).read_text()
+        for option in options:
+            assert not option.startswith("--") or f'"{option}"' in source, (script, option)
+
+
+def test_the_extras_that_pip_is_given_exist() -> None:
+    for words in after("pip"):
+        assert words[0] == "install"
+        for word in words[1:]:
+            for extra in re.findall(r"\[(.+)\]", word):
+                assert extra in PROJECT["optional-dependencies"]
+            assert not word.endswith(".txt") or (ROOT / word).is_file()
+
+
+@pytest.mark.parametrize("arguments", LAUNCHES, ids=" ".join)
+def test_trainwright_launch_accepts_what_is_shown(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(cli, "supervise", lambda *given, **_: started.append(given) or 0)
+    Path("train.py").touch()
+    if "train.py" not in arguments:  # an option alone
+        arguments = [*arguments, "60", "train.py"]
+    assert cli.main(["launch", *arguments], command_line.check_names) == 0
+    assert "train.py" in started[0][0]
+    capsys.readouterr()
+
+
+def test_torchrun_accepts_what_is_shown() -> None:
+    shown = after("torchrun")
+    assert shown
+    for words in shown:
+        assert get_args_parser().parse_args(words).training_script == "train.py"
+
+
+@pytest.mark.parametrize("words", CHECKPOINTS, ids=" ".join)
+def test_trainwright_checkpoint_does_what_is_shown(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = tw.Trainer(max_epochs=1, barebones=True)
+    trainer.fit(Classifier(), make_loader())
+    trainer.save_checkpoint("run.ckpt")
+    torch.save(Classifier().state_dict(), "weights.pt")
+    monkeypatch.setattr("sys.argv", ["trainwright", "checkpoint", *(PLACEHOLDERS.get(word, word) for word in words)])
+    assert command_line.main() == 0
+    assert capsys.readouterr().out
+
+
+SOURCES = "".join(
+    path.read_text() for folder in ("trainwright", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
+)
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (page.parent / link).exists(), link
+    if page.name == "CHANGELOG.md":  # tells of what was
+        return
+    for path in re.findall(r"`((?:tests|benchmarks|examples|trainwright|docs|\.ci)/[\w./-]*)`", text):
+        assert (ROOT / path).exists() or path == "benchmarks/out", path
+    for option in re.findall(r"`(--[a-z-]+)", text):
+        assert f'"{option}"' in SOURCES, option
+    for name in set(re.findall(r"\btw\.(\w+)", text)):
+        assert hasattr(tw, name), name
+
+
+# -- docstrings ------------------------------------------------------------------------------------------------------
+
+EXAMPLES = sorted(path for path in (ROOT / "trainwright").rglob("*.py") if ">>> " in path.read_text())
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_examples_of_a_docstring_run(path: Path) -> None:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    said = io.StringIO()
+    names = {**vars(module), **reader(""), "nn": nn, "DataLoader": DataLoader, "TensorDataset": TensorDataset}
+    for example in doctest.DocTestFinder().find(module, globs=names):
+        runner.run(example, out=said.write)
+    assert runner.tries > 0
+    assert runner.failures == 0, said.getvalue()
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_what_users_reach_for_first_shows_an_example(name: str) -> None:
+    assert ">>> " in (inspect.getdoc(getattr(tw, name)) or "")

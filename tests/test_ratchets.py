@@ -1,0 +1,451 @@
+"""Limits on what may only fall: coupling between files, size, public names, calls of a save, and phrases.
+
+Each number is an upper limit with its goal beside it. Lower the limit when a change brings the count down; raise it only with a
+reason beside it. `python tests/test_ratchets.py` prints today's counts, and with --coupling or --phrase every place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import io
+import re
+import sys
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from package import FILES, ROOT, Declarations, is_self, name_of, scoped_nodes, tree_of
+from small import QUIET, Classifier, make_loader
+
+import trainwright as tw
+
+PROJECT = Path(__file__).parents[1]
+Places = dict[str, list[str]]
+"""By file: each place, as "line: source"."""
+
+# -- one owner for each fact ---------------------------------------------------------------------------------------------
+
+MOST_FOREIGN_WRITES = 221  # goal: 30
+FOREIGN_WRITES: dict[str, int] = {
+    "callbacks/early_stopping.py": 2,
+    "callbacks/gradient_accumulation_scheduler.py": 2,
+    "callbacks/stopped_run.py": 7,
+    "callbacks/timer.py": 1,
+    "data/batch_stream.py": 2,
+    "data/combined.py": 4,
+    "data/loaders.py": 3,
+    "engine/accelerator.py": 1,
+    "engine/prepared.py": 1,
+    "loggers/position.py": 1,
+    "strategies/base.py": 1,
+    "strategies/fsdp.py": 1,
+    "trainer/evaluate.py": 24,
+    "trainer/fit.py": 38,
+    "trainer/handover.py": 20,
+    "trainer/hooks.py": 2,
+    "trainer/logbook.py": 3,
+    "trainer/metrics.py": 6,
+    "trainer/optimization.py": 11,
+    "trainer/preparation.py": 15,
+    "trainer/reduction.py": 1,
+    "trainer/resume.py": 11,
+    "trainer/running.py": 34,
+    "trainer/sources.py": 1,
+    "trainer/stop.py": 3,
+    "trainer/trainer.py": 2,
+    "trainer/training_data.py": 12,
+    "trainer/uneven_round.py": 6,
+    "trainer/validation.py": 6,
+}
+"""Attributes assigned outside their class's file, by the file that assigns them."""
+LIBRARIES_ATTRIBUTES = {
+    *("all_gather", "benchmark", "close", "data", "forward", "param_groups", "total", "training"),
+    *("_buffers", "_close", "_modules", "_parameters", "_version"),
+}
+"""Attributes of torch, DeepSpeed and tqdm objects that a class of the package declares too."""
+MOST_PRIVATE_USES = 19  # goal: 0
+PRIVATE_USES: dict[str, int] = {
+    "callbacks/stopped_run.py": 13,
+    "loggers/position.py": 1,
+    "trainer/fit.py": 2,
+    "trainer/resume.py": 2,
+    "trainer/running.py": 1,
+}
+"""Private names of another file's classes or modules, by the file that uses them."""
+
+
+@functools.cache
+def declarations() -> Declarations:
+    return Declarations()
+
+
+@functools.cache
+def coupling() -> tuple[Places, Places]:
+    """Return the foreign writes and the private uses.
+
+    A foreign write is `x.a = ...` (plain, augmented, in a `for` or `with`, or `del`), `setattr(x, "a", ...)`, or a change of
+    `x.__dict__` or `vars(x)`, where x is not self or cls and `a` is declared by a class of another file and not by one of this
+    file. The class of x is read from annotations and assignments; where they do not say, every class that declares `a` counts.
+    A computed name, or a change of `__dict__`, counts if the annotations say that x is an object of the package.
+    Attributes of other libraries' objects, such as `parameter.grad` or those of a DeepSpeed engine, do not count.
+
+    A private use is `x._a` under the same rule, with `super()._a` exempt, or the import of a private name.
+    """
+    known, writes, uses = declarations(), defaultdict(list), defaultdict(list)
+
+    def is_elsewhere(file: str, node: ast.expr, attribute: str | None, scope: Any) -> bool:
+        types = known.type_of(node, scope)
+        if attribute is None:
+            return bool(types) and file not in {each for one in types for each in known.classes[one].files}
+        owners = known.files_of(types, attribute)
+        if not owners and attribute not in LIBRARIES_ATTRIBUTES:
+            owners = known.owners[attribute]
+        return bool(owners) and file not in owners
+
+    for path in FILES:
+        file = name_of(path)
+        for node, scope in scoped_nodes(path, known):
+            if isinstance(node, ast.Attribute) and not is_self(node.value):
+                is_written = not isinstance(node.ctx, ast.Load)
+                is_private = re.match(r"_(?!_)", node.attr) and ast.unparse(node.value) != "super()"
+                if (is_written or is_private) and is_elsewhere(file, node.value, node.attr, scope):
+                    place = f"{node.lineno}: {ast.unparse(node)}"
+                    if is_written and not node.attr.startswith("__"):
+                        writes[file].append(place)
+                    if is_private:
+                        uses[file].append(place)
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trainwright"):
+                uses[file] += [f"{node.lineno}: {each.name}" for each in node.names if re.match(r"_(?!_)", each.name)]
+            for owner, attribute in written_by_name(node):
+                if not is_self(owner) and is_elsewhere(file, owner, attribute, scope):
+                    writes[file].append(f"{node.lineno}: {ast.unparse(node)}")  # type: ignore[attr-defined]
+    return {file: found for file, found in writes.items() if found}, {
+        file: found for file, found in uses.items() if found
+    }
+
+
+def written_by_name(node: ast.AST) -> Iterator[tuple[ast.expr, str | None]]:
+    """Yield (object, attribute) of setattr and of changes to `__dict__` or `vars`; None stands for any attribute."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+        yield node.args[0], _text(node.args[1])
+    elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        if owner := _owner_of_dict(node.value):
+            yield owner, None
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr in ("__setattr__", "__delattr__") and len(node.args) > 1:
+            yield node.args[0], _text(node.args[1])
+        elif node.func.attr in ("update", "setdefault", "pop", "clear") and (owner := _owner_of_dict(node.func.value)):
+            yield owner, None
+
+
+def _owner_of_dict(node: ast.expr) -> ast.expr | None:
+    if isinstance(node, ast.Attribute) and node.attr == "__dict__":
+        return node.value
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "vars" and node.args:
+        return node.args[0]
+    return None
+
+
+def _text(node: ast.expr) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def check_table(found: Places, limits: dict[str, int], most: int) -> None:
+    for file, places in found.items():
+        assert len(places) <= limits.get(file, 0), "\n".join(
+            [f"{file}: {len(places)} of {limits.get(file, 0)}", *places]
+        )
+    assert sum(map(len, found.values())) <= most
+
+
+def test_attributes_are_assigned_by_their_owner() -> None:
+    check_table(coupling()[0], FOREIGN_WRITES, MOST_FOREIGN_WRITES)
+
+
+def test_private_names_stay_in_their_file() -> None:
+    check_table(coupling()[1], PRIVATE_USES, MOST_PRIVATE_USES)
+
+
+MOST_PUBLIC_NAMES = 111  # goal: 80
+
+
+def test_public_names_of_a_trainer() -> None:
+    names = public_names()
+    assert len(names) <= MOST_PUBLIC_NAMES, names
+
+
+def public_names() -> list[str]:
+    return [name for name in dir(tw.Trainer(**QUIET)) if not name.startswith("_")]
+
+
+# -- the floors of trainer/ ----------------------------------------------------------------------------------------------
+
+FLOORS = [
+    "checkpoint_choice clock hooks inputs locks log_rules settings state steps stop table uneven_round",
+    "logged_value optimization own_rounds parts",
+    "metric_objects",
+    "metric_merging metrics",
+    "reduction",
+    "logbook",
+    "handover sources",
+    "evaluate",
+    "predict training_data validation",
+    "resume status training_run",
+    "fit preparation",
+    "running",
+    "trainer",
+]
+"""trainer/ from the ground up: a file imports only from floors below its own, under TYPE_CHECKING too."""
+MOST_CYCLIC_FILES = 18  # goal: 0
+MOST_IMPORTS_UP = 18  # goal: 0
+
+
+def trainer_imports() -> dict[str, set[str]]:
+    """Return which files of trainer/ each of them imports, those that only annotations need among them."""
+    names = {path.stem for path in FILES if path.parent.name == "trainer"} - {"__init__"}
+    found: dict[str, set[str]] = {}
+    for path in FILES:
+        if path.parent.name == "trainer" and path.stem in names:
+            modules = {
+                node.module for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom) and node.module
+            }
+            found[path.stem] = {each.split(".")[-1] for each in modules if each.startswith("trainwright.trainer.")}
+    return found
+
+
+def cyclic_files() -> set[str]:
+    graph = trainer_imports()
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        left = list(graph[start])
+        while left:
+            if (one := left.pop()) not in seen:
+                seen.add(one)
+                left += graph.get(one, ())
+        return seen
+
+    return {name for name in graph if name in reached(name)}
+
+
+def imports_up() -> list[str]:
+    floor = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
+    return [
+        f"{name} -> {other}"
+        for name, others in trainer_imports().items()
+        for other in sorted(others)
+        if floor[other] >= floor[name]
+    ]
+
+
+def test_no_circle_in_trainer() -> None:
+    found = cyclic_files()
+    assert len(found) <= MOST_CYCLIC_FILES, sorted(found)
+
+
+def test_no_import_runs_back_up_in_trainer() -> None:
+    placed = [name for names in FLOORS for name in names.split()]
+    assert sorted(placed) == sorted(trainer_imports()), "FLOORS names each file of trainer/ once"
+    found = imports_up()
+    assert len(found) <= MOST_IMPORTS_UP, found
+
+
+# -- size ----------------------------------------------------------------------------------------------------------------
+
+PACKAGE_LINES = [
+    (36_115, "the package when this ratchet was written; goal: 33,948"),
+]
+"""Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
+
+
+def package_lines() -> int:
+    return sum(path.read_bytes().count(b"\n") for path in FILES)
+
+
+def test_lines_of_the_package() -> None:
+    assert package_lines() <= sum(lines for lines, _ in PACKAGE_LINES)
+
+
+# -- the walk of a checkpoint (that of a batch is test_call_budget.py's) ----------------------------------------------------
+
+MOST_CALLS_OF_A_SAVE = 1_988  # goal: 1,000
+MOST_FILES_OF_A_SAVE = 34  # goal: 20
+
+
+def test_the_walk_of_a_checkpoint(tmp_path: Path) -> None:
+    calls, files = walk_of_a_save(tmp_path / "saved")
+    assert calls <= MOST_CALLS_OF_A_SAVE
+    assert len(files) <= MOST_FILES_OF_A_SAVE, sorted(files)
+
+
+def walk_of_a_save(path: Path) -> tuple[int, set[str]]:
+    """Return the package's function calls of one blocking save, and the files that they are in."""
+    trainer = tw.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Classifier(), make_loader())
+    called: list[str] = []
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(str(ROOT)):
+            called.append(frame.f_code.co_filename)
+
+    sys.setprofile(profile)
+    try:
+        trainer.save_checkpoint(path)
+    finally:
+        sys.setprofile(None)
+    return len(called), set(called)
+
+
+# -- plain words ---------------------------------------------------------------------------------------------------------
+
+Phrase = tuple[str, int, int]
+PHRASES: dict[str, Phrase] = {
+    # a sentence's shape
+    "is no": (r"(?:is|are|was|were) no(?! longer| more)", 118, 0),
+    "there is none": (r"there (?:is|are|was|were) none", 31, 0),
+    "anew": (r"anew", 78, 0),
+    "alike": (r"alike", 83, 0),
+    "go on": (r"(?:go|goes|going|gone|went) on", 175, 0),
+    "stands": (r"(?:stand|stands|stood|standing)(?! in)", 160, 0),
+    "of one's own": (r"of (?:one's|its|their|his) own", 117, 10),
+    "nobody": (r"(?:nobody|nobody's|whoever|somebody)", 57, 0),
+    "told": (r"told", 110, 0),
+    "tells": (r"tells?", 89, 10),
+    "asked": (r"(?:is|are|was|were|be|been) asked", 82, 0),
+    "said": (r"(?:says so|said once|is said|are said|say so)", 29, 0),
+    "in its stead": (r"in (?:its|their|whose|the) stead", 5, 0),
+    "take up": (r"(?:take|takes|taken|took|taking) up", 16, 0),
+    "come to": (r"(?:come|comes|came|coming) to", 33, 0),
+    "at hand": (r"at hand", 23, 0),
+    "but for": (r"but for", 9, 0),
+    "beside": (r"beside", 70, 10),
+    "each so many": (r"(?:each|every) so many", 3, 0),
+    "for ever": (r"for ever", 5, 0),
+    "and their like": (r"and (?:the|its|their) like", 8, 0),
+    "without a word": (r"without a word", 2, 0),
+    "another one than": (r"(?:another|other) (?:one )?than", 6, 0),
+    "for who": (r"(?:for|to|by) who", 5, 0),
+    "lets go": (r"(?:let|lets|letting) go", 23, 0),
+    "as it is": (r"as (?:it is|they are)", 55, 20),
+    "shared out": (r"(?:share|shares|shared|sharing) out", 24, 0),
+    "mend": (r"(?:mend|mends|mended|mending)", 4, 0),
+    # terms that the field does not have
+    "appointment": (r"appointments?", 38, 0),
+    "lifeline": (r"lifelines?", 6, 0),
+    "failure board": (r"failure boards?", 1, 0),
+    "echo": (r"echo(?:es)?", 3, 0),
+    "grace": (r"grace", 18, 0),
+    "ghost": (r"ghosts?", 39, 0),
+    "share": (r"shares?", 175, 20),
+    "forget": (r"(?:forget|forgets|forgot|forgotten)", 19, 0),
+    "follow parameters": (r"follow (?:parameters|toggle)", 9, 0),
+    "heard": (r"heard", 7, 0),
+    "judged": (r"(?:judge|judges|judged)", 13, 0),
+    "deal": (r"(?:deal|deals|dealt)", 9, 0),
+    "stated": (r"(?:stated|tells state)", 9, 0),
+    "late reduction": (r"late reductions?", 3, 0),
+    "between ranks": (r"between ranks", 8, 0),
+    "settle": (r"(?:settle|settles|settled)", 14, 0),
+    "whereabouts": (r"whereabouts", 10, 0),
+    "handover": (r"(?:handover|hand over|hands over|handed over)", 32, 0),
+    "place": (r"places?", 386, 60),
+}
+"""Phrase: (pattern, limit, goal). Searched are the package's docstrings, comments, other strings and defined names (as words:
+`is_told` is "is told"), and the project's pages."""
+PAGES = sorted(path for folder in (".", "docs", "benchmarks", "examples") for path in (PROJECT / folder).glob("*.md"))
+
+
+def texts_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of each docstring, other string, run of comments and defined name of a file."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.lineno, words_of(node.name)
+        elif isinstance(node, ast.arg):
+            yield node.lineno, words_of(node.arg)
+        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, words_of(node.id if isinstance(node, ast.Name) else node.attr)
+    comments: list[tuple[int, str]] = []
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.COMMENT:
+            line, text = token.start[0], token.string.lstrip("# ")
+            if comments and comments[-1][0] + comments[-1][1].count("\n") + 1 == line:
+                comments[-1] = comments[-1][0], f"{comments[-1][1]}\n{text}"
+            else:
+                comments.append((line, text))
+    yield from comments
+    yield 0, words_of(path.stem)
+
+
+def words_of(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|_", " ", name).strip().lower()
+
+
+@functools.cache
+def phrases_found() -> dict[str, Places]:
+    """Return by phrase and file the places where it stands."""
+    patterns = {
+        phrase: re.compile(rf"\b{pattern}\b".replace(" ", r"\s+"), re.IGNORECASE)
+        for phrase, (pattern, *_) in PHRASES.items()
+    }
+    found: dict[str, Places] = {phrase: defaultdict(list) for phrase in PHRASES}
+    sources: list[tuple[str, Callable[[], Any]]] = [
+        *((f"trainwright/{name_of(path)}", functools.partial(texts_of, path)) for path in FILES),
+        *((path.relative_to(PROJECT).as_posix(), lambda path=path: [(1, path.read_text())]) for path in PAGES),
+    ]
+    for file, texts in sources:
+        for start, text in texts():
+            for phrase, pattern in patterns.items():
+                for match in pattern.finditer(text):
+                    line = start + text.count("\n", 0, match.start())
+                    around = " ".join(text[max(0, match.start() - 40) : match.end() + 40].split())
+                    found[phrase][file].append(f"{line}: {around}")
+    return found
+
+
+@pytest.mark.parametrize("phrase", PHRASES)
+def test_phrases_do_not_come_back(phrase: str) -> None:
+    files = phrases_found()[phrase]
+    count, most = sum(map(len, files.values())), PHRASES[phrase][1]
+    assert count <= most, (
+        f"{phrase!r} stands {count} times, {most} are allowed: `python tests/test_ratchets.py --phrase {phrase!r}`"
+    )
+
+
+# -- the report ----------------------------------------------------------------------------------------------------------
+
+
+def report() -> None:
+    """Print the numbers as they are now, and each place of a phrase."""
+    parser = argparse.ArgumentParser(description=report.__doc__)
+    parser.add_argument("--phrase", action="append", default=[], help="print each place of this phrase")
+    parser.add_argument("--file", help="print each phrase in this file")
+    parser.add_argument("--coupling", action="store_true", help="print each foreign write and private use")
+    asked = parser.parse_args()
+    writes, uses = coupling()
+    print(f"foreign writes {sum(map(len, writes.values()))}, private uses {sum(map(len, uses.values()))}")
+    print(f"public names {len(public_names())}, lines {package_lines()}")
+    print(f"cyclic files {len(cyclic_files())}, imports up {len(imports_up())}")
+    if asked.coupling:
+        for title, found in (("written", writes), ("private", uses)):
+            for file, places in found.items():
+                print(title, file, len(places), *places, sep="\n    ")
+    by_file: Counter[str] = Counter()
+    for phrase, files in phrases_found().items():
+        print(f"{sum(map(len, files.values())):5} {phrase}")
+        for file, places in files.items():
+            by_file[file] += len(places)
+            if phrase in asked.phrase or (asked.file and file.endswith(asked.file)):
+                print("", *(f"{file}:{place}" for place in places), sep="\n      ")
+    print(*(f"{count:5} {file}" for file, count in by_file.most_common()), sep="\n")
+
+
+if __name__ == "__main__":
+    report()

@@ -1,0 +1,150 @@
+"""Ranks: how the ranks of a job agree on small values over the key-value store, without a collective of the process group."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from trainwright.distributed.rank_positions import Locate
+from trainwright.distributed.store_channel import StoreChannel
+from trainwright.errors import CheckpointError
+
+
+class Ranks:
+    """What the ranks agree on. Every method but `subchannel` and `give_up` is collective: call it on every rank.
+
+    Values are what JSON can hold. `call` names the step that they belong to; ranks that meet in different calls all raise.
+
+    Args:
+        channel: carries the values; None for a process alone.
+        timeout_seconds: how long to wait for the slowest rank.
+    """
+
+    def __init__(self, channel: StoreChannel | None = None, timeout_seconds: float = 1800.0) -> None:
+        self._channel = StoreChannel(None, 0, 1) if channel is None else channel
+        self.timeout_seconds = timeout_seconds
+        self.rank, self.world_size = self._channel.rank, self._channel.world_size
+
+    def subchannel(self, name: str) -> Ranks:
+        """Return ranks with a call order of their own, for a thread beside the main one. See `StoreChannel.subchannel`."""
+        return Ranks(self._channel.subchannel(name), self.timeout_seconds)
+
+    def give_up(self) -> None:
+        """Make the call that waits here in another thread raise, and every later one."""
+        self._channel.give_up()
+
+    def located_by(self, locate: Locate) -> AbstractContextManager[None]:
+        """Return a context in which a run reports this rank's position. See `RankPositions.located_by`."""
+        return self._channel.located_by(locate)
+
+    def exchange(self, value: Any, call: str) -> list[Any]:
+        """Return the values of all ranks, by rank."""
+        return [json.loads(reply) for reply in self._exchange(json.dumps(value).encode(), call)]
+
+    def wait(self, call: str) -> None:
+        """Wait until every rank has made this call."""
+        self._exchange(b"", call)
+
+    def broadcast(self, value: Any, call: str) -> Any:
+        """Return rank 0's value."""
+        payload = json.dumps(value).encode() if self.rank == 0 else b""
+        return json.loads(self._exchange(payload, call)[0])
+
+    def differing(self, value: Any, call: str) -> list[Any]:
+        """Return the values of all ranks if they differ, else an empty list. Large values are only sent if they differ."""
+        text = json.dumps(value).encode()
+        digest = hashlib.sha256(text).hexdigest()
+        if self.world_size == 1 or len(set(self.exchange(digest, call))) == 1:
+            return []
+        return self.exchange(value, call)
+
+    def decide(self, decide: Callable[[], Any], call: str) -> Any:
+        """Return what `decide` returns on rank 0, the only rank that calls it: metrics, clocks and files may differ by rank.
+
+        Any other error than these ends the job, as a failed rank does.
+
+        Raises:
+            ValueError, CheckpointError: rank 0's, on every rank.
+        """
+        reply: dict[str, Any] = {}
+        if self.rank == 0:
+            try:
+                reply = {"value": decide()}
+            except (ValueError, CheckpointError) as error:
+                reply = {"error": str(error), "is_checkpoint_error": isinstance(error, CheckpointError)}
+        reply = self.broadcast(reply, call)
+        if "error" in reply:
+            raise (CheckpointError if reply["is_checkpoint_error"] else ValueError)(reply["error"])
+        return reply["value"]
+
+    def run_on_all(
+        self,
+        work: Callable[[], Any] | None,
+        call: str,
+        *,
+        subject: str = "",
+        describe: Callable[[Exception], str] | None = None,
+        reads: bool = True,
+    ) -> list[Any]:
+        """Do this rank's part of a save or a load and return the results of all ranks; a failure of one is raised on all.
+
+        Args:
+            work: this rank's part; None if it has none.
+            call: see the class.
+            subject: what has failed, for the error ("checkpoint x was not written").
+            describe: returns the text of an error.
+            reads: False on a rank that needs no results and gets None for each: unpacking large ones delays its other threads.
+
+        Raises:
+            CheckpointError: the work failed on some rank; the text is the same on all.
+        """
+        cause: Exception | None = None
+        try:
+            payload = b"+" + _pack(work() if work else None)
+        except Exception as error:
+            cause = error
+            payload = b"-" + (describe or _describe)(error).encode(errors="backslashreplace")
+        replies = self._exchange(payload, call)
+        if failures := {rank: reply[1:].decode() for rank, reply in enumerate(replies) if reply[:1] == b"-"}:
+            text = _joined(failures, len(replies))
+            raise CheckpointError(f"{subject}: {text}" if subject else text) from cause
+        return [json.loads(zlib.decompress(reply[1:])) if reads else None for reply in replies]
+
+    @contextmanager
+    def first(self, is_first: bool) -> Iterator[None]:
+        """Let the ranks that are first run the block before the others begin it."""
+        call = "rank_zero_first or main_process_first"
+        if not is_first:
+            self.wait(call)
+        try:
+            yield
+        finally:
+            if is_first:
+                self.wait(call)
+
+    def _exchange(self, payload: bytes, call: str) -> list[bytes]:
+        return self._channel.exchange(payload, call=call, timeout_seconds=self.timeout_seconds)
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _joined(failures: dict[int, str], world_size: int) -> str:
+    """Return the text of the lowest rank that failed, and which others did."""
+    (rank, text), *others = failures.items()
+    if world_size == 1 or (len(failures) == world_size and len(set(failures.values())) == 1):
+        return text
+    more = f" (ranks {', '.join(str(other) for other, _ in others)} failed too)" if others else ""
+    return f"rank {rank}: {text}{more}"
+
+
+def _pack(result: Any) -> bytes:
+    # A table of many tensors is megabytes of JSON and the store takes 8 MiB a value; it packs 5 to 10 times.
+    return zlib.compress(json.dumps(result, separators=(",", ":")).encode(), 1)

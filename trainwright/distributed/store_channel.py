@@ -1,0 +1,179 @@
+"""Store channel: swaps small payloads between all ranks over the key-value store, without a collective.
+
+`ranks.py` builds what the ranks agree on; `environment.py` opens the store.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
+
+from trainwright.distributed.rank_positions import Locate, RankPosition, RankPositions
+from trainwright.distributed.store import Store, post
+
+ON_ALL_RANKS = (
+    "Make such calls on all ranks, in the same order: not under `if trainer.is_global_zero:` or in one rank's hook."
+)
+
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02
+PAUSED_PART = 1 / 32
+"""A waiting rank looks again after this part of the time that it has waited, within the two limits."""
+LOOK_SECONDS = 0.5
+"""How often a waiting rank looks whether the others are still on their way."""
+
+
+class StoreChannel:
+    """Swaps payloads between all ranks, from any thread. Calls pair up by their order in one channel.
+
+    Args:
+        store: the job's key-value store; None in a job of one process.
+        rank: this process's global rank.
+        world_size: the number of processes of the job.
+        name: the channel.
+        positions: the ranks' positions, for calls of the main thread; None for a channel of another thread.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int,
+        world_size: int,
+        *,
+        name: str = "main",
+        positions: RankPositions | None = None,
+    ) -> None:
+        if store is None and world_size > 1:
+            raise ValueError(
+                f"store=None with world_size={world_size}; several ranks need a key-value store. Pass one."
+            )
+        self.rank = rank
+        self.world_size = world_size
+        self._store = store
+        self._positions = positions
+        self._name = name
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._subchannels: dict[str, int] = {}
+        self._has_given_up = False
+
+    def subchannel(self, name: str) -> StoreChannel:
+        """Return a channel with a call order of its own, for a thread beside the main one. Nothing is sent.
+
+        Subchannels of one name pair up by their order: make them on every rank, in the same order.
+        """
+        number = self._subchannels.get(name, 0)
+        self._subchannels[name] = number + 1
+        return StoreChannel(self._store, self.rank, self.world_size, name=f"{self._name}/{name}/{number}")
+
+    def give_up(self) -> None:
+        """Make the call that waits here in another thread, and every later one that would wait, raise RuntimeError."""
+        self._has_given_up = True
+
+    def located_by(self, locate: Locate) -> AbstractContextManager[None]:
+        """Return a context in which a run reports this rank's position. See `RankPositions.located_by`."""
+        return nullcontext() if self._positions is None else self._positions.located_by(locate)
+
+    def exchange(self, payload: bytes, *, call: str, timeout_seconds: float) -> list[bytes]:
+        """Post this rank's payload and return those of all ranks, by rank. Call on every rank, in the same order.
+
+        `call` names the call, with its step if it has one, and must be the same on all ranks.
+
+        Raises:
+            RuntimeError: on every rank, if the ranks have met in different calls; on this one, if another has skipped this
+                call or has exited.
+            TimeoutError: a rank has not made it in time.
+        """
+        if self._store is None:
+            return [payload]
+        own = RankPosition() if self._positions is None else self._positions.now()
+        header = json.dumps([call, own.text]).encode()
+        with self._lock:  # if calls of two threads overlapped, the deletion below would be too early
+            number = self._calls
+            self._calls += 1
+            self._store.set(self._key(number, self.rank), header + b"\n" + payload)
+            keys = [self._key(number, rank) for rank in range(self.world_size)]
+            self._wait(keys, call, own, timeout_seconds)  # for its own key too: that is the store's receipt
+            parts = [bytes(self._store.get(key)).split(b"\n", 1) for key in keys]
+            # Every rank has posted this call, so every rank has read the one before it.
+            if number > 0:
+                self._store.delete_key(self._key(number - 1, self.rank))
+        headers = [json.loads(head) for head, _ in parts]
+        if len({other for other, _ in headers}) > 1:
+            raise RuntimeError(_different_calls(headers))
+        return [body for _, body in parts]
+
+    def leave(self) -> None:
+        """Tell the others that this rank makes no more calls."""
+        if self._store is not None:
+            post(self._store, f"left/{self.rank}", b"")
+
+    def _key(self, call: int, rank: int) -> str:
+        return f"exchange/{self._name}/{call}/{rank}"
+
+    def _wait(self, keys: list[str], call: str, own: RankPosition, timeout_seconds: float) -> None:
+        # Polls, because a blocking wait would hold the connection against other threads and delay signal handlers.
+        assert self._store is not None
+        began = looked = time.monotonic()
+        deadline = began + timeout_seconds
+        missing = [] if self._store.check(keys) else list(reversed(keys))
+        while missing:
+            # One key at a time: checking a thousand each time would keep the store busy.
+            if self._store.check(missing[-1:]):
+                missing.pop()
+                continue
+            if self._has_given_up:
+                raise RuntimeError("this rank no longer waits for the others: its run has ended, or theirs have.")
+            now = time.monotonic()
+            if now > deadline:
+                absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                raise TimeoutError(
+                    f"rank {self.rank} waited {timeout_seconds:g} s in {call} for rank(s) {absent} of {self.world_size}; "
+                    "every rank must make this call. See what those ranks are doing, or allow more time."
+                )
+            if now > looked + LOOK_SECONDS:
+                looked = now
+                self._refuse_left(keys)
+                self._refuse_passed(keys.index(missing[-1]), missing[-1], call, own)
+            time.sleep(min(max((now - began) * PAUSED_PART, SHORTEST_PAUSE), LONGEST_PAUSE))
+
+    def _refuse_left(self, keys: list[str]) -> None:
+        """Raise if a rank that has not made the call has exited."""
+        assert self._store is not None
+        for rank, key in enumerate(keys):
+            # The key is checked again: the rank may have posted it and left between the first two checks.
+            if not self._store.check([key]) and self._store.check([f"left/{rank}"]) and not self._store.check([key]):
+                raise RuntimeError(
+                    f"rank {rank} has exited while rank {self.rank} waits for it in a call that every rank has to make (fit, "
+                    "validate, test, predict, save_checkpoint). Make it on all ranks: not under `if trainer.is_global_zero:`, "
+                    "and without leaving one rank's script early."
+                )
+
+    def _refuse_passed(self, rank: int, key: str, call: str, own: RankPosition) -> None:
+        """Raise if the rank that is waited for has reported a position beyond this call; request its position again."""
+        if self._positions is None:
+            return
+        assert self._store is not None
+        other = self._positions.reported(self._store, rank)
+        # A rank posts a call before it moves on, so a call that is still missing was skipped.
+        if other is not None and other.order > own.order and not self._store.check([key]):
+            raise RuntimeError(
+                f"rank {self.rank} makes a call that rank {rank} has skipped: {call}{_at(own.text)}. Rank {rank} is already "
+                f"past it{_at(other.text)}. {ON_ALL_RANKS}"
+            )
+        self._positions.request(self._store, rank)
+
+
+def _different_calls(calls: list[tuple[str, str]]) -> str:
+    """Return the error of ranks that have met in different calls, from each rank's call and position."""
+    here, at_here = calls[0]
+    rank, (there, at_there) = next((rank, other) for rank, other in enumerate(calls) if other[0] != here)
+    return (
+        f"the ranks have met in different calls: rank 0 in {here}{_at(at_here)}, rank {rank} in {there}{_at(at_there)}. "
+        f"{ON_ALL_RANKS}"
+    )
+
+
+def _at(text: str) -> str:
+    return f" ({text})" if text else ""
