@@ -232,7 +232,7 @@ def test_a_place_that_is_not_whole_replaces_nothing(tmp_path: Path) -> None:
     for damaged in (whole[:-20], b""):
         manifest.write_bytes(damaged)
         with pytest.raises(
-            tw.CheckpointError, match=r"best-v1\.ckpt is no whole checkpoint, so that at .*best\.ckpt stays"
+            tw.CheckpointError, match=r"best-v1\.ckpt is not a whole checkpoint, so .*best\.ckpt is kept"
         ):
             replace_checkpoint(place, path)
         assert is_checkpoint(path)
@@ -252,7 +252,7 @@ def test_one_that_cannot_be_removed_ends_no_run(
 
     monkeypatch.setattr("trainwright.callbacks.checkpoint_files.remove_checkpoint", refuses_the_first)
     with pytest.warns(
-        UserWarning, match=r"epoch=0-step=11\.ckpt, whose place .*epoch=1-step=22\.ckpt takes, could not"
+        UserWarning, match=r"epoch=0-step=11\.ckpt, which .*epoch=1-step=22\.ckpt replaces, could not"
     ) as said:
         callback = run(tmp_path, [3.0, 2.0, 1.0])
     assert len(said) == 1

@@ -258,7 +258,7 @@ def test_every_n_train_steps_of_windows(tmp_path: Path) -> None:
 def test_a_step_save_before_the_metric_is_there(tmp_path: Path) -> None:
     """Until the first validation nothing can be judged; that validation is what the save waits for."""
     callback = tw.ModelCheckpoint(str(tmp_path), monitor="val_loss", save_last=True, every_n_train_steps=8)
-    with pytest.warns(UserWarning, match="is to save by 'val_loss', which was not logged yet") as caught:
+    with pytest.warns(UserWarning, match="monitors 'val_loss', which was not logged yet") as caught:
         train(callback, has_validation=True, max_epochs=1)
     assert len(caught) == 1
     assert names(tmp_path) == ["epoch=0-step=11.ckpt"]

@@ -194,7 +194,7 @@ class HoldingModule(Watched):
 
 
 ACCEPTED = (
-    r"a checkpoint stores None, bool, int, .*\. Have the state_dict or hook that it comes from return the plain data"
+    r"a checkpoint stores None, bool, int, .*\. Let the state_dict or hook that returned it return plain data instead"
 )
 
 

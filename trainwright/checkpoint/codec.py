@@ -249,7 +249,7 @@ def _are_plain_integers(values: Sequence[Any]) -> bool:
     """
     if {*map(type, values)} != {int}:
         return False
-    return min(values) >= -_JSON_INTEGERS and max(values) < _JSON_INTEGERS
+    return bool(min(values) >= -_JSON_INTEGERS and max(values) < _JSON_INTEGERS)
 
 
 def _expect(value: Any, kind: type[Any], length: int | None = None) -> Any:

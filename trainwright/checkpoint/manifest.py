@@ -1,11 +1,11 @@
-"""The manifest: the one file that makes a directory a checkpoint, and what may stand in it.
+"""The manifest: the file that makes a directory a checkpoint.
 
-It is JSON that carries the digest of itself, every file's size and digest, and every tensor's shape, dtype and pieces.
-A digest shows damage, not malice, so everything that is read is also checked for sense before it is used.
+It is JSON with a digest of itself, every file's size and digest, and every tensor's shape, dtype and pieces. A digest shows
+damage, not malice, so all values are also validated before use.
 
-Versions: the first line up to the digest and the keys `format` and `format_version` stay as they are for good, so that every
-version can refuse what is newer by name. Keys that a reader does not know are passed over, at the top, in the header and in
-a tensor's entry: a writer may add what readers can do without. What they cannot do without raises FORMAT_VERSION.
+Versions: the first line up to the digest and the keys `format` and `format_version` never change, so that every version can
+name a newer one that it refuses. Readers ignore unknown keys at the top, in the header and in a tensor's entry, so a writer
+may add keys that readers can do without. Any other change raises FORMAT_VERSION.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _HEAD = b'{"sha256": "%s", "manifest": '
 _TAIL = b"}\n"
 _HEAD_BYTES = len(_HEAD) - 2 + 64
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}", re.ASCII)
-"""The names that are taken from what was read; no path of more than one part is among them."""
+"""The file names that are accepted from a manifest; none is a path of several parts."""
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 class FormatRefused(CheckpointError):
-    """A manifest that is sound, but of a format that this version does not read."""
+    """A valid manifest of a format that this version does not read."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Manifest:
     """What a checkpoint consists of.
 
     Args:
-        header: what the writer says of it: step, epoch, world_size and more, plain JSON.
+        header: plain JSON from the writer: step, epoch, world_size and more.
         files: the size and digest of each file by its name.
         sections: the tensors of each section by name.
     """
@@ -61,7 +61,7 @@ def rank_section(rank: int) -> str:
 
 
 def render(manifest: Manifest) -> bytes:
-    """Return the file's bytes; a flipped bit anywhere in them is noticed by `parse`."""
+    """Return the file's bytes; `parse` detects any flipped bit in them."""
     body = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -74,7 +74,7 @@ def render(manifest: Manifest) -> bytes:
 
 
 def dump_json(value: Any, name: str) -> bytes:
-    """Return compact JSON, refused where it would be too long to be read back."""
+    """Return compact JSON; refuse what would be too long to be read back."""
     data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
     if len(data) > MAX_JSON_BYTES - 256:
         raise CheckpointError(f"{name} would take {len(data) >> 20} MiB; keep large values in tensors or numpy arrays.")
@@ -82,7 +82,7 @@ def dump_json(value: Any, name: str) -> bytes:
 
 
 def load_json(data: bytes, name: str) -> Any:
-    """Return what a JSON file holds; damage and nesting without end are a CheckpointError."""
+    """Return the content of a JSON file; raise CheckpointError if it is damaged or nested too deeply."""
     try:
         return json.loads(data.decode(), parse_constant=_refuse_constant, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
@@ -108,7 +108,7 @@ def table_to_json(table: Mapping[str, TensorEntry]) -> dict[str, Any]:
 
 
 def table_from_json(table: Mapping[str, Any]) -> dict[str, TensorEntry]:
-    """Return the tensors of a section; raises the built-in exceptions where the data has another form."""
+    """Return the tensors of a section; malformed data raises built-in exceptions."""
     entries = {}
     for name, item in table.items():
         shape = item["shape"]
@@ -126,16 +126,16 @@ def table_from_json(table: Mapping[str, Any]) -> dict[str, TensorEntry]:
 
 
 def parse(data: bytes) -> Manifest:
-    """Return the manifest that a file holds.
+    """Return the manifest from a file's bytes.
 
     Raises:
-        CheckpointError: the file is damaged, of another format or a newer version, or says something that cannot be.
+        CheckpointError: the file is damaged, of another format or a newer version, or inconsistent.
     """
     digest = data[_HEAD.index(b"%s") :][:64]
     body = data[_HEAD_BYTES : -len(_TAIL)]
     if data != _HEAD % digest + body + _TAIL or hashlib.sha256(body).hexdigest().encode() != digest:
         raise CheckpointError(
-            f"{MANIFEST_NAME} does not match its own digest: it is damaged, or not a manifest of ours."
+            f"{MANIFEST_NAME} does not match its own digest: it is damaged, or was not written by trainwright."
         )
     content = load_json(body, MANIFEST_NAME)
     try:
