@@ -53,7 +53,7 @@ def found(folder: Path) -> dict[str, int]:
 
 def test_the_newest_is_kept_while_the_metric_is_not_finite(tmp_path: Path) -> None:
     scores = [NAN, math.inf, NAN]
-    with pytest.warns(UserWarning, match=r"save by 'score', which is nan, not finite; .* the newest") as caught:
+    with pytest.warns(UserWarning, match=r"monitors 'score', which is nan, not finite; .* the newest") as caught:
         callback = run(tmp_path, scores)
     assert len(caught) == 1
     assert found(tmp_path) == {"epoch=2-step=33.ckpt": 3}

@@ -125,7 +125,7 @@ def test_verify_names_every_bad_file(saved: Path, capsys: pytest.CaptureFixture[
         assert sum(text in line for line in lines) == 1
     assert err == (
         f"trainwright checkpoint verify: {saved} is damaged; every file has to be as it was written. Use another "
-        "one, or a good copy.\n"
+        "checkpoint, or a good copy.\n"
     )
 
 
