@@ -50,7 +50,7 @@ def test_an_existing_target_is_refused_on_all_ranks(tmp_path: Path, save: Any, c
     assert all(isinstance(error, CheckpointError) for error in errors)
     assert len({str(error) for error in errors}) == 1
     with pytest.raises(
-        CheckpointError, match=r"a\.ckpt exists already; a checkpoint is overwritten with overwrite=True alone"
+        CheckpointError, match=r"a\.ckpt exists already; a checkpoint is only overwritten with overwrite=True"
     ):
         save(tmp_path / "a.ckpt", 2)
     check(open_checkpoint(str(tmp_path / "a.ckpt")), 1)

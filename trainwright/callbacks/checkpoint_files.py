@@ -132,7 +132,7 @@ def path_of_stop(trainer: Trainer, kept: Kept, own: str) -> tuple[str, bool]:
     Args:
         trainer: its run.
         kept: what is kept.
-        own: the path for a checkpoint of its own, without the step.
+        own: the path for a new checkpoint, without the step.
     """
     for path in (kept["last"], trainer.resume_source or ""):
         if path and _holds_position(path, trainer):
@@ -142,7 +142,7 @@ def path_of_stop(trainer: Trainer, kept: Kept, own: str) -> tuple[str, bool]:
 
 
 def _holds_position(path: str, trainer: Trainer) -> bool:
-    """Return whether a run resumed from this checkpoint would continue from where this one stands."""
+    """Return whether a run resumed from this checkpoint would continue from this run's position."""
     try:
         saved: dict[str, Any] | None = open_checkpoint(path, "off").run_state().get("position")
     except CheckpointError:
@@ -214,7 +214,7 @@ def found_again(
 
 
 def _step_of(path: str) -> int | None:
-    """Return the optimizer step of a checkpoint; None if there is no checkpoint."""
+    """Return the optimizer step of a checkpoint; None if the path is not one."""
     try:
         return open_checkpoint(path, "off").step
     except CheckpointError:
@@ -264,7 +264,7 @@ class PendingSave:
         except BaseException:
             self.put_back()
             raise
-        if not self.is_committed:  # that failure was already reported to whoever requested the next save
+        if not self.is_committed:  # the caller of the next save was told of the failure
             self.put_back()
             return
         if self.report:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 KEY_SETTINGS = (
     "monitor", "mode", "save_top_k", "every_n_train_steps", "every_n_epochs", "train_time_interval", "filename",
 )  # fmt: skip
-"""The settings that tell one ModelCheckpoint's state from another's."""
+"""The settings that distinguish one ModelCheckpoint's state from another's."""
 
 
 def check_choices(mode: Any, save_last: Any, save_top_k: Any, filename: Any, monitor: Any) -> None:
@@ -32,7 +32,7 @@ def check_choices(mode: Any, save_last: Any, save_top_k: Any, filename: Any, mon
         raise ValueError(f"save_top_k={save_top_k!r} is not accepted; pass a number of checkpoints, or -1 for all.")
     if monitor is None and save_top_k > 1:
         raise ValueError(
-            f"save_top_k={save_top_k} needs a metric to judge by; pass monitor='val_loss' with a name that you log, or "
+            f"save_top_k={save_top_k} needs a metric that decides; pass monitor='val_loss' with a name that you log, or "
             "save_top_k=1 (the newest), 0 or -1."
         )
 
@@ -187,7 +187,7 @@ class MonitoredScore:
         else:
             warnings.warn(
                 f"ModelCheckpoint monitors {self.monitor!r}, which is {score}, not finite; until it is finite, only the newest "
-                "checkpoint is kept, to resume from, and there is no best one.",
+                "checkpoint is kept, to resume from, and none counts as the best.",
                 stacklevel=2,
             )
 
@@ -223,7 +223,7 @@ class SaveMoments:
         return is_new
 
     def note_save(self, trainer: Trainer, paths: Collection[str], kept: Collection[str]) -> None:
-        """Note that the run is saved here, at these paths, with these checkpoints kept beside."""
+        """Note that the run is saved here, at these paths, with these checkpoints kept."""
         self._saved_at = trainer.global_step, trainer.state.total_batches
         self.steps = {path: step for path, step in self.steps.items() if path in kept}
         self.steps.update(dict.fromkeys(paths, trainer.global_step))
@@ -290,7 +290,7 @@ class WeightsCheck:
         """Return whether the weights are not finite on some rank; warn once until they are again. Collective."""
         fault = trainer.engine.finiteness.fault()
         if fault and not self._has_warned:
-            stays = f"{last} stays as the newest one" if last else "There is no checkpoint to resume from"
+            stays = f"{last} stays as the newest one" if last else "No checkpoint exists to resume from"
             rank_zero_warn(
                 f"ModelCheckpoint saves nothing in epoch {trainer.current_epoch}, at step {trainer.global_step}: {fault}. "
                 f"{stays}, and nothing is saved until the weights are finite again.",

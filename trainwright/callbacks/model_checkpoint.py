@@ -63,7 +63,7 @@ class ModelCheckpoint(Callback):
         dirpath: where to save: a path (made absolute here) or an fsspec URL; by default `checkpoints` in the logger's run
             folder.
         filename: a template of the name, with {epoch}, {step} and metrics, such as "{epoch}-{val_acc:.3f}".
-        monitor: the metric to judge by; None keeps the newest.
+        monitor: the metric that decides; None keeps the newest.
         verbose: print the path of each save.
         save_last: True or "link": also keep the newest, under its own name, whatever its metric.
         save_top_k: how many to keep: -1 for all, 0 for none; without monitor -1, 0 or 1.
@@ -73,7 +73,7 @@ class ModelCheckpoint(Callback):
             hooks of an epoch's start. Otherwise it prints why it does not save: within a batch generators and buffers have
             moved, in an accumulation window gradients are pending, and at an epoch's end schedulers have stepped.
         save_weights_only: leave out optimizers and counters; no run can resume from such a checkpoint. If a killed run wrote
-            one after the checkpoint it is resumed from, it stays beside those of the resumed run.
+            one after the checkpoint it is resumed from, it is kept in addition to those of the resumed run.
         mode: "min" or "max": which value of the metric is better.
         auto_insert_metric_name: write {epoch} as "epoch=3" rather than "3".
         every_n_train_steps: optimizer steps between two saves; 0 turns them off.
@@ -149,7 +149,7 @@ class ModelCheckpoint(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        """Forget the latest fit."""
+        """Reset what is of the latest fit."""
         self._keep({"scores": {}, "last": "", "written_to": "", "replaced": [], "current_score": None})
         self._unrenamed: tuple[str, str, float | None] = ("", "", None)
         """Of the resume source, if it was saved before it got its path: where it was written, that path, and its score."""
@@ -170,9 +170,9 @@ class ModelCheckpoint(Callback):
         self.best_k_models: dict[str, Tensor] = scores
         """The kept checkpoints and their scores, as tensors without dimensions; 0 where nothing is monitored."""
         self.best_model_path, self.kth_best_model_path = (paths[0], paths[-1]) if paths else ("", "")
-        is_judged = bool(paths) and self.monitor is not None
-        self.best_model_score: Tensor | None = scores[self.best_model_path] if is_judged else None
-        self.kth_value: Tensor | None = scores[self.kth_best_model_path] if is_judged else None
+        is_monitored = bool(paths) and self.monitor is not None
+        self.best_model_score: Tensor | None = scores[self.best_model_path] if is_monitored else None
+        self.kth_value: Tensor | None = scores[self.kth_best_model_path] if is_monitored else None
         self.last_model_path = kept["last"]
         score = kept["current_score"]
         self.current_score: Tensor | None = None if score is None else _scalar(score)
@@ -188,11 +188,11 @@ class ModelCheckpoint(Callback):
         return f"{type(self).__qualname__}({settings})"
 
     def state_dict(self) -> dict[str, Any]:
-        kept, is_judged = self._kept, self.best_model_score is not None
+        kept, is_monitored = self._kept, self.best_model_score is not None
         return {
             "best_k_models": dict(kept["scores"]),
             "best_model_path": self.best_model_path,
-            "best_model_score": kept["scores"][self.best_model_path] if is_judged else None,
+            "best_model_score": kept["scores"][self.best_model_path] if is_monitored else None,
             "last_model_path": kept["last"],
             "place": kept["written_to"],
             "is_put_off": self._is_deferred,

@@ -238,7 +238,7 @@ class _Decoder:
         import numpy
 
         if name not in _NUMPY_SCALARS:
-            raise ValueError(f"{name!r} is no numpy type of the format")
+            raise ValueError(f"{name!r} is not a numpy type of the format")
         return numpy.array(self.decode(value, MAX_DEPTH - 1), dtype=name)[()]
 
 
@@ -254,7 +254,7 @@ def _are_plain_integers(values: Sequence[Any]) -> bool:
 
 def _expect(value: Any, kind: type[Any], length: int | None = None) -> Any:
     if type(value) is not kind or (length is not None and len(value) != length):
-        raise ValueError(f"a {type(value).__name__} stands where a {kind.__name__} was expected")
+        raise ValueError(f"found a {type(value).__name__} where a {kind.__name__} was expected")
     return value
 
 
@@ -264,5 +264,5 @@ def _integer(text: Any) -> int:
 
 def _special_float(text: Any) -> float:
     if text not in ("nan", "inf", "-inf"):
-        raise ValueError(f"{text!r} is no special float")
+        raise ValueError(f"{text!r} is not a special float")
     return float(text)

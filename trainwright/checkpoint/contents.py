@@ -1,7 +1,7 @@
 """Contents: what a run stores in its checkpoint, and in which file.
 
     manifest.json               step, epoch, world size, strategy; every tensor's shape, dtype and pieces; every digest
-    state.json                  "optimizers": parameter groups and what is no tensor in their state
+    state.json                  "optimizers": parameter groups, and what in their state is not a tensor
                                 "precision": the loss scale        "seed": the seed of the data's order
                                 "strategy": what it needs to resume bitwise
                                 "extra": values in the modules' state_dicts that are not tensors (from get_extra_state, say)

@@ -47,7 +47,7 @@ def edit_for_save(
     tensors = contents.pop("state_dict", {})
     if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise TypeError(
-            "on_save_checkpoint left a state_dict that is no dict of tensors; put other values under a key of their own."
+            "on_save_checkpoint left a state_dict that is not a dict of tensors; put other values under another key."
         )
 
     def left() -> list[Piece]:
@@ -70,7 +70,7 @@ def edit_for_load(
     edit(contents)
     left = contents.pop("state_dict", {})
     if not isinstance(left, Mapping) or not all(isinstance(value, Tensor) for value in left.values()):
-        raise TypeError("on_load_checkpoint left a state_dict that is no dict of tensors.")
+        raise TypeError("on_load_checkpoint left a state_dict that is not a dict of tensors.")
     return {key: value for key, value in contents.items() if key not in header}, dict(left)
 
 

@@ -115,23 +115,23 @@ def _from_index(path: str, data: bytes) -> Weights:
     if len(data) > MAX_INDEX_BYTES:
         raise CheckpointError(f"{path} is larger than {MAX_INDEX_BYTES >> 20} MiB; an index is a list of names.")
     content = load_json(data, path)
-    places = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise CheckpointError(f'{path} has no "weight_map" of tensors and files; accepted is {ACCEPTED}.')
     parts: dict[str, Weights] = {}
-    for file in sorted(set(places.values())):
+    for file in sorted(set(files.values())):
         if not FILE_NAME.fullmatch(file) or file.endswith(INDEX_SUFFIX):
             raise CheckpointError(
-                f"{path} names the file {file[:200]!r}; accepted are plain names of files beside the index. Do not use it."
+                f"{path} names the file {file[:200]!r}; accepted are names of files in its directory. Do not use it."
             )
         parts[file] = read_weights(f"{path.rpartition('/')[0] or '.'}/{file}")
-    missing = [name for name, file in places.items() if clean_name(name) not in parts[file].state_dict]
+    missing = [name for name, file in files.items() if clean_name(name) not in parts[file].state_dict]
     if missing:
         raise CheckpointError(
-            f"{path}: {places[missing[0]]} holds no {missing[0]!r}, though the index places it there ({len(missing)} in all). "
+            f"{path}: {files[missing[0]]} holds no {missing[0]!r}, though the index places it there ({len(missing)} in all). "
             "Get the files that belong to this index."
         )
-    names = {clean_name(name): file for name, file in places.items()}
+    names = {clean_name(name): file for name, file in files.items()}
     return Weights({name: parts[file].state_dict[name] for name, file in names.items()}, "safetensors")
 
 

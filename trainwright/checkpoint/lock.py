@@ -83,7 +83,7 @@ class FolderLock:
                 if _key(os.stat(holding.path)) == key:
                     os.unlink(
                         holding.path
-                    )  # while it is locked: whoever opened it sees that it is gone, and opens again
+                    )  # while it is locked: a process that has it open sees that it is gone, and opens again
             os.close(holding.descriptor)
             with contextlib.suppress(OSError):  # not empty
                 for directory in holding.created:

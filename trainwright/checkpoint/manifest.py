@@ -92,7 +92,7 @@ def load_json(data: bytes, name: str) -> Any:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def table_to_json(table: Mapping[str, TensorEntry]) -> dict[str, Any]:

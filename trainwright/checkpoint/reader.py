@@ -267,7 +267,7 @@ def open_checkpoint(
         ranks: those that open it; None if this process opens it alone.
 
     Raises:
-        CheckpointError: it is no checkpoint, it is damaged, or its format is newer than this version reads.
+        CheckpointError: it is not a checkpoint, is damaged, or has a newer format than this version reads.
     """
     check_verify(verify)
     rank, world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
@@ -281,7 +281,7 @@ def open_checkpoint(
             for name, record in manifest.files.items():
                 _refuse(path, name, size_fault(record, name, listed, compare=verify != "off"))
             if verify == "full":
-                for name in _share(manifest.files, rank, world_size):
+                for name in _assigned(manifest.files, rank, world_size):
                     _refuse(path, name, digest_fault(files, f"{inside}/{name}", manifest.files[name]))
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -315,7 +315,7 @@ def size_fault(record: FileRecord, name: str, listed: Mapping[str, int | None], 
     return None
 
 
-def _share(records: Mapping[str, FileRecord], rank: int, world_size: int) -> list[str]:
+def _assigned(records: Mapping[str, FileRecord], rank: int, world_size: int) -> list[str]:
     loads, mine = [0] * world_size, []
     for name in sorted(records, key=lambda name: (-records[name].size, name)):
         chosen = loads.index(min(loads))

@@ -1,6 +1,6 @@
 """Safetensors files: written piece by piece and hashed on the way; ranges are read back in place.
 
-Reading by byte ranges serves local and remote files alike, reads only the overlap of what is stored and what is wanted, and
+Reading by byte ranges works for local and remote files, reads only the overlap of what is stored and what is wanted, and
 raises an error for a truncated file (a memory map would kill the process).
 """
 
@@ -219,7 +219,7 @@ def _parse_header(table: Mapping[str, Any]) -> dict[str, tuple[StoredArray, int]
             continue
         shape, (begin, stop) = item["shape"], item["data_offsets"]
         if any(type(number) is not int or number < 0 for number in (*shape, begin, stop)):
-            raise ValueError(f"{key!r} has a size that is no count")
+            raise ValueError(f"{key!r} has a size that is not a count")
         arrays[key] = (StoredArray(DTYPES[item["dtype"]], math.prod(shape), begin), stop)
     return arrays
 

@@ -18,7 +18,7 @@ FOREIGN_SECONDS = 86400.0
 
 
 def temporary_path(path: str) -> str:
-    """Return an unused name beside a path, which records the process."""
+    """Return an unused name in the directory of a path, which records the process."""
     parent, name = os.path.split(path)
     pid = os.getpid()
     return f"{parent}/.{name}.tmp-{machine()}-{pid}-{process_start_time(pid)}-{uuid.uuid4().hex[:12]}"
