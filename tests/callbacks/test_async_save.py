@@ -299,25 +299,29 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 FAILING = """
-import os, signal, sys, time
+import os, signal, sys, threading
 from pathlib import Path
 import trainwright as tw
 from small import QUIET, Classifier, make_loader
 
 folder, ending = sys.argv[1:]
 sync = os.fsync
+may_go_on = threading.Event()
 
 class Ends(tw.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         step = trainer.global_step
         if step == 4:
-            trainer.engine.writer.in_flight.wait(30)
-            os.fsync = lambda descriptor: (time.sleep(600 if ending == "killed" else 0.2), sync(descriptor))
+            assert trainer.engine.writer.in_flight.wait(600)
+            os.fsync = lambda descriptor: (may_go_on.wait(600), sync(descriptor))
         if step == 7 and trainer.global_rank == 1:
             assert not trainer.engine.writer.in_flight.is_committed
             if ending == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            may_go_on.set()
             raise ValueError("of a callback")
+        if step == 7 and ending == "raised":
+            may_go_on.set()
 
 callback = tw.ModelCheckpoint(folder, every_n_train_steps=3, async_save=True, filename="{step}", save_top_k=-1)
 settings = {**QUIET, "enable_checkpointing": True}

@@ -66,7 +66,7 @@ for _ in range(kills):
     for rank in range(2):
         pids.append(os.fork())
         if pids[-1] == 0:
-            signal.alarm(100)
+            signal.alarm(600)
             save_forever(folder, rank, port, step, writer)
     os.close(writer)
     started = os.read(reader, 100)  # the first save has returned

@@ -159,7 +159,8 @@ def test_what_cannot_be_stored_comes_out_alike(run: Run, tmp_path: Path) -> None
     assert os.listdir(tmp_path) == []
 
 
-def test_the_next_one_may_be_given_up(run: Run, tmp_path: Path) -> None:
+def test_the_next_one_may_be_given_up(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "DROP_SECONDS", deadline(60.0))
     with held() as files:
         run.train()
         run.save(f"held://{tmp_path}/a.ckpt")
@@ -253,7 +254,7 @@ run.train()
 sync = os.fsync
 def slow(descriptor):
     if ending == "killed":
-        time.sleep(60)
+        time.sleep(600)
     time.sleep(0.1)
     sync(descriptor)
 os.fsync = slow
@@ -265,7 +266,7 @@ print("begun", flush=True)
 if ending == "error":
     raise ValueError("of the program")
 if ending == "killed":
-    time.sleep(60)
+    time.sleep(600)
 """
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from deadlines import deadline
+from deadlines import deadline, wait_until
 
 from trainwright.distributed.rank_positions import RankPositions
 from trainwright.distributed.store_channel import StoreChannel
@@ -127,8 +126,7 @@ def test_a_rank_that_is_only_slow_is_waited_for() -> None:
             positions[1].answer(store)
 
     def arrive_late() -> None:
-        while not store.check(["position/1"]):  # it has been asked where it is
-            time.sleep(0.01)
+        wait_until(lambda: store.check(["position/1"]))  # it has been asked where it is
         second.exchange(b"1", call="both", timeout_seconds=120)
 
     with ThreadPoolExecutor(2) as pool:

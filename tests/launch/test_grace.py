@@ -44,7 +44,14 @@ class Job(Started):
         # Not in the test's own folder: the loader workers' sockets lie there, and a socket's path is at most 107 letters long.
         self.folder, self.temporary = folder, Path(tempfile.mkdtemp(prefix="tw"))
         self.shared = set(os.listdir("/dev/shm"))
-        arguments = [*(command or python("-W", "error")), JOB, str(folder), str(devices), str(pause), strategy]
+        arguments = [
+            *(command or python("-W", "error")),
+            JOB,
+            str(folder),
+            str(devices),
+            str(deadline(pause)),
+            strategy,
+        ]
         super().__init__(arguments, folder, TMPDIR=str(self.temporary), **more)
 
     def reach(self, count: int) -> bool:
