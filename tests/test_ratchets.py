@@ -31,11 +31,10 @@ Places = dict[str, list[str]]
 
 # -- one owner for each fact ---------------------------------------------------------------------------------------------
 
-MOST_FOREIGN_WRITES = 221  # goal: 30
+MOST_FOREIGN_WRITES = 207  # goal: 30
 FOREIGN_WRITES: dict[str, int] = {
     "callbacks/early_stopping.py": 2,
     "callbacks/gradient_accumulation_scheduler.py": 2,
-    "callbacks/stopped_run.py": 7,
     "callbacks/timer.py": 1,
     "data/batch_stream.py": 2,
     "data/combined.py": 4,
@@ -69,10 +68,8 @@ LIBRARIES_ATTRIBUTES = {
     *("_buffers", "_close", "_modules", "_parameters", "_version"),
 }
 """Attributes of torch, DeepSpeed and tqdm objects that a class of the package declares too."""
-MOST_PRIVATE_USES = 19  # goal: 0
+MOST_PRIVATE_USES = 5  # goal: 0
 PRIVATE_USES: dict[str, int] = {
-    "callbacks/stopped_run.py": 13,
-    "loggers/position.py": 1,
     "trainer/fit.py": 2,
     "trainer/resume.py": 2,
     "trainer/running.py": 1,
@@ -274,8 +271,8 @@ def test_lines_of_the_package() -> None:
 
 # -- the walk of a checkpoint (that of a batch is test_call_budget.py's) ----------------------------------------------------
 
-MOST_CALLS_OF_A_SAVE = 1_988  # goal: 1,000
-MOST_FILES_OF_A_SAVE = 34  # goal: 20
+MOST_CALLS_OF_A_SAVE = 900
+MOST_FILES_OF_A_SAVE = 33  # goal: 20
 
 
 def test_the_walk_of_a_checkpoint(tmp_path: Path) -> None:
