@@ -148,6 +148,12 @@ def test_a_run_goes_on_from_it_and_today_s_code_writes_the_same(expected: dict[s
         assert missing == [], WHAT_TO_DO.format(missing)
         written = json.loads((tmp_path / name / "manifest.json").read_bytes())["manifest"]["format_version"]
         assert written == FORMAT_VERSION == 1, WHAT_TO_DO.format("the version")
+    # The position in the data lies where the first reader of one looked for it.
+    ddp = open_checkpoint(str(tmp_path / "ddp.ckpt"))
+    (place,) = ddp.run_state()["position"]["places"]
+    assert (place["batch"], place["passes"], place["items"], place["size"]) == (SAVED_STEP, 0, 2 * SAVED_STEP, 1)
+    assert place.keys() == {"batch", "passes", "items", "size", "order", "digest"}
+    assert (ddp.rank_state(1) or {})["sources"] == [[None]]
 
 
 def test_one_process_goes_on_from_the_rows_of_two(expected: dict[str, Any]) -> None:

@@ -73,7 +73,8 @@ def warned(make: Any, ranks: int, at: Any, batches: int, epoch: int = 1) -> list
     share = shard(make(), rank=0, world_size=ranks, mode="train")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        share.set_epoch(3, epoch, batches, at)
+        share.load_state_dict({"places": at, "sources": []})
+        share.set_epoch(3, epoch, batches)
         list(share)
         share.set_epoch(3, epoch + 1)
         list(share)
@@ -147,7 +148,8 @@ def test_what_cannot_be_compared_is_not_told_of() -> None:
 def test_a_place_is_told_before_the_rest_is_drawn() -> None:
     at = places(first_run, 2, 3)
     share = shard(first_run(), rank=1, world_size=2, mode="train")
-    share.set_epoch(3, 1, 3, at)
+    share.load_state_dict({"places": at, "sources": []})
+    share.set_epoch(3, 1, 3)
     assert share.places(3) == at
 
 

@@ -67,29 +67,30 @@ def own(share: Any, rank: int, number: int, batch: Any) -> list[int]:
 
 
 def segment(
-    loader: Any, ranks: int, batch: int, places: Any, states: Any, most: int | None, **options: Any
-) -> tuple[list[list[int]], int, Any, Any, list[int | None]]:
+    loader: Any, ranks: int, batch: int, state: Any, most: int | None, **options: Any
+) -> tuple[list[list[int]], int, Any, list[int | None]]:
     """Train on some batches of an epoch on so many ranks; return what each rank had, and where it stands then."""
     had, ends, lengths = [], [], []
     for rank in range(ranks):
         share = shard(loader() if callable(loader) else loader, rank=rank, world_size=ranks, mode="train", **options)
-        share.set_epoch(SEED, EPOCH, batch, places, states)
+        if state is not None:
+            share.load_state_dict(state)
+        share.set_epoch(SEED, EPOCH, batch)
         lengths.append(share.length)
         kept = [own(share, rank, number, each) for number, each in enumerate(islice(share, most), start=batch)]
         had.append([number for each in kept for number in each])
         ends.append(batch + len(kept))
-        told = share.places(batch + len(kept)), share.states(batch + len(kept))
+        state_after = share.state_dict(batch + len(kept))
         share.close()
     assert len(set(ends)) == 1, "every rank makes the same number of rounds"
-    places, states = decode(*encode(list(told)))
-    return had, ends[0], places, states, lengths
+    return had, ends[0], decode(*encode(state_after)), lengths
 
 
 def epoch(loader: Any, plan: Sequence[tuple[int, int | None]], **options: Any) -> list[int]:
     """Return what an epoch gave that went over so many ranks for so many batches each."""
-    batch, places, states, seen = 0, (), (), []
+    batch, state, seen = 0, None, []
     for ranks, most in plan:
-        had, batch, places, states, lengths = segment(loader, ranks, batch, places, states, most, **options)
+        had, batch, state, lengths = segment(loader, ranks, batch, state, most, **options)
         seen += [number for each in had for number in each]
         if most is None and lengths[0] is not None:
             assert lengths == [batch] * ranks, "the length is told before it is read"
@@ -127,10 +128,10 @@ def test_every_sample_comes_once_at_any_world_size(kind: str) -> None:
 def test_at_the_same_world_size_nothing_changes() -> None:
     for kind, loader in samplers(29).items():
         for ranks, start in itertools.product((1, 2, 3), (1, 2, 3)):
-            whole = [segment(loader, ranks, 0, (), (), None)[0][rank] for rank in range(ranks)]
-            had, batch, places, states, _ = segment(loader, ranks, 0, (), (), start)
-            again, batch, places, states, _ = segment(loader, ranks, batch, places, states, 1)
-            rest, *_ = segment(loader, ranks, batch, places, states, None)
+            whole = [segment(loader, ranks, 0, None, None)[0][rank] for rank in range(ranks)]
+            had, batch, state, _ = segment(loader, ranks, 0, None, start)
+            again, batch, state, _ = segment(loader, ranks, batch, state, 1)
+            rest, *_ = segment(loader, ranks, batch, state, None)
             for rank in range(ranks):
                 assert had[rank] + again[rank] + rest[rank] == whole[rank], (kind, ranks, start)
 
@@ -146,11 +147,10 @@ def test_drop_last_drops_no_more_than_a_round() -> None:
 def test_another_batch_size() -> None:
     for count, old, new in itertools.product((23, 24), (2, 3, 4), (1, 2, 3, 5, 7)):
         for before, after in ((1, 1), (2, 1), (1, 2), (2, 3)):
-            place: Any = ((), ())
             loader = DataLoader(numbers(count), batch_size=old, shuffle=True)
-            had, batch, *place, _ = segment(loader, before, 0, (), (), 2)
+            had, batch, state, _ = segment(loader, before, 0, None, 2)
             loader = DataLoader(numbers(count), batch_size=new, shuffle=True)
-            rest, *_, lengths = segment(loader, after, batch, place[0], place[1], None)
+            rest, *_, lengths = segment(loader, after, batch, state, None)
             seen = [number for each in had + rest for number in each]
             assert sorted(seen) == list(range(count)), (count, old, new, before, after)
             assert len(set(lengths)) == 1
@@ -161,11 +161,10 @@ def test_another_batch_size_that_changes_again_before_the_first_batch() -> None:
     for count, (old, new, last), ranks in itertools.product(
         (23, 24), ((4, 8, 8), (4, 8, 3), (3, 5, 3), (2, 7, 4)), ((1, 1, 1), (2, 1, 2), (1, 2, 1))
     ):
-        place: Any = ((), ())
-        batch, seen = 0, []
+        batch, state, seen = 0, None, []
         for size, world_size, most in zip((old, new, last), ranks, (3, 0, None), strict=True):
             loader = DataLoader(numbers(count), batch_size=size, shuffle=True)
-            had, batch, *place, _ = segment(loader, world_size, batch, place[0], place[1], most)
+            had, batch, state, _ = segment(loader, world_size, batch, state, most)
             seen += [number for each in had for number in each]
         assert sorted(seen) == list(range(count)), (count, old, new, last, ranks)
 
@@ -245,24 +244,25 @@ def test_a_dataset_without_indices_at_any_world_size() -> None:
 def test_a_dataset_goes_on_from_its_state(options: dict[str, Any]) -> None:
     loader = partial(stream, Telling, 32, **options)
     for ranks in (1, 2):
-        whole, *_ = segment(loader, ranks, 0, (), (), None)
+        whole, *_ = segment(loader, ranks, 0, None, None)
         for start in (1, 4, 6):
-            had, batch, places, states, _ = segment(loader, ranks, 0, (), (), start)
-            again, batch, places, states, _ = segment(loader, ranks, batch, places, states, 1)
-            rest, *_ = segment(loader, ranks, batch, places, states, None)
+            had, batch, state, _ = segment(loader, ranks, 0, None, start)
+            again, batch, state, _ = segment(loader, ranks, batch, state, 1)
+            rest, *_ = segment(loader, ranks, batch, state, None)
             for rank in range(ranks):
                 assert had[rank] + again[rank] + rest[rank] == whole[rank], (ranks, start)
 
 
 def test_no_item_is_read_twice() -> None:
     log: list[int] = []
-    _, batch, places, states, _ = segment(DataLoader(Telling(30, log), batch_size=2), 1, 0, (), (), 5)
+    _, batch, state, _ = segment(DataLoader(Telling(30, log), batch_size=2), 1, 0, None, 5)
     read = list(log)
     assert max(read) == 12, "ten were consumed, and three wait in the buffer"
     log.clear()
     loader = DataLoader(Telling(30, log), batch_size=2)
     share = shard(loader, rank=0, world_size=1, mode="train")
-    share.set_epoch(SEED, EPOCH, batch, places, states)
+    share.load_state_dict(state)
+    share.set_epoch(SEED, EPOCH, batch)
     list(share)
     assert read + log == list(range(30))
     share.set_epoch(SEED, EPOCH + 1)
@@ -275,11 +275,12 @@ def test_workers_that_stay_begin_anew_after_the_epoch_that_was_taken_up() -> Non
     share.set_epoch(SEED, EPOCH)
     read = iter(share)
     had = [samples(next(read)) for _ in range(3)]
-    places, states = share.places(3), share.states(3)
+    state = share.state_dict(3)
     rest = [samples(each) for each in read]
     share.set_epoch(SEED, EPOCH + 1)
     following = [samples(each) for each in share]
-    share.set_epoch(SEED, EPOCH, 3, places, states)
+    share.load_state_dict(state)
+    share.set_epoch(SEED, EPOCH, 3)
     assert [samples(each) for each in share] == rest
     share.set_epoch(SEED, EPOCH + 1)
     assert [samples(each) for each in share] == following
@@ -308,37 +309,39 @@ class OwnLoader:
 
 
 def test_a_loader_with_a_state_of_its_own() -> None:
-    _, batch, places, states, _ = segment(OwnLoader(), 1, 0, (), (), 4)
+    _, batch, state, _ = segment(OwnLoader(), 1, 0, None, 4)
     loader = OwnLoader()
-    rest, *_ = segment(loader, 1, batch, places, states, None)
+    rest, *_ = segment(loader, 1, batch, state, None)
     assert rest == [[5, 6, 7, 8, 9, 10]]
     assert loader.read == [5, 6, 7, 8, 9, 10]
 
 
 def test_what_is_read_again_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     loader = DataLoader(Stream(20), batch_size=2)
-    _, batch, places, states, _ = segment(loader, 1, 0, (), (), 4)
-    segment(loader, 1, batch, places, states, None)
+    _, batch, state, _ = segment(loader, 1, 0, None, 4)
+    segment(loader, 1, batch, state, None)
     assert capsys.readouterr().err == (
         "trainwright: the first 4 batches of this epoch were consumed before; a Stream tells no state to go on from, so they "
         "are read again and skipped.\n"
     )
     with pytest.raises(ValueError, match=r"4 batches of 2 samples were consumed, .* batches of 3, .* batch_size=2"):
-        segment(DataLoader(Stream(20), batch_size=3), 1, batch, places, states, None)
+        segment(DataLoader(Stream(20), batch_size=3), 1, batch, state, None)
     with pytest.raises(ValueError, match="one of 1 loaders, but there are 2 now; go on with the loaders"):
-        segment([loader, loader], 1, batch, places, states, None)
+        segment([loader, loader], 1, batch, state, None)
 
 
 def test_a_place_beyond_the_data_is_seen() -> None:
-    _, batch, places, states, _ = segment(DataLoader(numbers(20), batch_size=2), 2, 0, (), (), 4)
+    _, batch, state, _ = segment(DataLoader(numbers(20), batch_size=2), 2, 0, None, 4)
     share = shard(DataLoader(numbers(14), batch_size=2), rank=0, world_size=1, mode="train")
-    share.set_epoch(SEED, EPOCH, batch, places, states)
+    share.load_state_dict(state)
+    share.set_epoch(SEED, EPOCH, batch)
     assert share.starts_beyond
     share = shard(DataLoader(numbers(16), batch_size=2), rank=0, world_size=1, mode="train")
+    share.load_state_dict(state)
     with pytest.warns(
         UserWarning, match="of a SequentialSampler of 20 samples, .* of 16 samples: .* come twice or not at all"
     ):
-        share.set_epoch(SEED, EPOCH, batch, places, states)
+        share.set_epoch(SEED, EPOCH, batch)
     assert not share.starts_beyond
     assert list(share) == []
     sampler = BatchSampler(RandomSampler(numbers(20)), 2, drop_last=False)
@@ -355,6 +358,7 @@ def test_a_state_is_told_of_the_batch_that_it_is_planned_for(num_workers: int) -
         share.plan_states([(ONCE, 3)])
         share.set_epoch(SEED, EPOCH)
         list(islice(share, 3))
-        (place,), (state,) = share.places(3), share.states(3)
-        assert state["items"] == place["items"] == 3 * ranks, "though it was read on"
+        state = share.state_dict(3)
+        (place,), (source,) = state["places"], state["sources"]
+        assert source["items"] == place["items"] == 3 * ranks, "though it was read on"
         share.close()

@@ -181,7 +181,8 @@ class BatchStream(Share):
         if state is not None and not states.fits(state):
             was, now = state["num_workers"], getattr(self.source, "num_workers", 0)
             self._why_again = f"was read by {was} workers, from whose states {now} cannot go on"
-            if not (self.start_item or self.start_pass or state["ended"]) and self.rank == self.seed_rank == 0:
+            is_lost = state["readers"] and not (self.start_item or self.start_pass or state["ended"])
+            if is_lost and self.rank == self.seed_rank == 0:
                 print(f"trainwright: {_article(self._kind)} {self._why_again}, so it begins anew.", file=sys.stderr)
             state = None
         is_at_start = not (self.start_item or self.start_pass)

@@ -13,6 +13,7 @@ from trainwright.data.collection import is_collection
 from trainwright.data.combined_loader import Combination, combined_length
 from trainwright.data.combined_loader import CombinedLoader as CombinedLoader
 from trainwright.data.index_stream import IndexStream
+from trainwright.data.loader_state import StatefulLoader
 from trainwright.data.loaders import ShardedLoader, weight_of
 from trainwright.data.proportions import are_proportional, in_proportion
 from trainwright.data.seeding import derive_seed
@@ -22,7 +23,7 @@ from trainwright.data.stated_reader import END
 from trainwright.rank_zero import rank_zero_warn
 
 
-class ShardedCombination:
+class ShardedCombination(StatefulLoader):
     """One rank's share of a CombinedLoader; iterating yields the combined batches, under "sequential" those of one loader.
 
     The first loader has the order that it would have alone, each other one an order of its own, and each further pass of a
@@ -44,6 +45,7 @@ class ShardedCombination:
     """
 
     def __init__(self, loader: CombinedLoader, *, rank: int, world_size: int, mode: Mode, **options: bool) -> None:
+        super().__init__()
         self.loader = loader
         self.rank, self.world_size, self.mode = rank, world_size, mode
         self.combination = loader.mode
@@ -81,37 +83,27 @@ class ShardedCombination:
             for part in self.parts:
                 part.is_read_ahead = True
 
-    def set_epoch(
-        self,
-        seed: int,
-        epoch: int,
-        start_batch: int = 0,
-        places: Sequence[Place] = (),
-        states: Sequence[SourceState | None] = (),
+    def begin(
+        self, seed: int, epoch: int, start_batch: int, places: Sequence[Place], sources: Sequence[SourceState | None]
     ) -> None:
-        """Choose the order of the next `iter`, a function of seed and epoch, and the batch that it starts with.
-
-        `places` and `states`, one a loader, are those of ShardedLoader.
+        """Begin an epoch at a position.
 
         Raises:
-            ValueError: places of another number of loaders.
+            ValueError: the position is one of another number of loaders.
         """
         if places and len(places) != len(self.parts):
             raise ValueError(
                 f"the place in the data is one of {len(places)} loaders, but there are {len(self.parts)} now; go on with the "
                 "loaders that it was saved with, or from a checkpoint of an epoch's end."
             )
-        self._seed, self.epoch, self.start_batch, self._left = seed, epoch, start_batch, list(states)
+        self._seed, self.epoch, self.start_batch, self._left = seed, epoch, start_batch, list(sources)
         self._places, self._first_batches, self._ghost_at = list(places), [], None
         self.uneven.clear()
         is_sequential = self.combination == "sequential"
         for index, part in enumerate(self.parts):
             start = 0 if is_sequential else start_batch  # without a place it is set anew when its turn comes
-            if places:
-                state = states[index] if states else None
-                part.set_epoch(self._seed_of(index), epoch, places[index]["batch"], [places[index]], [state])
-            else:
-                part.set_epoch(self._seed_of(index), epoch, start, (), states[index : index + 1])
+            start = places[index]["batch"] if places else start
+            part.begin(self._seed_of(index), epoch, start, places[index : index + 1], sources[index : index + 1])
             part.share.most = None
         if is_sequential:
             return
@@ -163,13 +155,9 @@ class ShardedCombination:
             return share.place(batch - begun[index])
         return share.place(share.start_batch)
 
-    def states(self, batch: int) -> list[SourceState | None]:
-        """Return the state of each loader's source there; None for one that has none."""
-        return [part.state_at(place) for part, place in zip(self.parts, self.places(batch), strict=True)]
-
-    def left(self, batch: int) -> list[SourceState | None]:
-        """Return what an epoch of so many batches leaves each loader's source at, for the next one; None without a state."""
-        return [part.left_at(place) for part, place in zip(self.parts, self.places(batch), strict=True)]
+    def source_states(self, places: Sequence[Place], is_over: bool) -> list[SourceState | None]:
+        """Return the state of each loader's source; None for one without a state."""
+        return [part.source_states([place], is_over)[0] for part, place in zip(self.parts, places, strict=True)]
 
     def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
         """Choose after which batches the sources' states are wanted; see ShardedLoader."""
@@ -190,6 +178,7 @@ class ShardedCombination:
         return self._seed if index == 0 else derive_seed(self._seed, index)
 
     def __iter__(self) -> Iterator[Any]:
+        self.note_begun()
         return self._one_after_another() if self.combination == "sequential" else self._side_by_side()
 
     def _one_after_another(self) -> Iterator[Any]:
@@ -220,7 +209,7 @@ class ShardedCombination:
             return part.start_batch
         length = part.exact_length
         start = min(left, length) if length is not None else 0
-        part.set_epoch(self._seed_of(index), self.epoch, start, (), [] if start else self._left[index : index + 1])
+        part.begin(self._seed_of(index), self.epoch, start, (), [] if start else self._left[index : index + 1])
         return start
 
     def _side_by_side(self) -> Iterator[Any]:

@@ -23,6 +23,7 @@ from torch.utils.data.datapipes.datapipe import IterDataPipe
 from trainwright.data.batch_stream import BatchStream, distributed_sampler
 from trainwright.data.epoch_listeners import tell_epoch
 from trainwright.data.index_stream import IndexStream, in_dataset_order
+from trainwright.data.loader_state import StatefulLoader
 from trainwright.data.seeding import SideGenerators, derive_seed
 from trainwright.data.share import Mode, Place
 from trainwright.data.source_state import SourceState, StateLog
@@ -39,7 +40,7 @@ from trainwright.data.workers import (
 from trainwright.rank_zero import rank_zero_warn
 
 
-class ShardedLoader:
+class ShardedLoader(StatefulLoader):
     """One rank's share of a loader.
 
     An IterableDataset is read whole by every rank, which keeps every N-th batch of it: no sample is lost or counted twice,
@@ -76,6 +77,7 @@ class ShardedLoader:
                 f"a loader was expected, but {type(loader).__name__} is no iterable; pass a torch DataLoader, or a list "
                 "of batches."
             )
+        super().__init__()
         self.loader = loader
         self.world_size, self.rank, self.mode = world_size, rank, mode
         self.is_shared = _is_to_share(loader, world_size, shard)
@@ -185,21 +187,12 @@ class ShardedLoader:
     def _place(self) -> dict[str, int]:
         return {"rank": self.rank, "world_size": self.world_size} if self.is_shared else {"rank": 0, "world_size": 1}
 
-    def set_epoch(
-        self,
-        seed: int,
-        epoch: int,
-        start_batch: int = 0,
-        places: Sequence[Place] = (),
-        states: Sequence[SourceState | None] = (),
+    def begin(
+        self, seed: int, epoch: int, start_batch: int, places: Sequence[Place], sources: Sequence[SourceState | None]
     ) -> None:
-        """Choose the order of the next `iter`, a function of seed and epoch, and the batch that it starts with.
-
-        `places` and `states` are what `places` and `states` returned then, at whatever world size; without them all batches
-        before the start are taken as had at this one.
-        """
+        """Begin an epoch at a position."""
         self.epoch, self.start_batch = epoch, start_batch
-        place, state = places[0] if places else None, states[0] if states else None
+        place, state = next(iter(places), None), next(iter(sources), None)
         if isinstance(self.share, BatchStream):
             if state is not None and state["ranks"] != self.world_size > 1 and not self.is_shared:
                 state = None  # of another rank's data
@@ -211,6 +204,7 @@ class ShardedLoader:
         tell_epoch(self.loader, epoch)
 
     def __iter__(self) -> Iterator[Any]:
+        self.note_begun()
         if self.stream is None:
             return self.share.items()
         return self._drawn_aside(self.stream) if self._draws_aside else iter(self._source)
@@ -235,26 +229,14 @@ class ShardedLoader:
             yield batch
 
     def places(self, batch: int) -> list[Place]:
-        """Return, as plain data, where the stream stands after so many batches of this rank in the epoch."""
+        """Return where the stream stands after so many batches of this rank in the epoch."""
         return [self.share.place(batch)]
 
-    def states(self, batch: int) -> list[SourceState | None]:
-        """Return, as plain data, the source's state there; None where it has none."""
-        return [self.state_at(self.share.place(batch))]
-
-    def state_at(self, place: Place) -> SourceState | None:
-        """Return the source's state at a place, or the latest known before it; None where it has none."""
-        return None if self._states is None else self._states.at(place)
-
-    def left(self, batch: int) -> list[SourceState | None]:
-        """Return, as plain data, what an epoch of so many batches of this rank leaves its source at, for the next one."""
-        return [self.left_at(self.share.place(batch))]
-
-    def left_at(self, place: Place) -> SourceState | None:
-        """Return the source's state at the end of its pass where it has come to it, else at a place."""
-        if self._states is None or not self._goes_on:
-            return None
-        return self._states.ending() or self._states.at(place)
+    def source_states(self, places: Sequence[Place], is_over: bool) -> list[SourceState | None]:
+        """Return the source's state; None where it has none, or where each epoch begins as the first did."""
+        if self._states is None or (is_over and not self._goes_on):
+            return [None]
+        return [(is_over and self._states.ending()) or self._states.at(places[0])]
 
     def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
         """Choose after which batches of this rank the source's state is wanted: an interval, and one of them, each."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -336,9 +337,10 @@ class Accelerator:
                 "accelerator.sync_gradients is True and the optimizer has stepped."
             )
         loaders = [loader.state_dict() for loader in self._preparations.loaders]
-        place = loaders[0] if loaders else {"epoch": 0, "batch": 0}
+        sources = [loader.pop("sources") for loader in loaders]
+        position = loaders[0] if loaders else {"epoch": 0, "batch": 0}
         state = {
-            "position": {**place, "step": self.step_count},
+            "position": {**position, "step": self.step_count},
             "loaders": loaders,
             "lr_schedulers": [scheduler.state_dict() for scheduler in self._preparations.schedulers],
             "steps_of_schedulers": [scheduler.steps_since() for scheduler in self._preparations.schedulers],
@@ -346,9 +348,9 @@ class Accelerator:
         self.engine.save(
             str(output_dir),
             step=self.step_count,
-            epoch=place["epoch"],
+            epoch=position["epoch"],
             state=state,
-            rank_state={"sources": [loader.sources() for loader in self._preparations.loaders]},
+            rank_state={"sources": sources},
             blocking=blocking,
             overwrite=overwrite,
         )
@@ -401,10 +403,10 @@ class Accelerator:
         self._windows.reset()
         if position.get("epoch_ended"):
             position = {"epoch": position["epoch"] + 1, "batch": 0}
-        places = restored.state.get("loaders", [position])
-        sources = [*restored.sources, *([] for _ in self._preparations.loaders)]
-        for loader, place, states in zip(self._preparations.loaders, places, sources, strict=False):
-            loader.load_state_dict(place, states)
+        states = restored.state.get("loaders", [position])
+        sources = chain(restored.nearest_rank_state.get("sources", ()), repeat(()))
+        for loader, state, source in zip(self._preparations.loaders, states, sources, strict=False):
+            loader.load_state_dict({**state, "sources": source})
         if restored.rng is not None:
             set_rng_state(restored.rng)
 

@@ -436,7 +436,7 @@ class Engine:
         strays = [] if weights_only else stray_pieces(self.strategy, self.modules, self.optimizers)
         loads = ModuleLoads(self.strategy, self.modules, state, checkpoint.path)
         seed = int(state.get("seed", self.seed))
-        told = Restored(state, None, None, [])
+        told = Restored(state, None, None, {})
 
         def fits() -> None:
             nonlocal told

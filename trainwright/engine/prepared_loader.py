@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from trainwright.data.loaders import with_last
-from trainwright.data.share import Place
-from trainwright.data.source_state import SPACING, SourceState
+from trainwright.data.source_state import SPACING
 from trainwright.data.transfer import to_device
 from trainwright.engine.engine import Engine
 from trainwright.engine.iterations import Iterations
@@ -36,9 +35,7 @@ class PreparedLoader:
         self._sharded.plan_states([(SPACING, 0)])  # nobody knows when `save_state` will be called
         self._engine = engine
         self._iterations = iterations
-        self._start = self._batch = 0
-        self._places: Sequence[Place] = ()
-        self._sources: Sequence[SourceState | None] = ()
+        self._batch = 0
         self._is_begun = False
 
     def __getattr__(self, name: str) -> Any:
@@ -48,15 +45,12 @@ class PreparedLoader:
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._is_begun:
-            self.epoch += 1  # the epoch before was left in its middle
-            self._sources = self._sharded.left(self._batch)
-        self._is_begun = True
-        self._batch, self._start, self.is_at_end = self._start, 0, False
+        if self._is_begun:  # the epoch before was left in its middle
+            self._leave_epoch()
+        self._is_begun, self.is_at_end = True, False
         self._engine.follow_parameters(if_changed=True)
         device = self._engine.device
-        self._sharded.set_epoch(self._engine.seed, self.epoch, self._batch, self._places, self._sources)
-        self._places = self._sources = ()
+        self._sharded.set_epoch(self._engine.seed, self.epoch, self._batch)
         length, on_host = self._sharded.exact_length, device.type == "cpu"
         iteration, is_left = self._iterations.begin(self), True
         try:
@@ -65,11 +59,15 @@ class PreparedLoader:
                 self._batch += 1
                 self._iterations.give(iteration)
                 yield batch if on_host else to_device(batch, device)
-            self._sources = self._sharded.left(self._batch)
-            self.epoch, self._batch, self._is_begun, self.is_at_end = self.epoch + 1, 0, False, False
-            is_left = False
+            self._leave_epoch()
+            self._is_begun = self.is_at_end = is_left = False
         finally:
             self._iterations.end(iteration, is_left)
+
+    def _leave_epoch(self) -> None:
+        """Let the next epoch follow on this one, as far as it was read."""
+        self._sharded.load_state_dict(self._sharded.state_dict(self._batch, is_over=True))
+        self.epoch, self._batch = self.epoch + 1, 0
 
     def __len__(self) -> int:
         return len(self._sharded)
@@ -91,22 +89,13 @@ class PreparedLoader:
         return self._sharded.weight_at(self._batch - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next batch stands."""
-        if self.is_at_end and self._batch:
-            return {"epoch": self.epoch + 1, "batch": 0}
-        if not self._batch:
-            return {"epoch": self.epoch, "batch": 0}
-        places = list(self._places) or self._sharded.places(self._batch)
-        return {"epoch": self.epoch, "batch": self._batch, "places": places}
+        """Return the position of the next batch: "sources" as this rank sees them, the rest the same on every rank."""
+        is_over = self.is_at_end and self._batch > 0
+        epoch, batch = (self.epoch + 1, 0) if is_over else (self.epoch, self._batch)
+        return {"epoch": epoch, "batch": batch, **self._sharded.state_dict(self._batch, is_over=is_over)}
 
-    def sources(self) -> list[SourceState | None]:
-        """Return the state of the loader's source there, as this rank sees it."""
-        if self._places or not self._batch:
-            return list(self._sources)
-        return self._sharded.left(self._batch) if self.is_at_end else self._sharded.states(self._batch)
-
-    def load_state_dict(self, state: dict[str, Any], sources: Sequence[SourceState | None] = ()) -> None:
-        """Let the next iteration begin there."""
-        self.epoch, self._start, self._is_begun = int(state["epoch"]), int(state["batch"]), False
-        self._batch, self.is_at_end = self._start, False
-        self._places, self._sources = state.get("places", ()), sources
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration begin at a position that was saved at any world size."""
+        self.epoch, self._batch = int(state["epoch"]), int(state["batch"])
+        self._is_begun = self.is_at_end = False
+        self._sharded.load_state_dict({"places": state.get("places", ()), "sources": state.get("sources", ())})

@@ -10,7 +10,6 @@ import torch
 from trainwright.checkpoint.store import Checkpoint
 from trainwright.data.generator_states import check_generator_states, is_generator_state
 from trainwright.data.seeding import derive_seed, derived_rng_state
-from trainwright.data.source_state import SourceState
 from trainwright.devices.accelerator import count
 from trainwright.devices.generators import lost_devices, taken_over
 from trainwright.errors import CheckpointError
@@ -21,13 +20,13 @@ class Restored(NamedTuple):
     """What a load gives back: the caller's own state, and this rank's generators where the checkpoint has them.
 
     `rank_state` is all that this rank stored for itself; None where it stored nothing, or the world size was another.
-    `sources` is where each loader's source stood (see data/source_state.py), at another world size as rank 0 saw it.
+    `nearest_rank_state` is that, or rank 0's at another world size, for what every rank stores in the same words.
     """
 
     state: dict[str, Any]
     rng: dict[str, Any] | None
     rank_state: dict[str, Any] | None
-    sources: list[list[SourceState | None]]
+    nearest_rank_state: dict[str, Any]
 
 
 def restored(
@@ -70,4 +69,4 @@ def restored(
     for number, (key, value) in enumerate((mine or {}).items()):
         if is_generator_state(value) and key != "rng":  # of an earlier moment of the run
             mine = {**(mine or {}), key: taken_over(value, device, derive_seed(*start, number))}
-    return Restored(state, rng, mine, (first or {}).get("sources", []))
+    return Restored(state, rng, mine, first or {})

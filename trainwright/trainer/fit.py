@@ -42,7 +42,6 @@ from trainwright.trainer.optimization import (
 )
 from trainwright.trainer.resume import check_state, open_epoch
 from trainwright.trainer.stop import EvaluationAbandoned
-from trainwright.trainer.training_data import begin_data, leave_data, load_training_data, seek
 from trainwright.trainer.training_run import TrainingRun
 from trainwright.trainer.validation import validate, validation_is_due
 
@@ -58,10 +57,10 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
         run.validation.generators = rng_state()
         if not is_resumed:
             sanity_check(run.validation)
-    load_training_data(run)
+    run.data.load()
     if trainer.settings.limit_train_batches == 0:
         return
-    seek(run)
+    run.data.seek(trainer.resume_source)
     if is_resumed:
         for callback in trainer.callbacks:
             callback._on_restored(trainer)
@@ -79,10 +78,10 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
     with suppress(EvaluationAbandoned):
         while not trainer.is_done:
             fit_epoch(run)
-            is_over = state.epoch_ended
-            leave_data(run)
-            if not is_over:
+            run.data.leave()
+            if not state.epoch_ended:
                 break
+            state.next_epoch()
     if run.generators is not None:  # nothing was left to train
         set_rng_state(run.generators)
     trainer.signal_stop.settle()
@@ -108,7 +107,11 @@ def begin_epoch(run: TrainingRun) -> None:
     """Do what comes before an epoch's first batch, or before the first one of what is left of it. Collective."""
     trainer, engine = run.trainer, run.engine
     run.state.begin_epoch(rng_state())
-    begin_data(run)
+    if run.data.is_to_reload:
+        run.data.reload()
+        if run.validation is not None:
+            run.validation.reload()
+    run.data.seek(trainer.resume_source)
     run.hooks.call("on_train_epoch_start")
     if run.generators is not None:
         set_rng_state(run.generators)
@@ -139,7 +142,7 @@ def fit_epoch(run: TrainingRun) -> None:
     for batch, is_last in () if is_stopped else batches:
         collector.batch, collector.hook = batch, "training_step"
         index, run.is_last_batch, run.is_within_batch = state.batch, is_last, True
-        if index in run.uneven:
+        if index in run.data.uneven:
             run.begin_uneven_round(index)
         unchecked = state.unchecked_batches if run.is_within_window else 0
         if batch_start:
@@ -180,7 +183,7 @@ def fit_epoch(run: TrainingRun) -> None:
             break
     else:
         refuse_short_epoch(run, is_last or is_stopped)
-        is_last = is_last or (run.num_batches is None and not is_stopped)  # one of unknown length is over when it ends
+        is_last = is_last or (run.data.num_batches is None and not is_stopped)  # no length: it is over
     collector.batch, run.is_within_batch = None, False
     if not trainer.signal_stop.number:  # else the resumed run does what is left of the epoch
         finish_epoch(run, is_complete=is_last)
@@ -234,7 +237,7 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
         else:
             clear_gradients(run, index)
     outputs = engine.run(run.module, "training_step", *arguments)
-    weight = run.weight if run.uneven else 1.0
+    weight = run.weight if run.data.uneven else 1.0
     loss = outputs if type(outputs) is Tensor else read_loss(outputs, engine.world_size)
     if loss is None:
         count_empty(run)
@@ -298,10 +301,11 @@ def leave_window(run: TrainingRun) -> None:
 
 def refuse_short_epoch(run: TrainingRun, is_last: bool) -> None:
     """Raise where the loader gave no batch, or fewer than its length (RuntimeError)."""
-    if run.num_batches is None and run.state.batch == 0 and not is_last:
+    length = run.data.num_batches
+    if length is None and run.state.batch == 0 and not is_last:
         raise RuntimeError("the training loader gave no batch; give it data.")
-    if run.num_batches is not None and not is_last:
+    if length is not None and not is_last:
         raise RuntimeError(
-            f"the training loader gave {run.state.batch} batches, but its length is {run.num_batches}; let the __len__ of its "
-            "sampler tell how many it yields."
+            f"the training loader gave {run.state.batch} batches, but its length is {length}; let the __len__ of its sampler "
+            "tell how many it yields."
         )

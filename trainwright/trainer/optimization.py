@@ -105,8 +105,8 @@ def weigh(run: TrainingRun, loss: Tensor, index: int, place: int, weight: float)
         return loss
     if not run.window_has_gradients:
         length = run.accumulate
-        if run.num_batches is not None:
-            length = min(length, run.num_batches - (index - place))
+        if run.data.num_batches is not None:
+            length = min(length, run.data.num_batches - (index - place))
         run.divisor = divisor_of(length, dtype)
     return in_float32(loss) / run.divisor
 

@@ -18,6 +18,7 @@ from trainwright.checkpoint.reader import Checkpoint
 from trainwright.checkpoint.shards import check_storable
 from trainwright.checkpoint.store import encode_state
 from trainwright.data.datamodule import DataModule
+from trainwright.data.loader_state import LoaderState
 from trainwright.data.seeding import isolate_rng, rng_state
 from trainwright.engine.engine import OpenCheckpoint
 from trainwright.engine.gradients import held_gradients, hold_gradients
@@ -34,7 +35,6 @@ from trainwright.strategies.state_entries import computed_entries
 from trainwright.strategies.state_probe import state_of_a_step
 from trainwright.trainer.metric_merging import merged
 from trainwright.trainer.state import OpenEpoch
-from trainwright.trainer.training_data import place_in_data
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
@@ -60,8 +60,11 @@ def check_save(trainer: Trainer, weights_only: bool) -> bool:
     return weights_only
 
 
-def run_state(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
-    """Return what a checkpoint holds beside tensors: counters, schedulers, callbacks, data module and hyper-parameters."""
+def run_state(trainer: Trainer, data: LoaderState | None) -> dict[str, Any]:
+    """Return what a checkpoint holds beside tensors: counters, schedulers, callbacks, data module and hyper-parameters.
+
+    `data` is the position in the training data; None where the checkpoint holds the weights only.
+    """
     from trainwright import __version__
 
     module, datamodule = trainer.module, trainer.datamodule
@@ -71,18 +74,24 @@ def run_state(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
         state |= _hyper_parameters(datamodule, "datamodule_", "datamodule")
         if is_overridden("state_dict", datamodule, DataModule):
             state["datamodule"] = datamodule.state_dict()
-    if weights_only:
+    if data is None:
         return state
     epoch = trainer.state.open_epoch
     saving = [each for each in trainer.callbacks if epoch is None or each.runs_last]
     return {
         **state,
-        "position": {**trainer.state.state_dict(), "places": place_in_data(trainer)[0]},
+        "position": {**trainer.state.state_dict(), "places": data["places"]},
         "metrics": trainer.logbook.state_dict() if epoch is None else epoch.metrics,
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "callbacks": {**(epoch.callbacks if epoch is not None else {}), **callback_states(saving)},
         "loggers": trainer.logbook.logger_states() if epoch is None else epoch.loggers,
     }
+
+
+def position_in_data(trainer: Trainer) -> LoaderState:
+    """Return the position in the training data of the present or the latest fit."""
+    assert trainer.train_data is not None
+    return trainer.train_data.state_dict()
 
 
 def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
@@ -114,7 +123,10 @@ def check_state(trainer: Trainer) -> None:
                 _check_dense(optimizer, key, tensor)
                 check_storable(f"{key} of {type(optimizer).__name__}", tensor)
         try:
-            state = {**run_state(trainer), "extra": [extra_states(module) for module in engine.modules]}
+            state = {
+                **run_state(trainer, position_in_data(trainer)),
+                "extra": [extra_states(module) for module in engine.modules],
+            }
         except Exception:  # what tells it may not be ready before the first batch; the save says what is wrong
             return
         encode_state(state, "state")
@@ -171,12 +183,13 @@ def _check_first_step(optimizer: Optimizer) -> None:
 def save_run(trainer: Trainer, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> None:
     """Write a checkpoint of the run as it stands; see Trainer.save_checkpoint. Collective: call on every rank."""
     trainer.state.saves += 1
+    data = None if weights_only else position_in_data(trainer)
     trainer.engine.save(
         path,
         step=trainer.state.step,
         epoch=trainer.state.epoch,
-        state=run_state(trainer, weights_only),
-        rank_state=None if weights_only else rank_state(trainer),
+        state=run_state(trainer, data),
+        rank_state=None if data is None else rank_state(trainer, data),
         weights_only=weights_only,
         number=trainer.state.saves,
         edit=edit_with_hooks(trainer, SAVE_HOOK),
@@ -185,7 +198,7 @@ def save_run(trainer: Trainer, path: str, weights_only: bool, blocking: bool, ov
     )
 
 
-def rank_state(trainer: Trainer) -> dict[str, Any]:
+def rank_state(trainer: Trainer, data: LoaderState) -> dict[str, Any]:
     """Return what a checkpoint holds of this rank alone: within an epoch, what was logged in it and where its data stands."""
     assert trainer.module is not None
     own_stop = trainer.should_stop and not any(each._has_asked_to_stop for each in trainer.callbacks)
@@ -193,7 +206,7 @@ def rank_state(trainer: Trainer) -> dict[str, Any]:
     return {
         "rng": epoch.generators if epoch is not None else trainer.state.loaded_generators or rng_state(),
         "metrics": epoch.unfinished if epoch is not None else _unfinished(trainer),
-        "sources": [place_in_data(trainer)[1]],
+        "sources": [data["sources"]],
         "epoch_rng": None if trainer.state.epoch_ended else trainer.state.epoch_generators,
         "should_stop": own_stop,
         "gradients": held_gradients(trainer.engine.modules) if trainer.state.holds_gradients else [],
@@ -279,11 +292,12 @@ def restore(trainer: Trainer, opened: OpenCheckpoint) -> dict[str, Any] | None:
             )
 
     assert trainer.module is not None
+    assert trainer.train_data is not None
     restored = trainer.engine.load(opened, strict=trainer.module.strict_loading is not False, check=check)
     state = restored.state
     trainer.state.load_state_dict(state["position"])
-    trainer.state.places = state["position"].get("places", ())
-    trainer.state.sources = restored.sources[0] if restored.sources else ()
+    sources = restored.nearest_rank_state.get("sources") or [()]
+    trainer.train_data.load_state_dict({"places": state["position"].get("places", ()), "sources": sources[0]})
     own = restored.rank_state or {}
     trainer.state.epoch_generators = own.get("epoch_rng")
     if own.get("should_stop"):

@@ -195,6 +195,8 @@ def _leave(trainer: Trainer, outcome: Outcome) -> None:
         trainer.compiled = None
     stage, trainer.stage = trainer.stage or "", None
     trainer.logbook.collector, trainer.logbook.is_silent = None, False
+    if trainer.run is not None:
+        outcome.after(trainer.run.data.close)
     trainer.run, trainer.stop_appointment, trainer.validation_clock = None, None, None
     trainer.is_evaluating = trainer.is_mid_epoch_validation = False
     for callback in trainer.callbacks:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
-
-from trainwright.data.share import Place
-from trainwright.data.source_state import SourceState
 
 OF_THE_END = ("epoch", "batch", "unchecked_batches", "schedulers_stepped", "epoch_ended")
 """The counters that are others at an epoch's end than where the next one begins."""
@@ -63,10 +60,6 @@ class TrainerState:
     epoch_ended: bool = False
     holds_gradients: bool = False
     saves: int = 0
-    places: Sequence[Place] = field(default=(), metadata={"counts": False})
-    """Where the epoch's data is taken up: what was consumed of each loader's stream; empty where `batch` says it."""
-    sources: Sequence[SourceState | None] = field(default=(), metadata={"counts": False})
-    """The state of each loader's source there."""
     epoch_generators: dict[str, Any] | None = field(default=None, metadata={"counts": False})
     """This rank's generators as they were when the epoch began: the hooks of its start draw from them again when resumed."""
     loaded_end: dict[str, Any] | None = field(default=None, metadata={"counts": False})
@@ -124,5 +117,4 @@ class TrainerState:
         """Go on to the next epoch."""
         self.epoch, self.batch, self.epoch_ended, self.schedulers_stepped = self.epoch + 1, 0, False, False
         self.unchecked_batches = 0
-        self.places = self.sources = ()
         self.epoch_generators = None

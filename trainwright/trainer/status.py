@@ -29,7 +29,6 @@ from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.stop import SignalStop
-from trainwright.trainer.training_data import load_training_data
 
 if TYPE_CHECKING:
     from trainwright.trainer.training_run import TrainingRun
@@ -249,7 +248,7 @@ class Status:
         """
         if self.run is None:
             raise RuntimeError("estimated_stepping_batches is known in trainer.fit only.")
-        load_training_data(self.run)
+        self.run.data.load()
         settings, batches = self.settings, self.num_training_batches
         last = settings.last_epoch
         limit = math.inf if settings.max_steps == -1 else settings.max_steps

@@ -52,6 +52,7 @@ from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Batches, Status
 from trainwright.trainer.stop import SignalStop, save_end
 from trainwright.trainer.table import format_table
+from trainwright.trainer.training_data import TrainData
 from trainwright.trainer.training_run import TrainingRun
 
 
@@ -185,6 +186,8 @@ class Trainer(Status):
         self.datamodule: DataModule | None = None
         self.stage: str | None = None
         self.run: TrainingRun | None = None
+        self.train_data: TrainData | None = None
+        """The training data of the present or the latest fit, which a save after it asks for its position."""
         self.hooks = HookTable(self, Module(), [])  # nobody's before the first run
         self.optimizers: list[Optimizer] = []
         self.prepared_optimizers: list[PreparedOptimizer] = []
@@ -217,7 +220,7 @@ class Trainer(Status):
         self.resume_source: str | None = None
         """The checkpoint that this fit was resumed from."""
         self.open_loaders: list[Any] = []
-        """The shares of loaders whose workers end with the run."""
+        """The shares of evaluated loaders, whose workers end with the run."""
         self.validation_clock: IntervalClock | None = None
         self.compiled: Compiled | None = None
         self.signal_stop = SignalStop(self)
@@ -284,7 +287,8 @@ class Trainer(Status):
             seconds = self.settings.validation_seconds
             self.validation_clock = None if seconds is None else IntervalClock(seconds, self.appointment("validation"))
             opened = open_to_resume(self, choice.checkpoint) if choice.checkpoint is not None else None
-            self.run = prepare_fit(self, model, source, self._validation(model, val_dataloaders, datamodule))
+            validation = self._validation(model, val_dataloaders, datamodule)
+            self.run = prepare_fit(self, model, source, validation, self._note_train_data)
             self.hooks.call("on_fit_start")
             generators = restore(self, opened) if opened is not None else None
             fit(self.run, generators)
@@ -445,11 +449,15 @@ class Trainer(Status):
         """Send a loss backward under manual optimization, weighted as its round is, and tell the hooks."""
         if self.run is not None:
             self.run.is_within_window = True  # until an optimizer steps: gradients are in no checkpoint
-            if self.run.uneven and (weight := self.run.weight) != 1.0:
+            if self.run.data.uneven and (weight := self.run.weight) != 1.0:
                 loss = loss * weight
         self.hooks.call("on_before_backward", loss)
         self.engine.backward(loss, send, **options)
         self.hooks.call("on_after_backward")
+
+    def _note_train_data(self, loaders: Any, batches: Batches) -> None:
+        """Show which loaders the run trains on, and how many batches of an epoch are this rank's."""
+        self.train_dataloader, self.num_training_batches = loaders, batches
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context in which modules are made in the dtype and on the device that they are trained on."""

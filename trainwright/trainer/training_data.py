@@ -1,175 +1,208 @@
-"""Training data: this rank's share of the training loaders, loaded when it is first needed, and what its length says."""
+"""Training data: this rank's shard of the training loaders, loaded when it is first needed, and what its length says."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.combined import shard
-from trainwright.data.share import Place
-from trainwright.data.source_state import SPACING, SourceState
+from trainwright.data.combined import ShardedCombination, shard
+from trainwright.data.loader_state import LoaderState
+from trainwright.data.loaders import ShardedLoader
+from trainwright.data.source_state import SPACING
 from trainwright.data.stateful_iterable import ONCE
+from trainwright.engine.engine import Engine
 from trainwright.trainer.evaluate import limited
+from trainwright.trainer.settings import Settings
+from trainwright.trainer.sources import LoaderSource
+from trainwright.trainer.state import TrainerState
 
 if TYPE_CHECKING:
-    from trainwright.trainer.trainer import Trainer
-    from trainwright.trainer.training_run import TrainingRun
+    from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 
 
-def load_training_data(run: TrainingRun) -> None:
-    """Load and share out the training data, unless it is there already. Collective."""
-    if run.loader is None:
-        take_training_data(run, _loaded(run))
+class TrainData:
+    """The training data of one fit. The loader owns its position; what the counters say comes from the state.
 
-
-def reload_data(run: TrainingRun) -> None:
-    """Call the loader hooks again at an epoch for which `reload_dataloaders_every_n_epochs` says so. Collective.
-
-    What is made anew begins anew, whatever the state of what it takes the place of, but where a run goes on within such an
-    epoch: the state is of what was made at its start.
+    Args:
+        source: where the loaders come from.
+        engine: whose ranks share the data.
+        settings, state: the run's.
+        options: of `shard`.
+        validates: whether the run validates, so that the interval between validations has to fit the data.
+        pulls: whether training_step pulls its batches, which are read one ahead then to know the last.
+        note: called with the user's loaders and the number of this rank's batches in an epoch, whenever that changes.
     """
-    every, epoch = run.trainer.settings.reload_dataloaders_every_n_epochs, run.state.epoch
-    if every and epoch and epoch % every == 0:
-        if run.source.owner is not None:
-            take_training_data(run, _loaded(run))
-            if not run.state.batch:
-                run.state.sources = ()
-        if run.validation is not None:
-            run.validation.reload()
 
+    def __init__(
+        self,
+        source: LoaderSource,
+        engine: Engine,
+        settings: Settings,
+        state: TrainerState,
+        options: dict[str, bool],
+        *,
+        validates: bool,
+        pulls: bool,
+        note: Callable[[Any, int | float], None],
+    ) -> None:
+        self._source, self._engine, self._settings, self._state = source, engine, settings, state
+        self._options, self._note = options, note
+        self._validates, self._pulls = validates, pulls
+        self._loader: ShardedLoader | ShardedCombination | None = None
+        self._users: Any = None
+        self._loaded = LoaderState(places=(), sources=())
+        """The position that was loaded before the loader was there."""
+        self.num_batches: int | None = None
+        """Batches of this rank in an epoch, limits included; None where that shows only when the loader ends."""
+        self.most_batches: int | None = None
+        """A limit of the batches; None for none."""
+        self.validate_every: int | None = None
+        """Batches between two validations; None for validations at an epoch's end, or by time."""
+        self.uneven: Mapping[int, list[int]] = {}
+        """By batch number, the samples of each rank in the uneven rounds read so far; a live view."""
 
-def _loaded(run: TrainingRun) -> Any:
-    return run.source.load(run.trainer.settings.trains_once(run.source.owner is not None))
+    @property
+    def loader(self) -> ShardedLoader | ShardedCombination:
+        """Return this rank's shard."""
+        assert self._loader is not None, "the training data is not loaded"
+        return self._loader
 
+    def load(self) -> None:
+        """Load and shard the data, unless it is there already. Collective."""
+        if self._loader is None:
+            self._load(self._loaded)
 
-def begin_data(run: TrainingRun) -> None:
-    """Begin an epoch's data, or what is left of it; from here on the loader tells its places. Collective."""
-    reload_data(run)
-    seek(run)
-    run.state.places = run.state.sources = ()
+    @property
+    def is_to_reload(self) -> bool:
+        """Return whether `reload_dataloaders_every_n_epochs` asks for loaders of this epoch's own."""
+        every, epoch = self._settings.reload_dataloaders_every_n_epochs, self._state.epoch
+        return bool(every and epoch and epoch % every == 0)
 
+    def reload(self) -> None:
+        """Call the loader hook again, where there is one. Collective.
 
-def take_training_data(run: TrainingRun, loaders: Any) -> None:
-    """Share out training loaders, and read the epoch's length and the validations' interval off them. Collective.
+        New loaders start from the beginning, whatever the old ones left. A run that resumes within such an epoch keeps the
+        loaded position, which is one of loaders that were made at the epoch's start.
+        """
+        if self._source.owner is not None:
+            self._load(self.state_dict() if self._state.batch else LoaderState(places=(), sources=()))
 
-    Raises:
-        ValueError: no batch, ranks with loaders of different lengths, or an interval that does not fit.
-    """
-    trainer, engine, settings = run.trainer, run.engine, run.trainer.settings
-    if run.loader is not None:
-        run.loader.close()
-        trainer.open_loaders.remove(run.loader)
-    run.loader = loader = shard(
-        loaders,
-        rank=engine.rank,
-        world_size=engine.world_size,
-        mode="train",
-        default_combination="max_size_cycle",
-        **trainer.loader_options,
-        in_order=bool(trainer.given_settings.overfit_batches),
-    )
-    if run.pulls:  # one batch ahead, to know which is the last
-        loader.read_ahead()
-    trainer.open_loaders.append(loader)
-    limit = settings.limit_train_batches
-    trainer.train_dataloader = loaders
-    length = limited(loader.length, limit)
-    lengths = engine.ranks.exchange(str(loader.length), "the start of the data")
-    if len(set(lengths)) > 1:
-        raise ValueError(
-            f"the ranks have training loaders of different lengths ({', '.join(lengths)} batches), so some would wait for "
-            "ever; give every rank the same data, which is shared out then."
+    def _load(self, position: LoaderState) -> None:
+        """Take the loaders from their source, and read the epoch's length and the validations' interval off them.
+
+        Raises:
+            ValueError: no batch, ranks with loaders of different lengths, or an interval that does not fit.
+        """
+        settings, engine = self._settings, self._engine
+        self._users = self._source.load(settings.trains_once(self._source.owner is not None))
+        self.close()
+        self._loader = loader = shard(
+            self._users,
+            rank=engine.rank,
+            world_size=engine.world_size,
+            mode="train",
+            default_combination="max_size_cycle",
+            **self._options,
         )
-    if length == 0 and limit != 0:
-        raise ValueError(
-            "the training loader has no batch (its dataset is empty, drop_last dropped all, or limit_train_batches is too "
-            "small); give it data."
-        )
-    run.uneven = loader.uneven
-    run.validate_every = _validation_interval(trainer, length) if run.validation is not None else None
-    _measure(run)
+        loader.load_state_dict(position)
+        self.uneven = loader.uneven
+        if self._pulls:
+            loader.read_ahead()
+        length, limit = limited(loader.length, settings.limit_train_batches), settings.limit_train_batches
+        lengths = engine.ranks.exchange(str(loader.length), "the start of the data")
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"The training loaders have different lengths across ranks ({', '.join(lengths)} batches), which would "
+                "deadlock. Pass the same data on every rank; it is sharded for you."
+            )
+        if length == 0 and limit != 0:
+            raise ValueError(
+                "the training loader has no batch (its dataset is empty, drop_last dropped all, or limit_train_batches is too "
+                "small); give it data."
+            )
+        self.validate_every = _validation_interval(settings, length) if self._validates else None
+        self._measure()
+
+    def close(self) -> None:
+        """End the workers that still run."""
+        if self._loader is not None:
+            self._loader.close()
+
+    def state_dict(self) -> LoaderState:
+        """Return the position in the epoch's data; between two epochs what the one before left."""
+        if self._loader is None:
+            return self._loaded
+        return self._loader.state_dict(self._state.batch, is_over=self._state.epoch_ended)
+
+    def load_state_dict(self, position: LoaderState) -> None:
+        """Let the next epoch begin at a position. The loaders may still have to be made."""
+        self._loaded = position
+        if self._loader is not None:
+            self._loader.load_state_dict(position)
+
+    def leave(self) -> None:
+        """Keep the position that an epoch leaves which is over or was stopped: the next one, or a resumed run, begins there."""
+        self.load_state_dict(self.state_dict())
+
+    def seek(self, origin: str | None) -> None:
+        """Let the data begin at the loaded position and the state's batch, and read off what the epoch has left from there.
+
+        Raises:
+            ValueError: the position, of the checkpoint `origin`, is behind the end of the data.
+        """
+        state, loader = self._state, self.loader
+        loader.set_epoch(self._engine.seed, state.epoch, state.batch)
+        self._measure()
+        if loader.starts_beyond or (self.num_batches is not None and state.batch > self.num_batches):
+            whole = limited(loader.whole_length, self._settings.limit_train_batches)
+            raise ValueError(
+                f"{origin} stands after batch {state.batch} of its epoch, but the training loader has {whole} batches; go on "
+                "with the data that it was saved with, or from a checkpoint of an epoch's end."
+            )
+
+    def plan_states(self, window: int, callbacks: Iterable[ModelCheckpoint]) -> None:
+        """Tell the loader after which batches a checkpoint may be asked for, as far as that shows before they are read.
+
+        Pairs of an interval and one of the batches. A stream that tells its state is asked for it there. Saves that nobody
+        foresees (a signal, by time, by hand) take the state of an earlier batch.
+        """
+        settings, state = self._settings, self._state
+
+        def after(steps: int) -> int:
+            return state.batch + steps * window
+
+        pairs = [] if self.most_batches is None else [(ONCE, self.most_batches)]
+        if settings.max_steps > state.step:
+            pairs.append((ONCE, after(settings.max_steps - state.step)))
+        saving = [each for each in callbacks if each.save_top_k or each.save_last]
+        if saving:
+            pairs.append((SPACING, 0))
+            if self.validate_every is not None:
+                begun = 0 if settings.check_val_every_n_epoch is not None else state.total_batches - state.batch
+                pairs.append((self.validate_every, -begun))
+            steps = [each.every_n_train_steps for each in saving if each.every_n_train_steps > 0]
+            pairs += [(each * window, after(each - state.step % each)) for each in steps]
+        self.loader.plan_states(pairs)
+
+    def _measure(self) -> None:
+        """Read off how many batches the epoch has: those behind the start, and what is left at this world size.
+
+        A limit by number counts all of them; a fraction of the epoch is one of the data, whatever the batches were.
+        """
+        loader, limit = self.loader, self._settings.limit_train_batches
+        length, whole = loader.length, loader.whole_length
+        if isinstance(limit, float) and length is not None and whole is not None and length != whole:
+            begun = length - whole  # more or fewer than an epoch has that was had at this world size from its start
+            length = max(self._state.batch, (limited(whole, limit) or 0) + begun)
+        else:
+            length = limited(length, limit)
+        self.num_batches = length if loader.exact_length is not None else None
+        self.most_batches = length if limit is not None else None
+        self._note(self._users, float("inf") if length is None else length)
 
 
-def seek(run: TrainingRun) -> None:
-    """Let the training data begin where the state stands, and read off what the epoch has left from there.
-
-    Raises:
-        ValueError: a place beyond the end of the data.
-    """
-    state, loader = run.state, run.loader
-    loader.set_epoch(run.engine.seed, state.epoch, state.batch, state.places, state.sources)
-    _measure(run)
-    if loader.starts_beyond or (run.num_batches is not None and state.batch > run.num_batches):
-        whole = limited(loader.whole_length, run.trainer.settings.limit_train_batches)
-        raise ValueError(
-            f"{run.trainer.resume_source} stands after batch {state.batch} of its epoch, but the training loader has "
-            f"{whole} batches; go on with the data that it was saved with, or from a checkpoint of an epoch's end."
-        )
-
-
-def place_in_data(trainer: Trainer) -> tuple[list[Place], list[SourceState | None]]:
-    """Return where the epoch's data stands, and the states of its sources there; between two epochs the states alone."""
-    state, run = trainer.state, trainer.run
-    if state.places or state.sources or run is None or run.loader is None:
-        return list(state.places), list(state.sources)
-    if state.epoch_ended:
-        return [], run.loader.left(state.batch)
-    return run.loader.places(state.batch) if state.batch else [], run.loader.states(state.batch)
-
-
-def leave_data(run: TrainingRun) -> None:
-    """Keep where the epoch that is over, or was stopped, leaves the data: the next one, or a resumed run, goes on there."""
-    state = run.state
-    places, sources = place_in_data(run.trainer)
-    if state.epoch_ended:
-        state.next_epoch()
-    state.places, state.sources = places, sources
-
-
-def foreseen_saves(run: TrainingRun) -> list[tuple[int, int]]:
-    """Return after which batches of the epoch a checkpoint may be asked for, as far as that shows before they are read.
-
-    Pairs of an interval and one of the batches. A stream that tells its state is asked for it there. Saves that nobody
-    foresees (a signal, by time, by hand) take the state of an earlier batch.
-    """
-    trainer, state, window = run.trainer, run.state, run.accumulate
-
-    def after(steps: int) -> int:
-        return state.batch + steps * window
-
-    pairs = [] if run.most_batches is None else [(ONCE, run.most_batches)]
-    if trainer.max_steps > state.step:
-        pairs.append((ONCE, after(trainer.max_steps - state.step)))
-    saving = [each for each in trainer.checkpoint_callbacks if each.save_top_k or each.save_last]
-    if not saving:
-        return pairs
-    pairs.append((SPACING, 0))
-    if run.validate_every is not None:
-        begun = 0 if trainer.settings.check_val_every_n_epoch is not None else state.total_batches - state.batch
-        pairs.append((run.validate_every, -begun))
-    steps = [each.every_n_train_steps for each in saving if each.every_n_train_steps > 0]
-    return pairs + [(each * window, after(each - state.step % each)) for each in steps]
-
-
-def _measure(run: TrainingRun) -> None:
-    """Read off how many batches the epoch has: those behind the start, and what is left at this world size.
-
-    A limit by number counts all of them; a fraction of the epoch is one of the data, whatever the batches were.
-    """
-    trainer, loader, limit = run.trainer, run.loader, run.trainer.settings.limit_train_batches
-    length, whole = loader.length, loader.whole_length
-    if isinstance(limit, float) and length is not None and whole is not None and length != whole:
-        begun = length - whole  # more or fewer than an epoch has that was had at this world size from its start
-        length = max(run.state.batch, (limited(whole, limit) or 0) + begun)
-    else:
-        length = limited(length, limit)
-    trainer.num_training_batches = float("inf") if length is None else length
-    run.num_batches = length if loader.exact_length is not None else None
-    run.most_batches = length if limit is not None else None
-
-
-def _validation_interval(trainer: Trainer, length: int | None) -> int | None:
+def _validation_interval(settings: Settings, length: int | None) -> int | None:
     """Return the batches between two validations; None where they stand at an epoch's end, or come by time."""
-    settings = trainer.settings
     interval = settings.val_check_interval
     if settings.validation_seconds is not None or interval is None or (interval == 1.0 and isinstance(interval, float)):
         return None

@@ -18,13 +18,13 @@ from trainwright.precision.base import Clipper, StepResult
 from trainwright.profilers.instrumentation import is_measuring
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.hooks import HookTable
-from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
+from trainwright.trainer.sources import BatchTransfer, PulledBatches
 from trainwright.trainer.state import TrainerState
-from trainwright.trainer.training_data import foreseen_saves
+from trainwright.trainer.training_data import TrainData
 from trainwright.trainer.uneven_round import UnevenRound
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from trainwright.trainer.trainer import Trainer
 
@@ -38,7 +38,7 @@ class TrainingRun:
     module: Module
     hooks: HookTable
     state: TrainerState
-    source: LoaderSource
+    data: TrainData
     validation: Evaluation | None
     """None where nothing is validated."""
     is_manual: bool
@@ -58,20 +58,10 @@ class TrainingRun:
     """The parts of a step that the module makes in its own way (optimizer_step and its like), by name."""
     has_own_step: bool = False
     """Whether the optimizer's step is made in the module's own way, or with a closure."""
-    loader: Any = None
-    """This rank's share of the training data; None until it is loaded."""
-    num_batches: int | None = None
-    """Batches of this rank in an epoch, limits included; None where that shows only when the loader ends."""
-    most_batches: int | None = None
-    """A limit of the batches; None for none."""
-    uneven: Mapping[int, list[int]] = field(default_factory=dict)
-    """By batch number, the samples of each rank in the rounds that are not shared evenly, of those read so far; a live view."""
     uneven_round: UnevenRound | None = None
     """The batch at hand, where it is one of an uneven round."""
     pulled: PulledBatches | None = None
     """Where training_step takes its batches from; None where the loop gives them."""
-    validate_every: int | None = None
-    """Batches between two validations; None for validations at an epoch's end, or by time."""
     window_has_gradients: bool = False
     is_within_window: bool = False
     """True while gradients wait for further batches of their window."""
@@ -119,19 +109,19 @@ class TrainingRun:
     def validates_within(self) -> bool:
         """Return whether a validation may be due within an epoch."""
         by_time = self.trainer.validation_clock is not None
-        return self.validation is not None and (self.validate_every is not None or by_time)
+        return self.validation is not None and (self.data.validate_every is not None or by_time)
 
     @property
     def weight(self) -> float:
         """Return this rank's part in the round of the batch at hand, beside an equal part."""
         index = self.state.batch if self.pulled is None else self.pulled.count - 1
-        return self.loader.weight_at(index) if index in self.uneven else 1.0
+        return self.data.loader.weight_at(index) if index in self.data.uneven else 1.0
 
     def begin_uneven_round(self, index: int) -> None:
         """Begin a batch of an uneven round, in which this rank may have no sample."""
         collector = self.trainer.logbook.collector
         assert collector is not None
-        is_ghost = self.loader.weight_at(index) == 0.0
+        is_ghost = self.data.loader.weight_at(index) == 0.0
         self.uneven_round = UnevenRound(collector, self.module, self.trainer.callbacks, is_ghost)
 
     def end_uneven_round(self) -> None:
@@ -150,13 +140,14 @@ class TrainingRun:
 
         And whether the run stands behind the epoch's last batch; of an epoch whose length is not known, reading on tells.
         """
-        start, transfer = self.state.batch, self.transfer
-        self.loader.plan_states(foreseen_saves(self))
+        start, transfer, data = self.state.batch, self.transfer, self.data
+        loader, length = data.loader, data.num_batches
+        data.plan_states(self.accumulate, self.trainer.checkpoint_callbacks)
         # Only loaders that the ranks did not get from us may end on one rank before another.
-        all_have = self._all_have if self.num_batches is None and not self.loader.ends_alike else None
-        pairs = with_last(self.loader, start, self.num_batches, self.most_batches, all_have=all_have)
-        is_over = self.num_batches is not None and start >= self.num_batches
-        if self.num_batches is None and start:
+        all_have = self._all_have if length is None and not loader.ends_alike else None
+        pairs = with_last(loader, start, length, data.most_batches, all_have=all_have)
+        is_over = length is not None and start >= length
+        if length is None and start:
             first = list(islice(pairs, 1))
             pairs, is_over = chain(first, pairs), not first
         if is_measuring(self.trainer.profiler):
@@ -166,7 +157,7 @@ class TrainingRun:
         if transfer is None:
             return pairs, is_over
         if transfer.may_go_ahead:
-            moved = Prefetcher(pairs, self.engine.device, ahead=self.loader.may_read_ahead)
+            moved = Prefetcher(pairs, self.engine.device, ahead=loader.may_read_ahead)
             return ((transfer.arrived(batch), is_last) for batch, is_last in moved), is_over
         return ((transfer(batch), is_last) for batch, is_last in pairs), is_over
 

@@ -26,11 +26,11 @@ def validation_is_due(run: TrainingRun, at_end: bool = False) -> bool:
         return False
     if run.trainer.validation_clock is not None:
         return not at_end and run.trainer.validation_clock.is_due(state.step)
-    if run.validate_every is None:
+    if run.data.validate_every is None:
         return at_end
     count = state.total_batches if every is None else state.batch
-    has_passed = count // run.validate_every > max(0, count - state.unchecked_batches) // run.validate_every
-    return has_passed or (at_end and run.num_batches is None and every is not None)
+    has_passed = count // run.data.validate_every > max(0, count - state.unchecked_batches) // run.data.validate_every
+    return has_passed or (at_end and run.data.num_batches is None and every is not None)
 
 
 def validate(run: TrainingRun, within: bool) -> None:

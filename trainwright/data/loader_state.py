@@ -1,0 +1,66 @@
+"""Loader state: where a training loader stands in its data, as plain data that a checkpoint holds.
+
+`state_dict` and `load_state_dict` have the names and the meaning of torchdata's StatefulDataLoader. A loop tells how many
+batches it has consumed, since the loader itself may have been read ahead; it keeps nothing of the position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+from trainwright.data.share import Place
+from trainwright.data.source_state import SourceState
+
+
+class LoaderState(TypedDict):
+    """Where a loader stands, with one entry for each of the user's loaders that it combines."""
+
+    places: Sequence[Place]
+    """What all ranks together consumed of the epoch, the same on every rank; empty where an epoch begins."""
+    sources: Sequence[SourceState | None]
+    """The state of each loader's source as this rank sees it; None for a source without a state."""
+
+
+class StatefulLoader:
+    """What has a position in its data. A subclass finds the position and begins an epoch there."""
+
+    def __init__(self) -> None:
+        self._loaded = LoaderState(places=(), sources=())
+        """Where the next epoch begins; empty once it has begun."""
+
+    def state_dict(self, batch: int, *, is_over: bool = False) -> LoaderState:
+        """Return the position after so many batches of this rank in the epoch, or what an epoch that is over leaves."""
+        if any(self._loaded.values()):
+            return self._loaded
+        places = self.places(batch)
+        return {"places": places if batch and not is_over else [], "sources": self.source_states(places, is_over)}
+
+    def load_state_dict(self, state: LoaderState) -> None:
+        """Let the next epoch begin at a position that was saved at any world size."""
+        self._loaded = state
+
+    def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
+        """Choose the order of the next `iter`, a function of seed and epoch, and the batch that it starts with.
+
+        The loaded position says what was consumed before the start. Without one, `start_batch` batches were at this world size.
+        """
+        self.begin(seed, epoch, start_batch, **self._loaded)
+
+    def note_begun(self) -> None:
+        """Note that the epoch is being read: from here on the position follows from the batches consumed."""
+        self._loaded = LoaderState(places=(), sources=())
+
+    def places(self, batch: int) -> list[Place]:
+        """Return where each stream stands after so many batches of this rank in the epoch."""
+        raise NotImplementedError
+
+    def source_states(self, places: Sequence[Place], is_over: bool) -> list[SourceState | None]:
+        """Return the state of each source at its place, or the latest known before it; at its end where the epoch is over."""
+        raise NotImplementedError
+
+    def begin(
+        self, seed: int, epoch: int, start_batch: int, places: Sequence[Place], sources: Sequence[SourceState | None]
+    ) -> None:
+        """Begin an epoch at a position; see `set_epoch`."""
+        raise NotImplementedError
