@@ -84,7 +84,7 @@ CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "Lightning's": (
         lambda path: FIXTURES / "lightning.ckpt",
-        r"lightning\.ckpt is not a checkpoint: it is a file, .*load_from_checkpoint of the Module, and made a checkpoint by",
+        r"lightning\.ckpt is not a checkpoint: it is a file, .*load_from_checkpoint, and converted by",
     ),
     "damaged": (
         flipped,

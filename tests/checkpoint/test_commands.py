@@ -344,7 +344,7 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
         (77, ["import", "pipe", "out.ckpt"], "pipe is a pipe or a device, not a file; accepted is a directory"),
         (77, ["import", "file", "out.ckpt"], "file is not a checkpoint: it begins with b'text'. Accepted is"),
         (77, ["import", "empty.pt", "out.ckpt"], "empty.pt holds no tensor; give a file with the weights of a model."),
-        (77, ["export", str(saved), "x.pt"], "give a name in .safetensors"),
+        (77, ["export", str(saved), "x.pt"], "give such a name"),
         (77, ["export", str(saved), "file/x.safetensors"], "the directory cannot be made (NotADirectoryError"),
     ]
     script = (
