@@ -302,7 +302,7 @@ def put(path: Path, content: Any) -> Path:
     [
         (
             {"weight_map": {"w": "../outside.safetensors"}},
-            r"names the file '\.\./outside\.safetensors'; accepted are plain",
+            r"names the file '\.\./outside\.safetensors'; accepted are names",
         ),
         ({"weight_map": {"w": "/etc/passwd"}}, "names the file '/etc/passwd'"),
         ({"weight_map": {"w": "a.index.json"}}, r"names the file 'a\.index\.json'"),
