@@ -156,7 +156,7 @@ class ModelCheckpoint(Callback):
         self._has_begun = self._has_validated = self._is_deferred = self._awaits_score = False
         self._generators: dict[str, Any] = {}
         """Their states before the current validation; kept for save_on_exception."""
-        self._appointment: Any = None
+        self._sync_point: Any = None
         self._moments = SaveMoments()
         self._pending: PendingSave | None = None
         """The save that may not have committed yet, or has not been concluded."""
@@ -213,7 +213,7 @@ class ModelCheckpoint(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # These belong to this process's run.
-        return {**super().__getstate__(), "_appointment": None, "_pending": None, "_generators": {}}
+        return {**super().__getstate__(), "_sync_point": None, "_pending": None, "_generators": {}}
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._is_fitting = stage == "fit" and not trainer.fast_dev_run
@@ -246,7 +246,7 @@ class ModelCheckpoint(Callback):
             # A killed run may not have removed them.
             self._keep_replaced(remove_replaced(self._kept["replaced"], trainer.resume_source, trainer))
         if self.train_time_interval is not None and self._is_fitting:
-            self._appointment = trainer.appointment(self.state_key)
+            self._sync_point = trainer.sync_point(self.state_key)
 
     def _make_up(self, trainer: Trainer) -> None:
         """Make the save that was due when an earlier callback wrote the checkpoint that the run resumes from."""
@@ -274,12 +274,12 @@ class ModelCheckpoint(Callback):
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Return, the same on every rank, whether to save after this optimizer step."""
-        if self._appointment is None:
+        if self._sync_point is None:
             return trainer.global_step % self.every_n_train_steps == 0
         if trainer.is_global_zero and time.monotonic() - self._saved_at >= (self.train_time_interval or 0.0):
             self._saved_at = time.monotonic()
-            self._appointment.ask()
-        return bool(self._appointment.is_due(trainer.global_step))
+            self._sync_point.request()
+        return bool(self._sync_point.is_reached(trainer.global_step))
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
         if self.save_on_exception and self._has_begun and self._is_fitting:
@@ -322,7 +322,7 @@ class ModelCheckpoint(Callback):
         self._conclude(trainer)
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._appointment = None
+        self._sync_point = None
 
     def _save(self, trainer: Trainer, may_repeat: bool = True) -> None:
         """Save if rank 0 finds it worthwhile. Collective.
