@@ -202,7 +202,7 @@ class Engine:
         self.modules.append(module)
         self._trained = trained_names(self.modules)
 
-    def follow_parameters(self, *, if_changed: bool = False) -> None:
+    def refresh_trainable(self, *, if_changed: bool = False) -> None:
         """Let the strategy know which parameters there are and require gradients now. Collective: call at each epoch's start.
 
         With `if_changed` nothing is done, and nothing communicated, unless others require gradients than before.
@@ -214,7 +214,7 @@ class Engine:
             return
         for module in self.modules:
             refuse_unlike_models(module, self.ranks)
-        self.strategy.follow_parameters(self.modules)
+        self.strategy.refresh_trainable(self.modules)
         self._trained = trained_names(self.modules)
 
     def prepare_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -227,7 +227,7 @@ class Engine:
         self.replaced.update(each for each in optimizers if each not in self.optimizers)
         refuse_unlike_optimizers(optimizers, self.ranks)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
-        self.precision.follow(self.optimizers)
+        self.precision.track(self.optimizers)
         self.finiteness.begin()
         return self.optimizers
 

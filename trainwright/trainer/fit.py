@@ -118,7 +118,7 @@ def begin_epoch(run: TrainingRun) -> None:
         run.generators = None
     trainer.logbook.take_up_epoch()
     run.accumulate, run.window_place = trainer.accumulate_grad_batches, 0
-    engine.follow_parameters()
+    engine.refresh_trainable()
     engine.sync_gradients(True)
     if trainer.settings.fused_optimizers:
         for optimizer in trainer.optimizers:

@@ -62,7 +62,7 @@ def prepare_fit(
     engine.take_seed()
     engine.precision.reset()
     prepare_module(trainer, module)
-    optimization = engine.strategy.settle(
+    optimization = engine.strategy.resolve(
         Optimization(automatic, settings.clip_norm, settings.clip_value, settings.accumulate_grad_batches)
     )
     if optimization.accumulate != settings.accumulate_grad_batches:

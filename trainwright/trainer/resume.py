@@ -28,9 +28,9 @@ from trainwright.hyperparameters import HyperParameters, stored_hyper_parameters
 from trainwright.module import Module, is_overridden
 from trainwright.plain_forms import LEFT_OUT
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import STORED_NEVER
+from trainwright.strategies.base import UNSAVED_KEYS
+from trainwright.strategies.optimizer_proxy import unwrap_optimizer
 from trainwright.strategies.sparse_gradients import sparse_weights
-from trainwright.strategies.stand_in import users_own
 from trainwright.strategies.state_entries import computed_entries
 from trainwright.strategies.state_probe import state_of_a_step
 from trainwright.trainer.metric_merging import merged
@@ -110,13 +110,13 @@ def check_state(trainer: Trainer) -> None:
         return
 
     sparse = {id(weight) for _, _, weight in sparse_weights(engine.modules)}
-    stepped = [users_own(each) for each in engine.optimizers]
+    stepped = [unwrap_optimizer(each) for each in engine.optimizers]
     others = [each for each in stepped if _makes_own_state(each) or _steps_any(each, sparse)]
 
     def look() -> None:
         for optimizer in engine.optimizers:
             for group in optimizer.param_groups:
-                stored = {key: value for key, value in group.items() if key not in STORED_NEVER}
+                stored = {key: value for key, value in group.items() if key not in UNSAVED_KEYS}
                 encode_state(stored, f"a parameter group of {type(optimizer).__name__}")
         for optimizer in others:
             for key, tensor in state_of_a_step(optimizer, sparse):
