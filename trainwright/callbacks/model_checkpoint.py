@@ -42,7 +42,6 @@ from trainwright.callbacks.checkpoint_policy import (
     WeightsCheck,
     check_choices,
     checked_intervals,
-    reason_not_to_resume,
 )
 from trainwright.checkpoint.store import sweep_temporaries
 from trainwright.data.seeding import isolate_rng, rng_state, set_rng_state
@@ -438,13 +437,11 @@ class ModelCheckpoint(Callback):
     def _save_failed(self, trainer: Trainer) -> None:
         """Save the run that an exception has ended if it can be resumed exactly, and print what was done."""
         try:
-            refusal = reason_not_to_resume(trainer) or trainer.engine.finiteness.fault()
+            refusal = trainer.state.progress.obstacle or trainer.engine.finiteness.fault()
             if refusal:
                 print(f"save_on_exception: nothing is saved: {refusal}.", file=sys.stderr)
                 return
             path = free_path(f"{self.dirpath}/exception-epoch={trainer.current_epoch}-step={trainer.global_step}")
-            if trainer.run is not None:
-                trainer.run.give_up_end()
             with isolate_rng():
                 if self._generators:
                     set_rng_state(self._generators)  # the resumed run repeats the whole validation
