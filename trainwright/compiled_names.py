@@ -68,7 +68,7 @@ def own_name(module: nn.Module, name: str) -> str:
 def _rename(state_dict: dict[str, Any], prefix: str, rename: Callable[[str], str]) -> None:
     """Rename the keys below a prefix, in place and in their order."""
     names = [prefix + rename(name[len(prefix) :]) if name.startswith(prefix) else name for name in state_dict]
-    if any(WRAPPER in name for name in (*names, *state_dict)) and names != list(state_dict):
+    if names != list(state_dict):
         values = list(state_dict.values())
         state_dict.clear()
         state_dict.update(zip(names, values, strict=True))
