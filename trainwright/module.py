@@ -1,4 +1,4 @@
-"""Module: what the user subclasses. It says what one step computes; the Trainer says when and where."""
+"""Module: the class that users subclass. It defines what a step computes; the Trainer, when and where."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ Self = TypeVar("Self", bound="Module")
 class Module(HyperParameters, ModuleHooks, nn.Module):
     """A torch module with the steps and the optimizers of its training.
 
-    Override `training_step` and `configure_optimizers`; the rest where it is wanted. A step gets the batch on the right
-    device, its index within the epoch, and the index of its loader where there are several; it may take the first alone, or
-    the first two. A step whose argument is called `dataloader_iter` gets an iterator of (batch, batch_idx, dataloader_idx)
-    instead, and takes what it wants.
+    Override `training_step` and `configure_optimizers`, and any other method as needed. A step gets the batch on the right
+    device, its index within the epoch, and with several loaders the loader's index; it may take only the first, or the first
+    two. A step with an argument named `dataloader_iter` gets an iterator of (batch, batch_idx, dataloader_idx) instead.
 
     >>> class Classifier(tw.Module):
     ...     def __init__(self):
@@ -53,9 +52,9 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
     automatic_optimization = True
     """False: training_step itself calls `manual_backward` and steps the optimizers that `optimizers()` returns."""
     strict_loading = True
-    """False: a checkpoint may lack tensors of this module, or have others."""
+    """False: a checkpoint may lack tensors of this module, or have additional ones."""
     prepare_data_per_node = True
-    """False: `prepare_data` runs once in the job, not once on each node."""
+    """False: `prepare_data` runs once in the job instead of once on each node."""
     example_input_array: Any = None
     """An input of `forward`, for the summary's shapes, the logger's graph and `to_onnx`."""
 
@@ -72,7 +71,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         raise RuntimeError(f"{type(self).__name__} has no training_step; define it to call trainer.fit.")
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one batch during fit and `trainer.validate`; log what should be known of it."""
+        """Evaluate one batch during fit and `trainer.validate`; log its metrics."""
         raise RuntimeError(f"{type(self).__name__} has no validation_step; define it to call trainer.validate.")
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
@@ -87,10 +86,10 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         """Return the optimizer, or (optimizers, schedulers), or a dict with "optimizer" and "lr_scheduler"."""
         raise RuntimeError(f"{type(self).__name__} has no configure_optimizers; define it to call trainer.fit.")
 
-    # -- how a step is made, for who wants it otherwise --------------------------------------------------------------
+    # -- overriding parts of a step ----------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Send a loss backward; override it to do so in another way. The loss is scaled already where that is due."""
+        """Run backward on a loss, which is already scaled if the precision scales; override it to change how."""
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def optimizer_step(
@@ -100,10 +99,10 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         optimizer: Optimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step the optimizer, at a window's end; override it to do so otherwise, or not at all.
+        """Step the optimizer at the end of a window; override it to step differently, or not at all.
 
-        The gradients are there and clipped by now. The closure's first call returns the loss that they come from; each later
-        call computes the window anew, so that optimizers such as LBFGS may ask again.
+        The gradients are computed and clipped. The closure's first call returns their loss; each later call recomputes the
+        window, for optimizers such as LBFGS.
         """
         optimizer.step(closure=optimizer_closure)
 
@@ -117,7 +116,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients before a step; override it to clip otherwise. The values are the Trainer's."""
+        """Clip the gradients before a step; override it to clip differently. The values are the Trainer's."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
@@ -127,7 +126,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         else:
             scheduler.step(metric)
 
-    # -- what a step may ask for -------------------------------------------------------------------------------------
+    # -- what a step may call ----------------------------------------------------------------------------------------
 
     def log(
         self,
@@ -202,21 +201,21 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             self.log(name, value, *args, **kwargs)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or the list of them where there are several, for manual optimization.
+        """Return the optimizer, or a list of several, for manual optimization.
 
-        Their step goes through the strategy and the precision; with use_pl_optimizer=False they are the bare ones.
+        Their step goes through the strategy and the precision; with use_pl_optimizer=False they are the original ones.
         """
         trainer = self.trainer
         found: list[Any] = list(trainer.prepared_optimizers if use_pl_optimizer else trainer.optimizers)
         return found[0] if len(found) == 1 else found
 
     def lr_schedulers(self) -> Any:
-        """Return the scheduler, or the list of them, for manual optimization; None where there is none."""
+        """Return the scheduler, or a list of several, for manual optimization; None without one."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Send a loss backward under manual optimization, with the scale and the averaging over ranks that it needs.
+        """Run backward on a loss under manual optimization, scaled and averaged over ranks as needed.
 
         The other arguments are those of `Tensor.backward`, such as retain_graph=True.
         """
@@ -242,7 +241,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
-        """Let only the parameters of one optimizer require gradients, until `untoggle_optimizer`."""
+        """Make only the parameters of one optimizer require gradients, until `untoggle_optimizer`."""
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"toggle_optimizer was given a {type(optimizer).__name__}; accepted is one of self.optimizers()."
@@ -257,7 +256,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         self.trainer.strategy.refresh_toggled()
 
     def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:
-        """Give back what `toggle_optimizer` has taken."""
+        """Undo `toggle_optimizer`."""
         if not self._toggled:
             return
         for parameter, required in self._toggled.items():
@@ -267,7 +266,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
-        """Toggle an optimizer for the length of a block."""
+        """Toggle an optimizer within a block."""
         self.toggle_optimizer(optimizer)
         try:
             yield

@@ -1,6 +1,6 @@
-"""Abilities: what a kind of device can do. Each is asked of the device once, by trying.
+"""Abilities: what a device type can do, tried once on the device.
 
-A device's name decides only where it does in torch: its DataLoader pins nothing for MPS.
+A device's name only decides where it does in torch, whose DataLoader pins nothing for MPS.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from trainwright.devices import accelerator
 
 CAUGHT = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError)
-"""What a device raises that cannot do what it is asked for; each kind has its own way."""
+"""What devices raise when they cannot do something; each type has its own way."""
 PASSING = (torch.OutOfMemoryError, torch.AcceleratorError)
-"""What it raises that may be able to at another time: no answer, which is neither given nor kept."""
+"""What a device raises that may be able to do it later: no answer, which is raised and not cached."""
 
 
 def _asked_once(ask: Callable[..., bool]) -> Callable[..., bool]:
-    """Make of a trial the answer whether a device can do it, which is kept."""
+    """Turn a trial into a cached answer whether a device can do it."""
 
     @functools.wraps(ask)
     def answer(*question: Any) -> bool:
@@ -39,13 +39,13 @@ def _asked_once(ask: Callable[..., bool]) -> Callable[..., bool]:
 
 @_asked_once
 def computes_in(device_type: str, dtype: torch.dtype) -> bool:
-    """Return whether a device has tensors of a dtype, and adds them."""
+    """Return whether a device has tensors of a dtype and can add them."""
     one = torch.ones(1, dtype=dtype, device=device_type)
     return (one + one).dtype == dtype
 
 
 def widest_float(device_type: str) -> torch.dtype:
-    """Return float64, or float32 on a device that has no other (MPS)."""
+    """Return float64, or float32 on a device without it (MPS)."""
     return torch.float64 if computes_in(device_type, torch.float64) else torch.float32
 
 
@@ -53,7 +53,7 @@ def widest_float(device_type: str) -> torch.dtype:
 def autocasts(device_type: str, dtype: torch.dtype) -> bool:
     """Return whether torch.autocast computes in a dtype on a device."""
     with warnings.catch_warnings(record=True), torch.no_grad():
-        warnings.simplefilter("always")  # torch warns, and computes in float32, where it has no such autocast
+        warnings.simplefilter("always")  # without such an autocast torch warns and computes in float32
         one = torch.ones(1, 1, dtype=torch.float32, device=device_type)
         with torch.autocast(device_type, dtype):
             return torch.mm(one, one).dtype == dtype
@@ -61,7 +61,7 @@ def autocasts(device_type: str, dtype: torch.dtype) -> bool:
 
 @_asked_once
 def scales_losses(device_type: str) -> bool:
-    """Return whether torch.amp.GradScaler works on a device: it computes its inverse scale in float64, but on MPS."""
+    """Return whether torch.amp.GradScaler works on a device: except on MPS it computes the inverse scale in float64."""
     weight = torch.ones(1, dtype=torch.float32, device=device_type, requires_grad=True)
     weight.grad = torch.ones_like(weight)
     scaler = torch.amp.GradScaler(device_type)
@@ -72,8 +72,8 @@ def scales_losses(device_type: str) -> bool:
 
 @_asked_once
 def has_pinned_memory(device_type: str) -> bool:
-    """Return whether there is page-locked memory on the host that a device copies from by itself."""
-    if device_type in ("cpu", "mps"):  # torch's DataLoader warns where it is to pin for MPS
+    """Return whether a device copies asynchronously from page-locked host memory."""
+    if device_type in ("cpu", "mps"):  # torch's DataLoader warns if it should pin for MPS
         return False
     page = torch.empty(1, device="cpu", pin_memory=True)
     return page.is_pinned() and page.to(device_type, non_blocking=True).device.type == device_type
@@ -81,7 +81,7 @@ def has_pinned_memory(device_type: str) -> bool:
 
 @_asked_once
 def has_streams(device_type: str) -> bool:
-    """Return whether a device does work in several streams, beside one another."""
+    """Return whether a device has concurrent streams."""
     if device_type == "cpu":
         return False
     side = torch.Stream(torch.device(device_type, torch.accelerator.current_device_index()))
@@ -93,7 +93,7 @@ def has_streams(device_type: str) -> bool:
 
 
 def copies_aside(device_type: str) -> bool:
-    """Return whether a device copies a batch over one stream while it computes on another."""
+    """Return whether a device can copy a batch on one stream while it computes on another."""
     return has_pinned_memory(device_type) and has_streams(device_type)
 
 
@@ -108,18 +108,18 @@ def fuses(device_type: str, optimizer: str, dtype: torch.dtype) -> bool:
 
 
 def collective_backend(device_type: str) -> str | None:
-    """Return the backend of torch.distributed for tensors on a device; None where torch has none."""
+    """Return the backend of torch.distributed for tensors on a device; None if torch has none."""
     try:
         backend = str(dist.get_default_backend_for_device(device_type))
     except (ValueError, RuntimeError):
         return None
-    # MPS is given gloo by default, which takes no tensor of it.
+    # The default for MPS is gloo, which does not take its tensors.
     takes = dist.Backend.backend_capability.get(backend)
     return backend if takes is None or device_type in takes else None
 
 
 def num_together(device_type: str) -> int:
-    """Return how many devices the processes of one job may compute on: 0 for the CPU, 1 where torch has no process group."""
+    """Return how many devices the processes of a job may compute on: 0 for the CPU, at most 1 without a process group."""
     present = accelerator.count(device_type)
     return present if collective_backend(device_type) is not None else min(present, 1)
 

@@ -1,4 +1,4 @@
-"""Accelerator: the one kind of device beside the CPU that torch has here, whichever it is."""
+"""Accelerator: the one device type other than the CPU that torch has here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from trainwright.devices import cuda
 
 GENERAL = "gpu"
-"""The name that stands for whatever accelerator torch has."""
+"""The name for whatever accelerator torch has."""
 HOST = torch.device("cpu")
 OTHER_WORDS = {
     "rocm": cuda.NAME,
@@ -24,48 +24,48 @@ OTHER_WORDS = {
     "mac": "mps",
     "intel": "xpu",
 }
-"""Names that are not accepted, and what to say to who uses one."""
+"""Names that are not accepted, and the suggestion for each."""
 _used: set[str] = set()
-"""The kinds of accelerator that this process computes on; some modules of torch's cannot say."""
+"""The accelerator types that this process computes on; some of torch's modules cannot tell."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_used.clear)
 
 
 def names() -> tuple[str, ...]:
-    """Return the names that `accelerator=` accepts beside "auto", and beside those of backends that torch has no word for."""
+    """Return the names that `accelerator=` accepts, except "auto" and those of backends unknown to torch."""
     own = torch._C._get_privateuse1_backend_name()
     return ("cpu", GENERAL, cuda.NAME, "mps", "xpu", *([] if own == "privateuseone" else [own]))
 
 
 def built_for() -> str | None:
-    """Return the kind of accelerator that torch was built for; asks no driver whether one is here."""
+    """Return the accelerator type that torch was built for, without asking a driver whether one is present."""
     found = torch.accelerator.current_accelerator()
     return None if found is None else found.type
 
 
 def accelerator_type() -> str | None:
-    """Return the kind of accelerator that is here ("cuda", "mps", "xpu", ...); None where there is none."""
+    """Return the type of the present accelerator ("cuda", "mps", "xpu", ...); None without one."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
 
 def is_available(device_type: str) -> bool:
-    """Return whether torch can compute on this kind of device here."""
+    """Return whether torch can compute on this device type here."""
     if device_type == "cpu":
         return True
     try:
         return bool(torch.get_device_module(device_type).is_available())
-    except (RuntimeError, AttributeError):  # no such kind, or one without a module
+    except (RuntimeError, AttributeError):  # an unknown type, or one without a module
         return False
 
 
 def resolve_device_type(accelerator: Any) -> str:
-    """Return the kind of device that a name stands for; "auto" is the accelerator that is here, else the CPU.
+    """Return the device type of a name; "auto" is the present accelerator, else the CPU.
 
     Raises:
         ValueError: the name is unknown.
-        TypeError: it is no name.
-        RuntimeError: an accelerator is asked for and torch has it not here.
+        TypeError: it is not a string.
+        RuntimeError: torch does not have this accelerator here.
     """
     accepted = ", ".join(("auto", *names()))
     if not isinstance(accelerator, str):
@@ -106,7 +106,7 @@ def resolve_device_type(accelerator: Any) -> str:
 
 
 def count(device_type: str | None = None) -> int:
-    """Return how many devices of a kind torch sees, of the accelerator that is here by default; 0 for the CPU."""
+    """Return how many devices of a type torch sees, by default of the present accelerator; 0 for the CPU."""
     device_type = built_for() if device_type is None else device_type
     if device_type in (None, "cpu"):
         return 0
@@ -114,12 +114,12 @@ def count(device_type: str | None = None) -> int:
 
 
 def use(device: torch.device) -> None:
-    """Make a device the one that this process computes on, in the thread that calls; another may have been used since."""
+    """Make a device the current one of this process, in the calling thread."""
     if device.type == "cpu":
         return
     _used.add(device.type)
     _select(device)
-    torch.empty(1, device=device)  # until it has been used, torch's DeviceMesh chooses another, by LOCAL_RANK
+    torch.empty(1, device=device)  # until a device is used, torch's DeviceMesh chooses one by LOCAL_RANK
 
 
 def _select(device: torch.device) -> None:
@@ -132,7 +132,7 @@ def _select(device: torch.device) -> None:
 
 @contextmanager
 def using(device: torch.device) -> Iterator[None]:
-    """Make a device the current one of this thread for the block, and the one that was it before afterwards."""
+    """Make a device the current one of this thread for the block, then restore the previous one."""
     before = current()
     if before == device:
         yield
@@ -142,31 +142,31 @@ def using(device: torch.device) -> Iterator[None]:
         yield
     finally:
         if before is not None and device.type != "cpu":
-            _select(before)  # nothing is put there: its memory may be full, or another process's
+            _select(before)  # allocates nothing there: its memory may be full
 
 
 def current() -> torch.device | None:
-    """Return the accelerator's device that this thread computes on; None where the process has used none so far."""
-    kind = built_for()  # asks no driver, which a run on the CPU may leave alone
+    """Return the accelerator's device that this thread computes on; None if the process has used none so far."""
+    kind = built_for()  # asks no driver, which a run on the CPU does not need
     if kind is None:
         return None
     is_initialized = getattr(torch.get_device_module(kind), "is_initialized", None)
-    # A process that was forked from one that uses the device says no, and could not.
+    # In a process forked from one that uses the device this is False, and the device cannot be used.
     if not (kind in _used if is_initialized is None else is_initialized()):
         return None
     return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the bytes of a device's memory that this process may have: what is free, and what its allocator keeps.
+    """Return the bytes of a device's memory that this process may use: free memory and what its allocator caches.
 
-    None where the device does not tell.
+    None if the device does not report it.
     """
     module: Any = torch.get_device_module(device)
     try:
         if hasattr(module, "mem_get_info"):
             return int(module.mem_get_info(device)[0] + module.memory_reserved(device))
-        if hasattr(module, "recommended_max_memory"):  # MPS: the host's memory, of which it takes a part
+        if hasattr(module, "recommended_max_memory"):  # MPS: a part of the host's memory
             return int(module.recommended_max_memory() - module.current_allocated_memory())
         return int(torch.accelerator.get_memory_info(device)[0] + torch.accelerator.memory_reserved(device))
     except (RuntimeError, NotImplementedError, AttributeError):

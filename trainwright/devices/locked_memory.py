@@ -1,4 +1,4 @@
-"""Locked memory: host memory whose pages stay where they are, so that a device copies into it by itself."""
+"""Locked memory: host memory whose pages stay in place, so that a device can copy into it asynchronously."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 from trainwright.devices import cuda
 
 KEPT_BY_TORCH = (cuda.NAME, "xpu")
-"""Devices of whose freed memory torch keeps blocks for the next; asked to let go of another's, it ends the process."""
+"""Devices whose freed host memory torch caches; asked to empty the cache of another, torch ends the process."""
 
 
 class LockedMemory:
-    """Bytes of page-locked host memory, until they are given back.
+    """Bytes of page-locked host memory, until they are released.
 
-    torch's own allocator of such memory rounds up to a power of two (9 GB take 16) and keeps what is freed. On CUDA plain
-    memory of the size that is asked for is locked where it lies; elsewhere torch's allocator has the only way.
+    torch's own allocator of such memory rounds up to a power of two (9 GB take 16) and caches what is freed. On CUDA, plain
+    memory of the requested size is locked in place; elsewhere torch's allocator is the only way.
 
     Args:
-        size: how many bytes.
-        device_type: the kind of device that copies into it.
+        size: the number of bytes.
+        device_type: the device type that copies into it.
     """
 
     def __init__(self, size: int, device_type: str) -> None:
@@ -37,14 +37,14 @@ class LockedMemory:
             self.tensor = torch.frombuffer(area, dtype=torch.uint8, count=size)
             address = self.tensor.data_ptr()
             if cuda.lock_pages(address, size):
-                # It holds the memory: pages that are unmapped while they are locked stay locked for good.
+                # The finalizer holds the memory: pages that are unmapped while locked stay locked forever.
                 self._unlock = weakref.finalize(self, _unlock, address, area, os.getpid())
-                self._unlock.atexit = False  # the process gives all back at its end, and the driver may be gone by then
+                self._unlock.atexit = False  # the end of the process frees it, and the driver may be gone by then
                 return
         self.tensor = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def release(self) -> None:
-        """Give the memory back. Copies into it have to be done."""
+        """Release the memory. Copies into it must have finished."""
         self.tensor = torch.empty(0, dtype=torch.uint8)
         if self._unlock is not None:
             self._unlock()
@@ -53,13 +53,13 @@ class LockedMemory:
 
 
 def _pages(size: int) -> mmap.mmap | None:
-    """Return so many bytes of memory that begins and ends with a page; None where there is no such way (Windows)."""
+    """Return page-aligned memory of this size; None where the system has no such call (Windows)."""
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return None
     area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-        # A forked loader worker would share the pages, and the next write here would get others than the device writes to.
-        with suppress(AttributeError, OSError):  # not of every system, nor of every kernel
+        # If a forked loader worker shared the pages, the next write here would move them away from the device's.
+        with suppress(AttributeError, OSError):  # not on every system or kernel
             area.madvise(getattr(mmap, advice))
     return area
 
