@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import ChainDataset, ConcatDataset, StackDataset, Subset
 
 
-def tell_epoch(loader: Any, epoch: int) -> None:
+def set_epoch_of_parts(loader: Any, epoch: int) -> None:
     """Call `set_epoch` of the loader, its dataset, its sampler and its batch sampler with what lies within, where they have it.
 
     That reaches this process's copies; those of workers are told by what they fetch (workers.py).
@@ -17,15 +17,15 @@ def tell_epoch(loader: Any, epoch: int) -> None:
     for each in _parts(loader):
         if id(each) not in told:
             told.add(id(each))
-            tell(each, epoch)
+            set_epoch_of(each, epoch)
 
 
-def tell(listener: Any, epoch: int) -> None:
+def set_epoch_of(listener: Any, epoch: int) -> None:
     """Call `set_epoch` of one object, if it has it, and of the datasets that one of torch's own is made of."""
     if callable(set_epoch := getattr(listener, "set_epoch", None)):
         set_epoch(epoch)
     for each in _within(listener):
-        tell(each, epoch)
+        set_epoch_of(each, epoch)
 
 
 def _within(dataset: Any) -> Iterable[Any]:

@@ -1,4 +1,4 @@
-"""Loader state: where a training loader stands in its data, as plain data that a checkpoint holds.
+"""Loader state: the position of a training loader in its data, as plain data that a checkpoint holds.
 
 `state_dict` and `load_state_dict` have the names and the meaning of torchdata's StatefulDataLoader. A loop tells how many
 batches it has consumed, since the loader itself may have been read ahead; it keeps nothing of the position.
@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict
 
-from trainwright.data.share import Place
 from trainwright.data.source_state import SourceState
+from trainwright.data.stream_shard import StreamPosition
 
 
 class LoaderState(TypedDict):
-    """Where a loader stands, with one entry for each of the user's loaders that it combines."""
+    """The position of a loader, with one entry for each of the user's loaders that it combines."""
 
-    places: Sequence[Place]
-    """What all ranks together consumed of the epoch, the same on every rank; empty where an epoch begins."""
+    places: Sequence[StreamPosition]
+    """What all ranks together consumed of the epoch, the same on every rank; empty at an epoch's start."""
     sources: Sequence[SourceState | None]
     """The state of each loader's source as this rank sees it; None for a source without a state."""
 
@@ -33,8 +33,8 @@ class StatefulLoader:
         """Return the position after so many batches of this rank in the epoch, or what an epoch that is over leaves."""
         if any(self._loaded.values()):
             return self._loaded
-        places = self.places(batch)
-        return {"places": places if batch and not is_over else [], "sources": self.source_states(places, is_over)}
+        positions = self.positions(batch)
+        return {"places": positions if batch and not is_over else [], "sources": self.source_states(positions, is_over)}
 
     def load_state_dict(self, state: LoaderState) -> None:
         """Let the next epoch begin at a position that was saved at any world size."""
@@ -51,16 +51,21 @@ class StatefulLoader:
         """Note that the epoch is being read: from here on the position follows from the batches consumed."""
         self._loaded = LoaderState(places=(), sources=())
 
-    def places(self, batch: int) -> list[Place]:
-        """Return where each stream stands after so many batches of this rank in the epoch."""
+    def positions(self, batch: int) -> list[StreamPosition]:
+        """Return the position of each stream after so many batches of this rank in the epoch."""
         raise NotImplementedError
 
-    def source_states(self, places: Sequence[Place], is_over: bool) -> list[SourceState | None]:
-        """Return the state of each source at its place, or the latest known before it; at its end where the epoch is over."""
+    def source_states(self, positions: Sequence[StreamPosition], is_over: bool) -> list[SourceState | None]:
+        """Return each source's state at its position, or the latest known before it; at its end if the epoch is over."""
         raise NotImplementedError
 
     def begin(
-        self, seed: int, epoch: int, start_batch: int, places: Sequence[Place], sources: Sequence[SourceState | None]
+        self,
+        seed: int,
+        epoch: int,
+        start_batch: int,
+        places: Sequence[StreamPosition],
+        sources: Sequence[SourceState | None],
     ) -> None:
         """Begin an epoch at a position; see `set_epoch`."""
         raise NotImplementedError

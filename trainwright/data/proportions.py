@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd
 
-from trainwright.data.share import even_sizes
+from trainwright.data.stream_shard import even_sizes
 
 
 def in_proportion(samples: list[int], ranks: int, batch_sizes: list[int]) -> list[list[int]]:

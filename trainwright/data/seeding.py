@@ -100,11 +100,11 @@ def _nested_tuple(value: Any) -> Any:
 
 def derived_rng_state(seed: int) -> dict[str, Any]:
     """Return what `rng_state` would return with the generators of the host seeded; nothing is changed."""
-    with SideGenerators(seed).drawn():
+    with IsolatedGenerators(seed).active():
         return {**host_state(), **cuda.FOR_EARLIER_READERS, "device": None}
 
 
-class SideGenerators:
+class IsolatedGenerators:
     """Generators of python, numpy and torch (CPU) that stand aside from the process's own until they are drawn from."""
 
     def __init__(self, seed: int) -> None:
@@ -117,7 +117,7 @@ class SideGenerators:
         return self._state
 
     @contextmanager
-    def drawn(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Put these generators in the place of the process's own for the length of the block.
 
         NOTE: it costs some 300 us, so draw many at once.

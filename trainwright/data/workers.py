@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from trainwright.data.epoch_listeners import tell
+from trainwright.data.epoch_listeners import set_epoch_of
 from trainwright.data.seeding import derive_seed
 from trainwright.distributed.signals import STOP_SIGNALS
 
@@ -92,7 +92,7 @@ class SeededDataset(Dataset[Any]):
     def _begin(self, fetched: SeededBatch | SeededIndex) -> None:
         if fetched.epoch != self._epoch:
             self._epoch = fetched.epoch
-            tell(self.dataset, fetched.epoch)
+            set_epoch_of(self.dataset, fetched.epoch)
         seed_generators(fetched.seed)
 
 
@@ -115,7 +115,7 @@ class SeededIterable(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        tell(self.dataset, int(self._pass[1]))
+        set_epoch_of(self.dataset, int(self._pass[1]))
         seed_generators(derive_seed(int(self._pass[0]), info.id if info is not None else 0))
         return iter(self.dataset)
 

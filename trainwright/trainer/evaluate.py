@@ -67,7 +67,7 @@ class Evaluation:
             loaders,
             rank=engine.rank,
             world_size=engine.world_size,
-            mode="ghost",
+            mode="padded",
             **self.trainer.loader_options,
         )
         if self.source.owner is None:
@@ -96,9 +96,9 @@ class Evaluation:
     def _refuse_empty(self) -> None:
         """Refuse a loader that was given and has no batch on any rank (ValueError); a hook may return one."""
         for place, (name, loader) in enumerate(self.loaders):
-            if not isinstance(loader, ShardedLoader) or (loader.world_size > 1 and not loader.is_shared):
+            if not isinstance(loader, ShardedLoader) or (loader.world_size > 1 and not loader.is_sharded):
                 continue
-            if loader.share.source_length == 0:
+            if loader.shard.source_length == 0:
                 which = f" {place if name is None else name!r}" if len(self.loaders) > 1 else ""
                 raise ValueError(
                     f"the {self.stage} loader{which} has no batch (its dataset is empty, or drop_last dropped all); give it "
@@ -188,7 +188,7 @@ def run_loader(
     evaluation.trainer.batch_indices = None
     # What the step does with the loader before says nothing of this one.
     told = evaluation.communication = Communication(in_hooks=stage != "predict")
-    is_own = engine.world_size > 1 and not loader.is_shared
+    is_own = engine.world_size > 1 and not loader.is_sharded
     source = OwnRounds(loader, count, told, engine.strategy.forward_is_collective) if is_own else loader
     if evaluation.arguments.pulls:
         run_pulled(evaluation, collector, place, source, count, keep, asked)
