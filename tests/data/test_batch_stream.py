@@ -193,7 +193,7 @@ def test_what_no_rank_can_share_is_told_with_what_its_caller_has() -> None:
             return super().__iter__()
 
     advice = "set use_distributed_sampler=False .or leave (the|its) loader out of prepare"
-    with pytest.raises(TypeError, match=f"Own has an __iter__ of its own.*{advice}"):
+    with pytest.raises(TypeError, match=f"Own overrides __iter__.*{advice}"):
         shares(Own([1, 2]), 2)
     with pytest.warns(UserWarning, match=f"one batch in 2. If it splits itself by rank, {advice}"):
         shares(DataLoader(Counting(3)), 2)

@@ -373,7 +373,7 @@ def test_what_cannot_be_combined_is_refused() -> None:
         combination({"a": iter([1])}, "max_size_cycle")
     with pytest.raises(ValueError, match="max_size_cycle cannot restart it"):
         combination([numbers(0, 3), numbers(0, 0)], "max_size_cycle")
-    with pytest.raises(RuntimeError, match="a loader gives no batch"):
+    with pytest.raises(RuntimeError, match="an empty loader cannot be cycled"):
         read(combination([numbers(0, 3), DataLoader(Drawing(0))], "max_size_cycle"))
     with pytest.raises(TypeError, match="share out each of them by itself"):
         combination([numbers(0, 3), numbers(0, 3)], "sequential", world_size=2, kind="padded")

@@ -200,8 +200,8 @@ class OwnIteration(DataLoader[Any]):
 @pytest.mark.parametrize(
     ("loader", "match"),
     [
-        ([1, 2], "a list is no DataLoader"),
-        (OwnIteration(numbers(4)), "has an __iter__ of its own"),
+        ([1, 2], "a list is not a DataLoader"),
+        (OwnIteration(numbers(4)), "overrides __iter__"),
     ],
 )
 def test_what_several_ranks_cannot_share_is_refused(loader: Any, match: str) -> None:

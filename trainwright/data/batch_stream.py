@@ -100,12 +100,10 @@ class BatchStream(StreamShard):
 
     @property
     def drops_short_round(self) -> bool:
-        """Return whether a last round with fewer batches than ranks is dropped, as a short batch is."""
         return self.mode == "train" and getattr(self.source, "drop_last", False) is True
 
     @property
     def real_length(self) -> int | None:
-        """Return how many of this rank's batches count in an evaluation; None while all so far do."""
         return self._dummy_at
 
     @property
@@ -129,7 +127,6 @@ class BatchStream(StreamShard):
         return position["passes"], items + (rest > 0)
 
     def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
-        """Return the batches of one pass, of all ranks, from `start` on."""
         if isinstance(self.source, Sequence):
             return islice(iter(self.source), start, None)
         if isinstance(self.source, Iterator):

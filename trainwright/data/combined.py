@@ -14,7 +14,7 @@ from trainwright.data.combined_loader import Combination, combined_length
 from trainwright.data.combined_loader import CombinedLoader as CombinedLoader
 from trainwright.data.index_stream import IndexStream
 from trainwright.data.loader_state import StatefulLoader
-from trainwright.data.loaders import ShardedLoader, weight_of
+from trainwright.data.loaders import ShardedLoader
 from trainwright.data.proportions import are_proportional, in_proportion
 from trainwright.data.seeding import derive_seed
 from trainwright.data.source_state import SourceState
@@ -44,14 +44,12 @@ class ShardedCombination(StatefulLoader):
     """
 
     def __init__(self, loader: CombinedLoader, *, rank: int, world_size: int, mode: Mode, **options: bool) -> None:
-        super().__init__()
-        self.loader = loader
-        self.rank, self.world_size, self.mode = rank, world_size, mode
+        super().__init__(loader, rank)
+        self.world_size, self.mode = world_size, mode
         self.combination = loader.mode
         self.epoch = 0
         self.start_batch = 0
         self.uneven: dict[int, list[int]] = {}
-        """Samples per rank (or numbers in their proportion) of each uneven round reached so far, by batch number."""
         self._pads = mode == "padded" and world_size > 1
         for name, leaf in zip(loader.names, loader.flattened, strict=True):
             if isinstance(leaf, Iterator) and self.combination == "max_size_cycle":
@@ -89,11 +87,6 @@ class ShardedCombination(StatefulLoader):
         places: Sequence[StreamPosition],
         sources: Sequence[SourceState | None],
     ) -> None:
-        """Begin an epoch at a position.
-
-        Raises:
-            ValueError: the position is of another number of loaders.
-        """
         if places and len(places) != len(self.parts):
             raise ValueError(
                 f"the checkpoint's position in the data is of {len(places)} loaders, but there are {len(self.parts)} now; "
@@ -143,12 +136,10 @@ class ShardedCombination(StatefulLoader):
                 stream.cuts[number] = cut
 
     def read_ahead(self) -> None:
-        """Expect that a batch is read before the previous one is done."""
         for part in self.parts:
             part.read_ahead()
 
     def positions(self, batch: int) -> list[StreamPosition]:
-        """Return the position of each loader after so many batches of this rank in the epoch."""
         return [self._position_of(index, batch) for index in range(len(self.parts))]
 
     def _position_of(self, index: int, batch: int) -> StreamPosition:
@@ -164,21 +155,17 @@ class ShardedCombination(StatefulLoader):
         return shard.position(shard.start_batch)
 
     def source_states(self, positions: Sequence[StreamPosition], is_over: bool) -> list[SourceState | None]:
-        """Return the state of each loader's source; None for one without a state."""
         return [part.source_states([each], is_over)[0] for part, each in zip(self.parts, positions, strict=True)]
 
     def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
-        """Choose the batches after which the sources' states are taken; see ShardedLoader."""
         for part in self.parts:
             part.plan_states(batches)
 
     @property
     def starts_beyond(self) -> bool:
-        """Return whether the start is beyond the end of a loader."""
         return any(part.starts_beyond for part in self.parts)
 
     def close(self) -> None:
-        """End the workers that still run."""
         for part in self.parts:
             part.close()
 
@@ -296,37 +283,22 @@ class ShardedCombination(StatefulLoader):
 
     @property
     def length(self) -> int | None:
-        """Return the batches of this rank in a whole epoch; None if a loader has no length."""
         return self._combined([part.length for part in self.parts])
 
     @property
     def whole_length(self) -> int | None:
-        """Return the length of an epoch that runs at this world size from its start."""
         return self._combined([part.whole_length for part in self.parts])
 
     @property
     def exact_length(self) -> int | None:
-        """Return the length if it is certain."""
         return self.length if all(part.exact_length is not None for part in self.parts) else None
 
     @property
     def real_length(self) -> int | None:
-        """Return how many of this rank's batches count in an evaluation; None while all so far do."""
         return self._dummy_at
-
-    def __len__(self) -> int:
-        length = self.length
-        if length is None:
-            raise TypeError("a loader of this collection has no length, so the collection has none.")
-        return length
-
-    def weight_at(self, index: int) -> float:
-        """Return this rank's part in the round of a batch, relative to an equal part."""
-        return weight_of(self.uneven.get(index), self.rank)
 
     @property
     def may_read_ahead(self) -> bool:
-        """Return whether a batch may be read before the previous one is done without changing what is drawn."""
         return all(part.may_read_ahead for part in self.parts)
 
     def refuse_parted_rounds(self, limit: int | None = None) -> None:
@@ -355,7 +327,6 @@ class ShardedCombination(StatefulLoader):
 
     @property
     def ends_together(self) -> bool:
-        """Return whether every rank sees the end at the same batch, or knows it in advance from the lengths."""
         return self.exact_length is not None or all(part.ends_together for part in self.parts)
 
     def _refuse_what_cannot_be_combined(self) -> None:

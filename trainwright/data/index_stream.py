@@ -106,7 +106,6 @@ class IndexStream(StreamShard):
 
     @property
     def drops_short_round(self) -> bool:
-        """Return whether a last round with fewer batches than ranks is dropped, as a short batch is."""
         return self.mode == "train" and self.batched and getattr(self.source, "drop_last", False) is True
 
     @property
@@ -137,7 +136,6 @@ class IndexStream(StreamShard):
         return super().position(batch)
 
     def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
-        """Yield the items of one pass over the whole stream from `start` on."""
         items = islice(self._drawn_whole(pass_number), start, None)
         if not self._trimmed or pass_number != self.start_pass:
             return items
@@ -178,7 +176,6 @@ class IndexStream(StreamShard):
                 return
 
     def digest(self, passes: int, items: int) -> int:
-        """Return the digest of the first items of a pass; 0 for torch's own samplers, and if they are not plain data."""
         return self._digest.at(passes, items)
 
     def _warn_of_other_items(self) -> None:

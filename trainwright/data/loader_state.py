@@ -6,8 +6,8 @@ batches it has consumed, since the loader itself may have been read ahead; it ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
 from trainwright.data.source_state import SourceState
 from trainwright.data.stream_shard import StreamPosition
@@ -25,7 +25,11 @@ class LoaderState(TypedDict):
 class StatefulLoader:
     """What has a position in its data. A subclass finds the position and begins an epoch there."""
 
-    def __init__(self) -> None:
+    uneven: Mapping[int, list[int]]
+    """Samples per rank (or numbers in their proportion) of each uneven round reached so far, by batch number: a live view."""
+
+    def __init__(self, loader: Any, rank: int) -> None:
+        self.loader, self.rank = loader, rank
         self._loaded = LoaderState(places=(), sources=())
         """Where the next epoch begins; empty once it has begun."""
 
@@ -50,6 +54,21 @@ class StatefulLoader:
     def note_begun(self) -> None:
         """Note that the epoch is being read: from here on the position follows from the batches consumed."""
         self._loaded = LoaderState(places=(), sources=())
+
+    def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError(f"this {type(self.loader).__name__} has no length.")
+        return self.length
+
+    def weight_at(self, index: int) -> float:
+        """Return this rank's part in the mean over the round of a batch, relative to an equal part."""
+        sizes = self.uneven.get(index)
+        return 1.0 if sizes is None else sizes[self.rank] * len(sizes) / sum(sizes)
+
+    @property
+    def length(self) -> int | None:
+        """Return the batches of this rank in a whole epoch; None if a loader has no length."""
+        raise NotImplementedError
 
     def positions(self, batch: int) -> list[StreamPosition]:
         """Return the position of each stream after so many batches of this rank in the epoch."""

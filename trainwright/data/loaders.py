@@ -11,7 +11,7 @@ import copy
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice
 from typing import Any, NoReturn, Protocol
@@ -74,16 +74,14 @@ class ShardedLoader(StatefulLoader):
             raise TypeError(
                 f"expected a loader, but {type(loader).__name__} is not iterable; pass a torch DataLoader or a list of batches."
             )
-        super().__init__()
-        self.loader = loader
-        self.world_size, self.rank, self.mode = world_size, rank, mode
+        super().__init__(loader, rank)
+        self.world_size, self.mode = world_size, mode
         self.is_sharded = _is_to_shard(loader, world_size, shard)
         """Whether the ranks read one stream; False on one process, and if the user gave each rank its own data."""
         if self.is_sharded:
             _refuse_unshardable(loader, world_size)
             if rank == 0 and isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
                 _warn_of_whole_reads(loader, world_size)
-        self.epoch = 0
         self.start_batch = 0
         self.stream: IndexStream | None = None
         self.shard: IndexStream | BatchStream
@@ -102,6 +100,7 @@ class ShardedLoader(StatefulLoader):
             self.is_read_ahead = self.stream.source_length is None
         else:
             self.shard = self._with_batches(loader, in_order)
+        self.uneven = self.shard.uneven
 
     def _copied(self, loader: Iterable[Any], pin_memory: bool) -> Any:
         if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
@@ -192,8 +191,7 @@ class ShardedLoader(StatefulLoader):
         places: Sequence[StreamPosition],
         sources: Sequence[SourceState | None],
     ) -> None:
-        """Begin an epoch at a position."""
-        self.epoch, self.start_batch = epoch, start_batch
+        self.start_batch = start_batch
         position, state = next(iter(places), None), next(iter(sources), None)
         if isinstance(self.shard, BatchStream):
             if state is not None and state["ranks"] != self.world_size > 1 and not self.is_sharded:
@@ -231,7 +229,6 @@ class ShardedLoader(StatefulLoader):
             yield batch
 
     def positions(self, batch: int) -> list[StreamPosition]:
-        """Return the position of the stream after so many batches of this rank in the epoch."""
         return [self.shard.position(batch)]
 
     def source_states(self, positions: Sequence[StreamPosition], is_over: bool) -> list[SourceState | None]:
@@ -280,21 +277,6 @@ class ShardedLoader(StatefulLoader):
         """Return how many of this rank's batches count in an evaluation; None while all so far do."""
         return self.shard.real_length
 
-    def __len__(self) -> int:
-        length = self.length
-        if length is None:
-            raise TypeError(f"this {type(self.loader).__name__} has no length.")
-        return length
-
-    @property
-    def uneven(self) -> Mapping[int, list[int]]:
-        """Return the samples per rank of each uneven round, by batch number: a live view."""
-        return self.shard.uneven
-
-    def weight_at(self, index: int) -> float:
-        """Return this rank's part in the round of a batch, relative to an equal part."""
-        return weight_of(self.shard.uneven.get(index), self.shard.rank)
-
     @property
     def may_read_ahead(self) -> bool:
         """Return whether a batch may be read before the previous one is done without changing what is drawn."""
@@ -304,11 +286,6 @@ class ShardedLoader(StatefulLoader):
     def ends_together(self) -> bool:
         """Return whether every rank sees the end at the same batch, or knows it in advance from the lengths."""
         return self.world_size == 1 or self.is_sharded or self.exact_length is not None
-
-
-def weight_of(sizes: list[int] | None, rank: int) -> float:
-    """Return a rank's part in the mean over a round with these samples per rank, relative to an equal part."""
-    return 1.0 if sizes is None else sizes[rank] * len(sizes) / sum(sizes)
 
 
 class Batches(Protocol):

@@ -215,16 +215,12 @@ class SourceStates:
         elif not self._num_workers:
             self._readers = {0: self._dataset.state()}
         return {
-            "passes": self._passes,
+            **self._beginning(),
             "items": self._read,
             "readers": dict(self._readers),
-            "num_workers": self._num_workers,
-            "ranks": self._ranks,
             "latest": self._latest,
             "generators": self.generators.state if self.generators is not None else None,
-            "following": None,
             "ended": ended,
-            "begun": self._begun,
         }
 
     def is_other(self, state: SourceState, batch: Any) -> bool:
