@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import pytest, torch
 from trainwright.distributed import collectives
-from trainwright.distributed.environment import Environment, open_process_group
+from trainwright.distributed.connection import open_process_group
+from trainwright.distributed.environment import Environment
 
 environment = Environment.detect()
 open_process_group(environment, "gloo")

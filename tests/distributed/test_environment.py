@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 from deadlines import deadline
 
-from trainwright.distributed.environment import Environment, open_process_group, pick_backend, prepare_deterministic
+from trainwright.distributed.connection import open_process_group, pick_backend
+from trainwright.distributed.environment import Environment, prepare_deterministic
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = {
@@ -31,7 +32,8 @@ TORCHRUN = {
 PLAIN_SCRIPT = """
 import sys, time
 import pytest, torch, torch.distributed as dist
-from trainwright.distributed.environment import Environment, open_process_group
+from trainwright.distributed.connection import open_process_group
+from trainwright.distributed.environment import Environment
 from trainwright.distributed.collectives import all_reduce
 
 environment = Environment.detect()

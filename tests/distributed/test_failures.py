@@ -16,9 +16,9 @@ from deadlines import wait_until
 from trainwright.distributed import failures as failures_module
 from trainwright.distributed.failures import (
     PEER_FAILED_EXIT_CODE,
-    FailureBoard,
+    FailureLog,
     PeerWatch,
-    is_echo,
+    is_secondary_failure,
     summarize,
     write_error_file,
 )
@@ -30,25 +30,25 @@ def make_store() -> Any:
 
 def test_the_first_failure_is_kept() -> None:
     store = make_store()
-    board = FailureBoard(store)
-    assert board.first() is None
-    assert FailureBoard(store).post_error(1, ValueError("bad\nmore")) == 1
-    assert FailureBoard(store).post_error(0, KeyError("late")) == 2
-    report = board.first()
+    log = FailureLog(store)
+    assert log.first() is None
+    assert FailureLog(store).post_error(1, ValueError("bad\nmore")) == 1
+    assert FailureLog(store).post_error(0, KeyError("late")) == 2
+    report = log.first()
     assert report is not None
     assert (report.rank, report.summary, report.was_printed) == (1, "ValueError: bad", False)
     assert "ValueError: bad\nmore" in report.traceback
-    board.mark_printed()
-    assert board.first() != report
+    log.mark_printed()
+    assert log.first() != report
 
 
-def test_an_echo_is_told_from_an_error() -> None:
+def test_a_secondary_failure_is_told_from_an_error() -> None:
     lost = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
-    assert is_echo(lost)
+    assert is_secondary_failure(lost)
     outer = ValueError("while saving")
     outer.__cause__ = lost
-    assert is_echo(outer)
-    assert not is_echo(RuntimeError("shape mismatch"))
+    assert is_secondary_failure(outer)
+    assert not is_secondary_failure(RuntimeError("shape mismatch"))
     assert summarize(RuntimeError()) == "RuntimeError"
 
 
@@ -84,7 +84,7 @@ def test_a_failed_peer_ends_this_rank(exits: list[int]) -> None:
     watch.start()
     time.sleep(0.05)
     assert exits == []
-    FailureBoard(store).post(1, "RuntimeError: boom")
+    FailureLog(store).post(1, "RuntimeError: boom")
     wait_until(lambda: PEER_FAILED_EXIT_CODE in exits)
     watch.stop()
 
@@ -99,7 +99,7 @@ def test_after_a_clean_close_nothing_ends_this_rank(exits: list[int]) -> None:
     host.stop(farewell_seconds=120)
     assert time.monotonic() - began < 60  # the other one has said goodbye
     other.stop()
-    FailureBoard(store).post(1, "too late")
+    FailureLog(store).post(1, "too late")
     time.sleep(0.05)
     assert exits == []
 
@@ -117,7 +117,7 @@ def test_an_uncaught_error_is_posted_then_printed(exits: list[int], monkeypatch:
             with pytest.raises(Left):  # it came second, so it leaves in silence
                 sys.excepthook(ValueError, error, None)
     assert [str(error) for error in printed] == ["one"]
-    report = FailureBoard(store).first()
+    report = FailureLog(store).first()
     assert report is not None
     assert (report.rank, report.was_printed) == (1, True)
     assert exits == [PEER_FAILED_EXIT_CODE]
@@ -129,5 +129,5 @@ def test_a_keyboard_interrupt_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> 
     store = make_store()
     PeerWatch(store, 1, 2).wrap_excepthook()
     sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert FailureBoard(store).count() == 0
+    assert FailureLog(store).count() == 0
     assert printed == []  # rank 0 alone shows it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from trainwright.engine.fused import use_fused
 from trainwright.engine.optimizers import may_use_closure, needs_closure
 from trainwright.precision.mixed import MixedPrecision
 from trainwright.strategies import Strategy
+from trainwright.strategies.base import Clipping
 
 MAKERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": lambda p: AdamW(p, 0.01),
@@ -197,15 +197,15 @@ def test_a_loss_scale_and_clipping_with_a_fused_optimizer() -> None:
         assert use_fused(optimizer, [net]) if fused else True
         precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12))
         strategy = Strategy()
-        clip = partial(strategy.clip_gradients, norm=0.1, value=None)
+        strategy.connect(0, 1, torch.device("cpu"), precision)
         norms = []
         for step in range(6):
             optimizer.zero_grad()
             with precision.forward_context():
                 loss = loss_of(net, DATA)
-            precision.backward(loss * (float("inf") if step == 2 else 1.0))
+            strategy.backward(loss * (float("inf") if step == 2 else 1.0))
             before = weights(net)
-            result = precision.step(optimizer, clip)
+            result = strategy.step(optimizer, Clipping(norm=0.1))
             assert result.skipped == (step == 2)
             if result.skipped:
                 assert_equal(before, weights(net))

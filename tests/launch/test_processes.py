@@ -23,7 +23,8 @@ from trainwright.launch.processes import launch
 
 SCRIPT = """
 import json, os, signal, sys, threading, time
-from trainwright.distributed.environment import Environment, open_process_group
+from trainwright.distributed.connection import open_process_group
+from trainwright.distributed.environment import Environment
 
 mode = sys.argv[1]
 environment = Environment.detect()

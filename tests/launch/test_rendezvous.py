@@ -60,12 +60,12 @@ def test_nodes_meet_and_know_each_other(meeting: Meeting) -> None:
     assert [member.num_processes for member in main.members] == [1, 2]  # nodes may run unequally many
     assert main.members == other.members
     assert [main.node_of(rank) for rank in range(3)] == [0, 1, 1]
-    assert main.lifeline is not None
-    assert main.lifeline.lost() == []
-    assert other.lifeline is not None
-    other.lifeline.close()  # as the kernel does when a launcher ends
-    wait_until(main.lifeline.lost)
-    assert main.lifeline.lost() == [1]
+    assert main.heartbeat is not None
+    assert main.heartbeat.lost() == []
+    assert other.heartbeat is not None
+    other.heartbeat.close()  # as the kernel does when a launcher ends
+    wait_until(main.heartbeat.lost)
+    assert main.heartbeat.lost() == [1]
     assert not main.has_left(1)
 
 

@@ -75,8 +75,8 @@ def test_two_optimizers_after_one_backward_are_unscaled_by_the_scale_of_their_lo
         for optimizer in optimizers:
             optimizer.zero_grad()
         precision.backward(left + right)
-        results = [precision.step(optimizer, None) for optimizer in optimizers]
-        assert not any(result.skipped for result in results)
+        results = [precision.step(optimizer) for optimizer in optimizers]
+        assert not any(results)
     assert (left.item(), right.item()) == (-2.0, -2.0)
     assert precision.state_dict()["scale"] == 16.0
 
@@ -86,7 +86,7 @@ def test_a_step_with_an_inf_is_skipped_and_halves_the_scale() -> None:
     parameter = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     precision.backward(parameter * float("inf"))
-    assert precision.step(optimizer, None).skipped
+    assert precision.step(optimizer)
     assert parameter.item() == 0.0
     again = MixedPrecision("16-mixed", "cpu")
     again.load_state_dict(precision.state_dict())
@@ -96,7 +96,7 @@ def test_a_step_with_an_inf_is_skipped_and_halves_the_scale() -> None:
 def test_a_step_without_gradients_is_no_error() -> None:
     precision = resolve_precision(16, "cpu")
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
-    assert precision.step(optimizer, None) == (None, False)
+    assert not precision.step(optimizer)
     precision.backward(nn.Parameter(torch.zeros(())) * 1.0)
 
 
@@ -125,7 +125,7 @@ def test_gradients_dropped_after_clipping_count_for_the_scale() -> None:
     precision.backward(parameter * float("inf"))
     precision.unscale(optimizer)  # a loop that looks at the norm, and leaves the step out
     optimizer.zero_grad()
-    precision.forget(optimizer)
+    precision.release(optimizer)
     precision.backward(parameter * 3.0)
     precision.unscale(optimizer)
     assert parameter.grad == 3.0
@@ -162,7 +162,7 @@ def test_a_closure_is_called_by_the_optimizer_or_before_it_under_a_scale(name: A
         return loss
 
     with torch.no_grad():
-        assert precision.step(optimizer, None, closure) == (None, False)
+        assert not precision.step(optimizer, closure)
     assert calls == [True]
     assert parameter.item() == -3.0
 
@@ -185,10 +185,10 @@ def test_gradients_that_were_clipped_go_on_under_the_scale() -> None:
         precision.unscale(optimizer)
         assert parameter.grad is not None
         seen.append(parameter.grad.item())
-        assert not precision.step(often, None).skipped
+        assert not precision.step(often)
         often.zero_grad()
     assert seen == [3.0, 6.0, 9.0]
-    assert not precision.step(optimizer, None).skipped
+    assert not precision.step(optimizer)
     assert parameter.item() == -9.0
     assert other.item() == -3.0
     assert precision.state_dict()["scale"] == 32.0
@@ -200,11 +200,11 @@ def test_an_inf_that_clipping_has_removed_still_skips_the_step() -> None:
     precision.unscale(optimizer)
     torch.nn.utils.clip_grad_value_([parameter], 1.0)
     precision.backward(parameter * 1.0)
-    assert precision.step(optimizer, None).skipped
+    assert precision.step(optimizer)
     assert precision.state_dict()["scale"] == 2.0
     optimizer.zero_grad()
     precision.backward(parameter * 1.0)
-    assert not precision.step(optimizer, None).skipped
+    assert not precision.step(optimizer)
     assert parameter.item() == -1.0
     assert precision.state_dict()["scale"] == 2.0
 
@@ -215,7 +215,7 @@ def test_gradients_that_were_dropped_by_hand_after_clipping_leave_nothing_behind
     precision.unscale(optimizer)
     parameter.grad = None  # as the module's own zero_grad does
     precision.backward(parameter * 3.0)
-    assert precision.step(optimizer, None) == (None, False)
+    assert not precision.step(optimizer)
     assert parameter.item() == -3.0
     assert precision.state_dict()["scale"] == 2.0
 
@@ -224,10 +224,10 @@ def test_stepping_twice_with_the_same_gradients() -> None:
     precision, parameter, optimizer = scaled(growth_interval=1)
     precision.backward(parameter * 3.0)
     for _ in range(2):
-        precision.step(optimizer, None)
+        precision.step(optimizer)
     assert parameter.item() == -6.0
     precision.backward(parameter * 3.0)  # added to those, as without a scale
-    precision.step(optimizer, None)
+    precision.step(optimizer)
     assert parameter.item() == -12.0
     assert precision.state_dict()["scale"] == 16.0
 
@@ -239,10 +239,10 @@ def test_an_optimizer_without_gradients_is_clipped_and_cleared() -> None:
         precision.backward(parameter * 3.0)
         precision.unscale(idle)
         idle.zero_grad()
-        precision.forget(idle)
+        precision.release(idle)
         for _ in range(2):
-            assert precision.step(idle, None) == (None, False)
-        precision.step(optimizer, None)
+            assert not precision.step(idle)
+        precision.step(optimizer)
         optimizer.zero_grad()
     assert parameter.item() == -6.0
 
@@ -266,7 +266,7 @@ def test_a_disabled_scaler_scales_nothing() -> None:
     precision.backward(parameter * 3.0)
     precision.unscale(optimizer)
     assert parameter.grad == 3.0
-    assert precision.step(optimizer, None) == (None, False)
+    assert not precision.step(optimizer)
     assert precision.state_dict() == {}
     precision.load_state_dict(MixedPrecision("16-mixed", "cpu").state_dict())
     assert precision.takes_closure

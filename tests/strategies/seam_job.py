@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainwright as tw
 from trainwright.checkpoint.tensors import Piece, StoredPiece, TensorEntry, check_coverage
 from trainwright.precision.base import Precision
-from trainwright.strategies.base import Optimization, Strategy
+from trainwright.strategies.base import Clipping, Optimization, Strategy
 from trainwright.strategies.ddp import DDPStrategy
 from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
 from trainwright.strategies.deepspeed import DeepSpeedStrategy
@@ -102,13 +102,13 @@ class Pair(nn.Module):
         critic_optimizer.zero_grad()
         strategy.backward(F.softplus(-self.critic(batch[:, 3:])).mean())  # two backwards, one step
         strategy.backward(F.softplus(self.critic(made.detach())).mean())
-        strategy.step(critic_optimizer, lambda o: strategy.clip_gradients(o, None, 0.05))
+        strategy.step(critic_optimizer, Clipping(value=0.05))
         if self.toggle:
             self.critic.requires_grad_(False)
         loss = F.softplus(-self.critic(made)).mean()
         maker_optimizer.zero_grad()
         strategy.backward(loss)
-        strategy.step(maker_optimizer, lambda o: strategy.clip_gradients(o, 0.2, None))
+        strategy.step(maker_optimizer, Clipping(norm=0.2))
         self.critic.requires_grad_(True)
         return loss.detach() + self.critic(self.make(batch[:, :3])).mean().detach()  # the stepped parameters, in use
 
@@ -137,9 +137,6 @@ class Loop:
         self.optimizers = strategy.setup_optimizers([module], originals, optimization)
         self.norms: list[float] = []
 
-    def clip(self, optimizer: Optimizer) -> Tensor | None:
-        return self.strategy.clip_gradients(optimizer, self.optimization.clip_norm, self.optimization.clip_value)
-
     def window(self, batches: list[Tensor]) -> list[float]:
         losses = []
         (optimizer,) = self.optimizers
@@ -149,7 +146,8 @@ class Loop:
             loss = self.strategy.run(self.module, "training_step", (batch,), {})
             self.strategy.backward(loss / len(batches))
             losses.append(float(loss.detach()))
-        result = self.strategy.step(optimizer, self.clip)
+        clipping = Clipping(self.optimization.clip_norm, self.optimization.clip_value)
+        result = self.strategy.step(optimizer, clipping)
         self.schedulers[0].step()
         if result.norm is not None:
             self.norms.append(float(result.norm))
@@ -309,7 +307,7 @@ def check_automatic(make: Callable[[], Strategy]) -> None:
     planned.window([words(0, 0, None)])
     loop.optimizers[0].zero_grad()
     loop.strategy.backward(loop.strategy.run(loop.module, "training_step", (words(0, 0, dist.get_rank()),), {}) / 2)
-    result = loop.strategy.step(loop.optimizers[0], lambda o: loop.strategy.clip_gradients(o, 0.2, None, 2.0))
+    result = loop.strategy.step(loop.optimizers[0], Clipping(norm=0.2, scale=2.0))
     assert result.norm is not None
     report("short window norm", abs(float(result.norm) - planned.norms[0]), 1e-5)
     report("short window state", distance(loop.state(), planned.state(alone=True)), 1e-5)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from trainwright.strategies.base import with_gradients
 from trainwright.strategies.parted_groups import by_kind, parted_groups
 
 
@@ -159,8 +160,5 @@ def test_groups_of_one_kind_and_those_stepped_one_by_one_stay_as_they_are(mesh: 
 def test_gradients_by_kind(mesh: DeviceMesh) -> None:
     own = parameters(mesh)
     own[2].grad = None
-    parts = by_kind(torch.optim.SGD(own, 0.1))
-    assert [[id(p) for p in part.param_groups[0]["params"]] for part in parts] == [
-        [id(own[0])],
-        [id(own[1]), id(own[3])],
-    ]
+    kinds = by_kind(with_gradients(torch.optim.SGD(own, 0.1)))
+    assert [[id(p) for p in kind] for kind in kinds] == [[id(own[0])], [id(own[1]), id(own[3])]]

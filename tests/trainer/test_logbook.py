@@ -16,7 +16,8 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 import trainwright as tw
-from trainwright.distributed.environment import Environment, open_process_group
+from trainwright.distributed.connection import open_process_group
+from trainwright.distributed.environment import Environment
 from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.state import TrainerState

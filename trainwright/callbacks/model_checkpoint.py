@@ -144,7 +144,7 @@ class ModelCheckpoint(Callback):
         """Checkpoints whose place the newest takes, and which go once it is there: the resume source in a later run."""
         self._generators: dict[str, Any] = {}
         """As they were before the validation that runs; kept for save_on_exception."""
-        self._appointment: Any = None
+        self._sync_point: Any = None
         self._moments = Moments()
         self._pending: PendingSave | None = None
         """The save that was begun and may not have committed yet, or not have been followed up."""
@@ -189,7 +189,7 @@ class ModelCheckpoint(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # These belong to this process's run.
-        return {**super().__getstate__(), "_appointment": None, "_pending": None, "_generators": {}}
+        return {**super().__getstate__(), "_sync_point": None, "_pending": None, "_generators": {}}
 
     # -- when to save ------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class ModelCheckpoint(Callback):
             # A killed run may not have come to it.
             self._replaced = remove_replaced(self._replaced, trainer.resume_source, trainer)
         if self.train_time_interval is not None and self._is_fitting:
-            self._appointment = trainer.appointment(self.state_key)
+            self._sync_point = trainer.sync_point(self.state_key)
 
     def _make_up(self, trainer: Trainer) -> None:
         """Make the save that was due where another callback's, made before it, is what the run goes on from."""
@@ -258,12 +258,12 @@ class ModelCheckpoint(Callback):
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Return, alike on every rank, whether this optimizer step is one to save after."""
-        if self._appointment is None:
+        if self._sync_point is None:
             return trainer.global_step % self.every_n_train_steps == 0
         if trainer.is_global_zero and time.monotonic() - self._saved_at >= (self.train_time_interval or 0.0):
             self._saved_at = time.monotonic()
-            self._appointment.ask()
-        return bool(self._appointment.is_due(trainer.global_step))
+            self._sync_point.request()
+        return bool(self._sync_point.is_reached(trainer.global_step))
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
         if self.save_on_exception and self._has_begun and self._is_fitting:
@@ -307,7 +307,7 @@ class ModelCheckpoint(Callback):
         self._conclude(trainer)
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._appointment = None
+        self._sync_point = None
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
         pending, self._pending = self._pending, None

@@ -1,7 +1,7 @@
 """Failures of ranks, over the key-value store.
 
-`FailureBoard` holds what failed ranks said about themselves, the first one first. `PeerWatch` ends this process when
-another rank has failed.
+`FailureLog` holds what failed ranks have reported, the first one first. `PeerWatch` ends this process when another rank has
+failed.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from types import TracebackType
 from trainwright.distributed.store import Store, post
 
 PEER_FAILED_EXIT_CODE = 79
-"""How a rank leaves when it ends only because another rank failed."""
+"""The exit code of a rank that ends only because another rank failed."""
 
 PRINT_SECONDS = 0.5
-"""How long the other ranks stay for the first failing one to print its traceback."""
+"""How long the other ranks leave the first failing one to print its traceback."""
 
-ECHO_SECONDS = 2.0
-"""How long an error that only says that a peer has gone waits for that peer's own: a process takes a moment to end."""
-ECHO_TEXTS = ("connection closed by peer", "connection reset by peer", "connection was closed", "broken pipe")
-"""What gloo, NCCL and the store say, in lower case, when the other end of a connection has gone."""
+SECONDARY_SECONDS = 2.0
+"""How long an error that only reports a lost peer waits for that peer's own error: a process takes a moment to end."""
+LOST_PEER_TEXTS = ("connection closed by peer", "connection reset by peer", "connection was closed", "broken pipe")
+"""What gloo, NCCL and the store report, in lower case, when the other end of a connection has gone."""
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """What a failed rank said about itself."""
+    """What a failed rank has reported."""
 
     rank: int
     summary: str
@@ -41,7 +41,7 @@ class FailureReport:
     was_printed: bool = False
 
 
-class FailureBoard:
+class FailureLog:
     """The failures of a job in the order in which they were posted.
 
     Args:
@@ -52,51 +52,51 @@ class FailureBoard:
         self._store = store
 
     def post(self, rank: int, summary: str, trace: str = "") -> int:
-        """Post a failure and return its place in the order; 1 is the first."""
-        place = self._store.add("failure/count", 1)
-        post(self._store, f"failure/{place}", json.dumps({"rank": rank, "summary": summary, "traceback": trace}))
-        return place
+        """Post a failure and return its number in the order; 1 is the first."""
+        number = self._store.add("failure/count", 1)
+        post(self._store, f"failure/{number}", json.dumps({"rank": rank, "summary": summary, "traceback": trace}))
+        return number
 
     def post_error(self, rank: int, error: BaseException) -> int:
-        """Post an exception with its traceback and return its place in the order."""
+        """Post an exception with its traceback and return its number in the order."""
         return self.post(rank, summarize(error), "".join(traceback.format_exception(error)))
 
     def mark_printed(self) -> None:
-        """Say that the first failing rank has printed its traceback itself."""
+        """Record that the first failing rank has printed its traceback."""
         post(self._store, "failure/printed", "1")
 
     def wait_until_printed(self, timeout_seconds: float) -> None:
-        """Wait for the first failing rank's traceback: the launcher ends that rank too once another has left."""
+        """Wait for the first failing rank's traceback: once another rank has left, the launcher ends that rank too."""
         deadline = time.monotonic() + timeout_seconds
         while not self._store.check(["failure/printed"]) and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def announce_end(self) -> None:
-        """Say that the launcher is ending the job, so that what breaks from now on is not a failure."""
+        """Record that the launcher is ending the job: what breaks from now on is not a failure."""
         post(self._store, "failure/ending", "1")
 
     def is_ending(self) -> bool:
-        """Whether the launcher is ending the job."""
+        """Return whether the launcher is ending the job."""
         return self._store.check(["failure/ending"])
 
     def announce_stop(self, code: int) -> None:
-        """Say that a signal has stopped the ranks' run, and with which exit code they are about to leave."""
+        """Record that a signal has stopped the ranks' run, and the exit code with which they are about to leave."""
         post(self._store, "stopped/code", str(code))
 
     def stop_code(self) -> int | None:
-        """Return the exit code of ranks whose run a signal has stopped; None where none has."""
+        """Return the exit code of ranks whose run a signal has stopped; None if none has."""
         return int(self._store.get("stopped/code")) if self._store.check(["stopped/code"]) else None
 
     def count(self) -> int:
-        """How many failures were posted."""
+        """Return how many failures were posted."""
         return self._store.add("failure/count", 0)
 
     def first(self, timeout_seconds: float = 0.5) -> FailureReport | None:
-        """Return the first failure, or None where none was posted."""
+        """Return the first failure; None if none was posted."""
         if self.count() == 0:
             return None
         deadline = time.monotonic() + timeout_seconds
-        while not self._store.check(["failure/1"]):  # it was counted, and its text is on the way
+        while not self._store.check(["failure/1"]):  # counted already, and its text is on the way
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.01)
@@ -105,20 +105,20 @@ class FailureBoard:
 
 
 class PeerWatch:
-    """Ends this process when another rank has failed, and tells the others when this one has.
+    """Ends this process when another rank has failed, and reports to the others when this one has.
 
-    One daemon thread polls the store, and `sys.excepthook` is wrapped. A rank that is blocked in a collective runs no
-    Python code of its main thread, so the thread leaves by `os._exit`.
+    A daemon thread polls the store, and `sys.excepthook` is wrapped. A rank that is blocked in a collective runs no Python
+    code in its main thread, so the thread leaves by `os._exit`.
 
     Args:
-        store: the store's connection for this thread alone; another thread's wait would block it.
+        store: a connection to the store for this thread alone; another thread's wait would block it.
         rank: this process's global rank.
-        world_size: how many processes the job has.
-        name: tells the goodbyes of one group from those of another.
-        store_host: the rank whose process holds the store; None where a launcher holds it.
+        world_size: the number of processes of the job.
+        name: separates the goodbyes of one group from those of another.
+        store_host: the rank whose process holds the store; None if a launcher holds it.
         error_file: where to write this rank's error in elastic's format, for torchrun's own summary.
-        poll_seconds: how often to look.
-        look: called at each look, for whatever else has to be watched.
+        poll_seconds: how often to poll.
+        poll: called at each poll, for whatever else is watched.
     """
 
     def __init__(
@@ -131,20 +131,20 @@ class PeerWatch:
         store_host: int | None = None,
         error_file: str | None = None,
         poll_seconds: float = 0.2,
-        look: Callable[[], None] | None = None,
+        poll: Callable[[], None] | None = None,
     ) -> None:
         self.has_failed = False
         self.has_said_goodbye = False
-        """Whether the store's host may end, as far as this rank is concerned: nothing is sent to it any more."""
+        """Whether this rank sends nothing more to the store's host, which may then end."""
         self._store = store
-        self._board = FailureBoard(store)
+        self._log = FailureLog(store)
         self._rank = rank
         self._world_size = world_size
         self._store_host = store_host
         self._closing, self._goodbyes = f"closing/{name}", f"goodbyes/{name}"
         self._error_file = error_file
         self._poll_seconds = poll_seconds
-        self._look = look
+        self._poll = poll
         self._pid = os.getpid()
         self._stopped = threading.Event()
         self._previous_hook: Callable[..., object] = sys.excepthook
@@ -174,7 +174,7 @@ class PeerWatch:
                 self._say_goodbye(farewell_seconds)
 
     def _say_goodbye(self, farewell_seconds: float) -> None:
-        """Make sure that nobody takes the end of the store's host for a failure."""
+        """Make sure that no rank takes the end of the store's host for a failure."""
         if self._rank != self._store_host:
             self._acknowledge()
             return
@@ -191,14 +191,14 @@ class PeerWatch:
     def _watch(self) -> None:
         while not self._stopped.wait(self._poll_seconds):
             try:
-                if self._board.count() > 0 and not self.has_failed:
-                    self._board.wait_until_printed(PRINT_SECONDS)
+                if self._log.count() > 0 and not self.has_failed:
+                    self._log.wait_until_printed(PRINT_SECONDS)
                     leave(PEER_FAILED_EXIT_CODE)
                 if self._store_host is not None and self._store.check([self._closing]):
                     self._acknowledge()
                     return
-                if self._look is not None:
-                    self._look()
+                if self._poll is not None:
+                    self._poll()
             except RuntimeError:  # the store's host has gone, and the job with it
                 if self._stopped.is_set() or self.has_failed:
                     return
@@ -215,24 +215,24 @@ class PeerWatch:
             self._report(kind, error, trace)
 
     def _report(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Post the failure, then print it; stay silent where another rank failed first."""
-        place = 1
+        """Post the failure, then print it; stay silent if another rank failed first."""
+        number = 1
         with contextlib.suppress(RuntimeError):  # without a store there is still the traceback to print
-            if is_echo(error):
-                time.sleep(ECHO_SECONDS)  # the culprit's own report, or the launcher's of it, ends this process here
-            if self._board.is_ending():
+            if is_secondary_failure(error):
+                time.sleep(SECONDARY_SECONDS)  # the report of the rank that failed first ends this process here
+            if self._log.is_ending():
                 leave(PEER_FAILED_EXIT_CODE)
             self.has_failed = True
             if self._error_file:  # before the post, as torchrun ends this rank once another has left
                 write_error_file(self._error_file, error)
-            place = self._board.post_error(self._rank, error)
-        if place > 1:
+            number = self._log.post_error(self._rank, error)
+        if number > 1:
             leave(PEER_FAILED_EXIT_CODE)
         self.has_failed = True
         self._previous_hook(kind, error, trace)
         flush_streams()
         with contextlib.suppress(RuntimeError):
-            self._board.mark_printed()
+            self._log.mark_printed()
 
 
 def summarize(error: BaseException) -> str:
@@ -242,8 +242,8 @@ def summarize(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-def is_echo(error: BaseException) -> bool:
-    """Whether an error, or one behind it, only says that a peer or the store has gone."""
+def is_secondary_failure(error: BaseException) -> bool:
+    """Return whether an error, or one that led to it, only reports that a peer or the store has gone."""
     from torch.distributed import DistBackendError, DistNetworkError
 
     seen: set[int] = set()
@@ -252,7 +252,7 @@ def is_echo(error: BaseException) -> bool:
         seen.add(id(current))
         if isinstance(current, (DistBackendError, DistNetworkError)):
             return True
-        if isinstance(current, RuntimeError) and any(text in str(current).lower() for text in ECHO_TEXTS):
+        if isinstance(current, RuntimeError) and any(text in str(current).lower() for text in LOST_PEER_TEXTS):
             return True
         current = current.__cause__ or current.__context__
     return False
@@ -260,8 +260,8 @@ def is_echo(error: BaseException) -> bool:
 
 def write_error_file(path: str, error: BaseException) -> None:
     """Write an error in torch elastic's format, so that torchrun shows the traceback and the true first failure."""
-    # torchrun takes the smallest timestamp, in whole seconds, for the first failure. A rank that only left because of
-    # this one may get the same second, hence one less.
+    # torchrun takes the smallest timestamp, in whole seconds, for the first failure. A rank that left only because of this one
+    # may get the same second, hence one less.
     timestamp = int(time.time()) - 1
     details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(timestamp)}
     content = {"message": {"message": summarize(error), "extraInfo": details}}
@@ -270,14 +270,14 @@ def write_error_file(path: str, error: BaseException) -> None:
 
 
 def flush_streams() -> None:
-    """Flush standard output and error, whatever state they are in."""
+    """Flush standard output and error, ignoring failures."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
 
 
 def leave(code: int) -> None:
-    """Flush the streams and end this process at once, without cleanup. It does not return."""
+    """Flush the streams and end this process at once, without cleanup. Never returns."""
     # In a thread with a limit: the main thread may hold a stream's lock in a write that never ends.
     flusher = threading.Thread(target=flush_streams, daemon=True)
     flusher.start()

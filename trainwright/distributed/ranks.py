@@ -30,7 +30,7 @@ class Ranks:
         self.rank, self.world_size = self._channel.rank, self._channel.world_size
 
     def subchannel(self, name: str) -> Ranks:
-        """Return ranks with a call order of their own, for a thread beside the main one. See `StoreChannel.subchannel`."""
+        """Return ranks with a call order of their own, for a second thread. See `StoreChannel.subchannel`."""
         return Ranks(self._channel.subchannel(name), self.timeout_seconds)
 
     def give_up(self) -> None:

@@ -11,6 +11,9 @@ from trainwright.errors import LaunchError
 if TYPE_CHECKING:
     from trainwright.distributed.environment import Environment
 
+STORE_PREFIX = "trainwright"
+"""All our keys in the job's store are under this prefix and the number of the restart."""
+
 _hosted_store: Store | None = None  # kept until the process ends: the other ranks may still read it
 
 

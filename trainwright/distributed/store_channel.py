@@ -59,7 +59,7 @@ class StoreChannel:
         self._has_given_up = False
 
     def subchannel(self, name: str) -> StoreChannel:
-        """Return a channel with a call order of its own, for a thread beside the main one. Nothing is sent.
+        """Return a channel with a call order of its own, for a second thread. Nothing is sent.
 
         Subchannels of one name pair up by their order: make them on every rank, in the same order.
         """

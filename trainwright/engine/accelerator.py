@@ -24,10 +24,10 @@ from trainwright.engine.prepared import PreparedModule, PreparedOptimizer, Prepa
 from trainwright.engine.prepared_loader import PreparedLoader
 from trainwright.engine.window import AccumulationWindows
 from trainwright.errors import CheckpointError
-from trainwright.precision import Precision, StepResult
+from trainwright.precision import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy
-from trainwright.strategies.base import Optimization
+from trainwright.strategies.base import Optimization, StepResult
 
 MIXED = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 

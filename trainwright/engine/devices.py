@@ -8,7 +8,8 @@ import torch
 
 from trainwright.devices.abilities import num_together
 from trainwright.devices.accelerator import count, names
-from trainwright.distributed.environment import Environment, pick_backend
+from trainwright.distributed.connection import pick_backend
+from trainwright.distributed.environment import Environment
 
 
 def device_numbers(devices: Any, device_type: str) -> list[int] | None:

@@ -32,7 +32,8 @@ from trainwright.data.seeding import rng_state
 from trainwright.devices.accelerator import resolve_device_type, use, using
 from trainwright.devices.generators import owned
 from trainwright.distributed import collectives
-from trainwright.distributed.environment import Environment, open_process_group, pick_backend
+from trainwright.distributed.connection import open_process_group, pick_backend
+from trainwright.distributed.environment import Environment
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine.between_ranks import broadcast
 from trainwright.engine.command_line import fill_open
@@ -54,10 +55,10 @@ from trainwright.engine.optimizer_state import check_optimizers, load_optimizers
 from trainwright.engine.replaced import ReplacedParameters
 from trainwright.engine.replica_settings import refuse_unlike_optimizers
 from trainwright.engine.restored import Restored, restored
-from trainwright.precision import Precision, StepResult, resolve_precision
-from trainwright.precision.base import Clipper, Closure, Sender
+from trainwright.precision import Precision, resolve_precision
+from trainwright.precision.base import Closure, Sender
 from trainwright.strategies import Strategy, resolve_strategy
-from trainwright.strategies.base import Optimization
+from trainwright.strategies.base import Clipping, Optimization, StepResult
 from trainwright.strategies.state_entries import computed_entries
 
 _holders: WeakKeyDictionary[nn.Module, ref[Strategy]] = WeakKeyDictionary()
@@ -252,15 +253,11 @@ class Engine:
         """Say, before a forward, whether its backward ends an accumulation window (else the ranks stay apart)."""
         self.strategy.sync_gradients(enabled)
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None = None, closure: Closure | None = None) -> StepResult:
+    def step(
+        self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
+    ) -> StepResult:
         """Clip where asked and step; return the gradient norm where it was taken, and whether the step was skipped."""
-        return self.strategy.step(optimizer, clip, closure)
-
-    def clipper(self, norm: float | None = None, value: float | None = None, *, scale: float = 1.0) -> Clipper | None:
-        """Return what `step` clips with: multiply by scale, then by value, then by total norm; None for nothing to do."""
-        if norm is None and value is None and scale == 1.0:
-            return None
-        return partial(self.strategy.clip_gradients, norm=norm, value=value, scale=scale)
+        return self.strategy.step(optimizer, clipping, closure)
 
     # -- between ranks -----------------------------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from trainwright.data.transfer import map_tensors
 from trainwright.engine.engine import Engine
-from trainwright.precision.base import Closure, StepResult
+from trainwright.precision.base import Closure
+from trainwright.strategies.base import Clipping, StepResult
 
 if TYPE_CHECKING:
     from trainwright.engine.window import AccumulationWindows
@@ -52,8 +53,6 @@ class PreparedOptimizer(Optimizer):
         self.given = optimizer if given is None else given
         self.step_was_skipped = False
         """Whether the latest step was left out because the gradients held an inf or a NaN."""
-        self.is_unscaled = False
-        """Whether the gradients have been divided by the loss scale, and no step has been made with them."""
         self.steps_asked = self.steps_made = 0
         """How often it was told to step, and how often it did."""
         self._engine, self._windows = engine, windows
@@ -110,12 +109,12 @@ class PreparedOptimizer(Optimizer):
                 self._is_done = False
                 return None
             scale = windows.at_hand.correct(self.optimizer)
-        if self._clip_norm is not None and not self.is_unscaled:
+        if self._clip_norm is not None and self.optimizer not in self._engine.strategy.finalized:
             norm = self._clip_norm
         if self._before_step is not None:
             self._before_step(self.optimizer)
-        result = self._engine.step(self.optimizer, self._engine.clipper(norm, value, scale=scale), call)
-        self.step_was_skipped, self.is_unscaled = result.skipped, False
+        result = self._engine.step(self.optimizer, Clipping.needed(norm, value, scale), call)
+        self.step_was_skipped = result.skipped
         self.steps_made += not result.skipped
         self._is_done = True
         if windows is not None:
@@ -126,13 +125,10 @@ class PreparedOptimizer(Optimizer):
 
     def clip(self, norm: float | None, value: float | None) -> Tensor | None:
         """Clip the gradients that the next step takes; return their norm before, where it was taken."""
-        strategy = self._engine.strategy
-        strategy.unscale(self.optimizer)
-        self.is_unscaled = True
         scale = self._windows.at_hand.correct(self.optimizer) if self._windows is not None else 1.0
         if norm is not None and self._clip_norm is not None:
             norm = self._clip_norm
-        return strategy.clip_gradients(self.optimizer, norm, value, scale)
+        return self._engine.strategy.clip_gradients(self.optimizer, Clipping(norm, value, scale))
 
     def _refuse_closure(self, windows: AccumulationWindows) -> None:
         """Refuse a closure where the optimizer may not call it again and again (TypeError)."""
@@ -191,9 +187,9 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.zero_grad(set_to_none)
         if self._windows is not None:
             self._began = self._windows.backwards
-        if self.is_unscaled:
-            self._engine.strategy.forget(self.optimizer)
-            self.is_unscaled = False
+        strategy = self._engine.strategy
+        if self.optimizer in strategy.finalized:
+            strategy.release(self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer. Collective in a loop of one's own: call on every rank.

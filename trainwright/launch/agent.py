@@ -19,10 +19,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
 
-from trainwright.distributed.failures import ECHO_TEXTS, PEER_FAILED_EXIT_CODE, FailureReport
+from trainwright.distributed.failures import LOST_PEER_TEXTS, PEER_FAILED_EXIT_CODE, FailureReport
 from trainwright.distributed.signals import STOPPED_EXIT_CODE
 from trainwright.errors import LaunchError
-from trainwright.launch.grace import Grace
+from trainwright.launch.graceful_shutdown import GracefulShutdown
 from trainwright.launch.nodes import Nodes
 from trainwright.launch.output import PrefixedOutput
 from trainwright.launch.rendezvous import StaticRendezvous
@@ -103,11 +103,11 @@ class JobAgent(LocalElasticAgent):
         logs: str | None = None,
         grace_seconds: float = 120.0,
     ) -> None:
-        self.grace = Grace(self._send, grace_seconds)
+        self.shutdown = GracefulShutdown(self._send, grace_seconds)
         self.stopped_code: int | None = None
         """How the ranks have left that a signal has stopped, when all have."""
         self.rendezvous = StaticRendezvous(nodes or Nodes(), num_processes)
-        self.board = self.rendezvous.board(0)
+        self.failures = self.rendezvous.failures(0)
         self.logs = PipeLogs(logs)
         bootstrap = str(Path(__file__).with_name("bootstrap.py"))
         spec = WorkerSpec(
@@ -131,12 +131,12 @@ class JobAgent(LocalElasticAgent):
         return self.logs.output
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        if self.grace.number:  # it came between two starts
-            raise SignalException("between two starts", sigval=signal.Signals(self.grace.number))
-        self.board = self.rendezvous.board(worker_group.spec.max_restarts - self._remaining_restarts)
+        if self.shutdown.number:  # it came between two starts
+            raise SignalException("between two starts", sigval=signal.Signals(self.shutdown.number))
+        self.failures = self.rendezvous.failures(worker_group.spec.max_restarts - self._remaining_restarts)
         self._first_codes, self._reported_at = {}, None
         pids = cast("dict[int, Any]", super()._start_workers(worker_group))
-        self.grace.open()
+        self.shutdown.install()
         assert self._pcontext is not None
         # NOTE: elastic waits a fixed 30 s here for workers that do not end on SIGTERM.
         cast(Any, self._pcontext).close = self._close_workers
@@ -179,11 +179,11 @@ class JobAgent(LocalElasticAgent):
         Raises:
             SignalException: the signal has ended a rank at once, or the ranks have had their time.
         """
-        codes, number = self.exit_codes(), self.grace.number
+        codes, number = self.exit_codes(), self.shutdown.number
         told = self._told_codes() if any(codes.values()) else set()
         if not number and not any(code and code in told for code in codes.values()):
             return None
-        self.grace.begin()  # where a rank alone was signalled
+        self.shutdown.start_timer()  # where a rank alone was signalled
         others = [code for code in codes.values() if code != 0 and code not in told]
         if number and others and all(code in (-number, 128 + number) for code in others):
             raise SignalException("a rank has not waited", sigval=signal.Signals(number))
@@ -194,7 +194,7 @@ class JobAgent(LocalElasticAgent):
             self.stopped_code = max(codes.values())
             workers = self._worker_group.workers
             return RunResult(WorkerState.SUCCEEDED, return_values={each.global_rank: None for each in workers})
-        if self.grace.is_over:
+        if self.shutdown.has_timed_out:
             ending = signal.Signals(number or signal.SIGTERM)
             self.tell_others(f"its launcher was asked to end by {ending.name}, and its ranks did not leave in time")
             self.kill_all()
@@ -206,7 +206,7 @@ class JobAgent(LocalElasticAgent):
         if self.rendezvous.nodes.count == len(self._handlers()) == 1:
             return {STOPPED_EXIT_CODE, 128 + signal.SIGINT}  # one that is alone has no store to tell it
         try:
-            code = self.board.stop_code()
+            code = self.failures.stop_code()
         except GONE:
             code = None
         return set() if code is None else {code}
@@ -214,14 +214,14 @@ class JobAgent(LocalElasticAgent):
     def _job_has_failed(self) -> bool:
         """Whether a failure is posted, on this node or another; a node whose launcher has gone is posted here."""
         try:
-            if self.board.count() > 0:
+            if self.failures.count() > 0:
                 return True
-            lost = self.rendezvous.lifeline.lost() if self.rendezvous.lifeline is not None else []
+            lost = self.rendezvous.heartbeat.lost() if self.rendezvous.heartbeat is not None else []
             if self.rendezvous.nodes.rank > 0:
                 self._has_lost_main = bool(lost) and not self.rendezvous.has_left(0)
             elif lost and not all(self.rendezvous.has_left(node) for node in lost):
-                self.board.post(self.rendezvous.first_rank(lost[0]), "the launcher of its node has gone")
-                self.board.mark_printed()  # there is nothing to wait for
+                self.failures.post(self.rendezvous.first_rank(lost[0]), "the launcher of its node has gone")
+                self.failures.mark_printed()  # there is nothing to wait for
                 return True
         except GONE:
             self._has_lost_main = True
@@ -233,7 +233,7 @@ class JobAgent(LocalElasticAgent):
             return
         with contextlib.suppress(*GONE):
             self.rendezvous.say_finished()
-            while not self.rendezvous.all_finished() and not self._job_has_failed() and not self.grace.is_over:
+            while not self.rendezvous.all_finished() and not self._job_has_failed() and not self.shutdown.has_timed_out:
                 time.sleep(0.05)
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
@@ -268,7 +268,7 @@ class JobAgent(LocalElasticAgent):
                 time.sleep(0.01)
         elif not failed:
             with contextlib.suppress(*GONE):
-                self.board.announce_end()
+                self.failures.announce_end()
         running = set(self._handlers()) - set(self.exit_codes())
         assert self._pcontext is not None
         self._pcontext._close(death_sig or signal.SIGTERM, cast(int, CLOSE_SECONDS))
@@ -276,13 +276,13 @@ class JobAgent(LocalElasticAgent):
 
     def _post_first_failure(self) -> None:
         """Tell the ranks and the summary who died, unless a rank has told it already."""
-        if self.board.count() > 0:
+        if self.failures.count() > 0:
             return
         if self.rendezvous.nodes.count > 1 and set(self._first_codes.values()) == {PEER_FAILED_EXIT_CODE}:
             return  # they have left because of another node's rank
         local_rank = min(self._first_codes, key=lambda rank: (_order(self._first_codes[rank]), rank))
-        self.board.post(self._own_first_rank() + local_rank, describe_exit(self._first_codes[local_rank]))
-        self.board.mark_printed()  # there is nothing to wait for
+        self.failures.post(self._own_first_rank() + local_rank, describe_exit(self._first_codes[local_rank]))
+        self.failures.mark_printed()  # there is nothing to wait for
 
     def _own_first_rank(self) -> int:
         return self.rendezvous.first_rank(self.rendezvous.nodes.rank)
@@ -313,8 +313,8 @@ class JobAgent(LocalElasticAgent):
         """Let the other nodes, if there are any, end because of this one."""
         if self.rendezvous.nodes.count > 1:
             with contextlib.suppress(*GONE):
-                self.board.post(self._own_first_rank(), summary)
-                self.board.mark_printed()
+                self.failures.post(self._own_first_rank(), summary)
+                self.failures.mark_printed()
 
     def has_failed(self) -> bool:
         """Whether a rank of this node or of another has failed."""
@@ -341,7 +341,7 @@ class JobAgent(LocalElasticAgent):
             node = self.rendezvous.node_of(report.rank)
             where = f", on node {node} ({self.rendezvous.members[node].host}),"
         text = f"trainwright: rank {report.rank} of {world}{where} failed first ({report.summary}); {consequence}.\n"
-        if self._ended_before and any(each in report.summary.lower() for each in ECHO_TEXTS):
+        if self._ended_before and any(each in report.summary.lower() for each in LOST_PEER_TEXTS):
             ended = ", ".join(str(self._own_first_rank() + rank) for rank in self._ended_before)
             text += f"trainwright: before that, rank {ended} had come to the end of its script, or left it with exit code 0.\n"
         # A rank of another node has printed its traceback there, not here.
@@ -349,11 +349,11 @@ class JobAgent(LocalElasticAgent):
         return code, text if is_shown else text + report.traceback
 
     def _first_report(self) -> FailureReport | None:
-        report = self.board.first()
+        report = self.failures.first()
         deadline = time.monotonic() + REPORT_SECONDS * (self.rendezvous.nodes.count > 1)
         while report is None and time.monotonic() < deadline and not self._has_lost_main:
             self._job_has_failed()
-            report = self.board.first(timeout_seconds=0.1)
+            report = self.failures.first(timeout_seconds=0.1)
             time.sleep(0.05)
         return report
 
@@ -412,7 +412,7 @@ def run(
                 Path(report).write_text(text.partition("\n")[0].removeprefix("trainwright: "), encoding="utf-8")
     except SignalException as error:
         code = 128 + int(error.sigval)
-        text = agent.grace.describe() if agent.grace.is_over else ""
+        text = agent.shutdown.describe() if agent.shutdown.has_timed_out else ""
         agent.tell_others(f"its launcher was ended by {signal.Signals(error.sigval).name}")
     except LaunchError as error:
         code, text = 1, f"trainwright: {error}\n"

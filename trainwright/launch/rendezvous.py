@@ -19,12 +19,11 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from trainwright.distributed.environment import STORE_PREFIX
-from trainwright.distributed.failures import FailureBoard
+from trainwright.distributed.failures import FailureLog
 from trainwright.distributed.network import is_own_name, listen_at, resolve
-from trainwright.distributed.store import Store, post
+from trainwright.distributed.store import STORE_PREFIX, Store, post
 from trainwright.errors import LaunchError
-from trainwright.launch.lifeline import Lifeline
+from trainwright.launch.heartbeat import Heartbeat
 from trainwright.launch.nodes import Nodes
 
 JOIN_SECONDS = 300.0
@@ -62,7 +61,7 @@ class StaticRendezvous(RendezvousHandler):
         self._stores = cast(Any, dist)
         self._port = nodes.port
         self.store = self._hold_store() if nodes.rank == 0 else self._find_store()
-        self.lifeline = Lifeline(nodes.rank, nodes.address) if nodes.count > 1 else None
+        self.heartbeat = Heartbeat(nodes.rank, nodes.address) if nodes.count > 1 else None
         self._agents = self._stores.PrefixStore("agent", self.store)
         self._has_met = False
 
@@ -95,9 +94,9 @@ class StaticRendezvous(RendezvousHandler):
         timeout = timedelta(seconds=JOIN_SECONDS)
         return self._stores.TCPStore(*address, None, False, timeout=timeout, wait_for_workers=False)
 
-    def board(self, restart_count: int) -> FailureBoard:
-        """Return where the failures of the job are posted, since it was last started anew."""
-        return FailureBoard(cast(Store, self._stores.PrefixStore(f"{STORE_PREFIX}/{restart_count}", self.store)))
+    def failures(self, restart_count: int) -> FailureLog:
+        """Return the failures of the job since its last start."""
+        return FailureLog(cast(Store, self._stores.PrefixStore(f"{STORE_PREFIX}/{restart_count}", self.store)))
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all nodes and return the place of this one."""
@@ -114,10 +113,10 @@ class StaticRendezvous(RendezvousHandler):
         return RendezvousInfo(self._agents, self.nodes.rank, self.nodes.count, place)
 
     def _meet(self) -> None:
-        assert self.lifeline is not None
+        assert self.heartbeat is not None
         own, keys = self.nodes.rank, [f"node/{rank}" for rank in range(self.nodes.count)]
         if own == 0:
-            self._agents.set("main", json.dumps({"num_nodes": self.nodes.count, "lifeline": self.lifeline.port}))
+            self._agents.set("main", json.dumps({"num_nodes": self.nodes.count, "heartbeat": self.heartbeat.port}))
         main = json.loads(self._agents.get("main"))
         if main["num_nodes"] != self.nodes.count:
             raise LaunchError(
@@ -129,7 +128,7 @@ class StaticRendezvous(RendezvousHandler):
                 f"node_rank={own} was given to two nodes; each needs a number of its own, from 0 to {self.nodes.count - 1}."
             )
         if own != 0:
-            self.lifeline.connect(main["lifeline"])
+            self.heartbeat.connect(main["heartbeat"])
         self._agents.set(
             keys[own], json.dumps({"host": self.members[0].host, "num_processes": self.members[0].num_processes})
         )
@@ -140,7 +139,7 @@ class StaticRendezvous(RendezvousHandler):
         _wait(lambda: self._agents.check(keys), lambda: f"{missing()} of {self.nodes.count} at port {self._port}")
         self.members = [Member(**json.loads(self._agents.get(key))) for key in keys]
         if own == 0:
-            self.lifeline.accept(self.nodes.count - 1)
+            self.heartbeat.accept(self.nodes.count - 1)
 
     def first_rank(self, node: int) -> int:
         """Return the number of the first rank on a node."""
@@ -164,7 +163,7 @@ class StaticRendezvous(RendezvousHandler):
 
     def leave(self) -> None:
         """Leave the others; the main node keeps the store until all have read what they need of it."""
-        if self.lifeline is None:
+        if self.heartbeat is None:
             return
         try:
             if self._has_met:
@@ -172,12 +171,12 @@ class StaticRendezvous(RendezvousHandler):
                     post(self._agents, f"left/{self.nodes.rank}", "1")
             deadline = time.monotonic() + LEAVE_SECONDS
             while self._has_met and self.nodes.rank == 0 and time.monotonic() < deadline:
-                gone = self.lifeline.lost()
+                gone = self.heartbeat.lost()
                 if all(self.has_left(rank) for rank in range(self.nodes.count) if rank not in gone):
                     break
                 time.sleep(0.02)
         finally:
-            self.lifeline.close()
+            self.heartbeat.close()
 
     @property
     def use_agent_store(self) -> bool:

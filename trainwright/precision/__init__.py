@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from trainwright.precision.base import Precision, StepResult
+from trainwright.precision.base import Precision
 
 NAMES = {
     "64-true": ("64", "double", "64-true"),
@@ -65,4 +65,4 @@ def resolve_precision(precision: str | int | Precision | None, device_type: str)
     return SingleDtypePrecision(name)
 
 
-__all__ = ["NAMES", "Precision", "StepResult", "resolve_precision"]
+__all__ = ["NAMES", "Precision", "resolve_precision"]

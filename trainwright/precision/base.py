@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-Clipper = Callable[[Optimizer], "Tensor | None"]
 Sender = Callable[..., Any]
 """Sends a loss backward in place of `loss.backward`: called with the loss and with backward's keyword arguments."""
 Closure = Callable[[], Any]
@@ -24,29 +23,25 @@ Agree = Callable[[Tensor], Any]
 """Puts the maximum over the ranks into a tensor, in place."""
 
 
-class StepResult(NamedTuple):
-    """What one optimizer step did.
-
-    `norm` is the total gradient norm before clipping (a 0-dim tensor; None where nothing was clipped by norm), `skipped`
-    is True where the step was left out because the gradients held an inf or a NaN.
-    """
-
-    norm: Tensor | None
-    skipped: bool
-
-
-PLAIN_STEP = StepResult(None, False)
-
-
 class Precision:
     """Full precision: nothing is converted and nothing is scaled."""
 
     name = "32-true"
+    param_dtype: torch.dtype | None = None
+    """The dtype that floating-point parameters and buffers are converted to; None where they keep their own."""
     autocast_dtype: torch.dtype | None = None
+    """The dtype that autocast computes in; None without autocast."""
+    has_scaler = False
+    """True where losses are multiplied by a scale, against underflow in float16."""
     takes_closure = True
     """True where an optimizer may call a closure again within its step; a loss scale forbids it."""
     converts_batch = False
     """True where `convert_batch` has something to do."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Return the dtype that a forward computes in; None for the parameters' own."""
+        return self.autocast_dtype or self.param_dtype
 
     def check(self, device: torch.device) -> None:
         """Refuse a device that does not compute in this precision's dtype.
@@ -85,24 +80,23 @@ class Precision:
         else:
             send(loss, **options)
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
-        """Clip the gradients where asked, then step the optimizer, which may call the closure."""
-        norm = clip(optimizer) if clip is not None else None
+    def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
+        """Step the optimizer, which may call the closure; return whether the step was skipped."""
         if closure is None:
             optimizer.step()
         else:
             optimizer.step(closure)
-        return PLAIN_STEP if norm is None else StepResult(norm, False)
+        return False
 
     def unscale(self, optimizer: Optimizer, agree: Agree | None = None) -> None:
-        """Divide the gradients of this optimizer by the loss scale, once a step; nothing here.
+        """Divide the gradients of this optimizer by the loss scale, once until the next backward; nothing here.
 
         `agree` is for ranks that hold different gradients: it is given a tensor that is 1 where one of this rank's is not
         finite, and leaves in it the maximum over the ranks.
         """
 
-    def forget(self, optimizer: Optimizer) -> None:
-        """Take note that this optimizer's gradients were dropped, perhaps without a step; nothing here."""
+    def release(self, optimizer: Optimizer) -> None:
+        """Let this optimizer's unscaled gradients go: they were discarded without a step; nothing here."""
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
         """Take note of all optimizers that will be stepped, whose gradients a loss scale has to keep to; nothing here."""

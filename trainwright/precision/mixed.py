@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainwright.devices.abilities import autocasts, scales_losses
-from trainwright.precision.base import Agree, Clipper, Closure, Precision, Sender, StepResult
+from trainwright.precision.base import Agree, Closure, Precision, Sender
 from trainwright.precision.fast_path import NoFastPath
 
 DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
@@ -54,7 +54,8 @@ class MixedPrecision(Precision):
         if name == "16-mixed" and scaler is None:
             scaler = torch.amp.GradScaler(device_type)
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.takes_closure = self.scaler is None
+        self.has_scaler = self.scaler is not None
+        self.takes_closure = not self.has_scaler
         self._first_state = self.scaler.state_dict() if self.scaler is not None else {}
         self._device_type = device_type
         self._autocast = _Autocast(device_type, self.autocast_dtype)
@@ -140,16 +141,16 @@ class MixedPrecision(Precision):
         finally:
             self.scaler._scale = scale
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
-        """Unscale, clip, and step unless a gradient is not finite; outside of autocast, in which a closure runs as before.
+    def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
+        """Unscale, and step unless a gradient is not finite; outside of autocast, in which a closure runs as before.
 
         With a loss scale the closure is called once, before all this: what the optimizer made of a later call would be
         scaled. NOTE: the one host-device sync is here: the host has to know whether to step.
         """
         if not torch.is_autocast_enabled(self._device_type):
-            return self._step(optimizer, clip, closure)
+            return self._step(optimizer, closure)
         with self.step_context():
-            return self._step(optimizer, clip, None if closure is None else self._within(closure))
+            return self._step(optimizer, None if closure is None else self._within(closure))
 
     def _within(self, closure: Closure) -> Closure:
         def call() -> Any:
@@ -160,23 +161,22 @@ class MixedPrecision(Precision):
 
         return call
 
-    def _step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None) -> StepResult:
+    def _step(self, optimizer: Optimizer, closure: Closure | None) -> bool:
         if self.scaler is None:
-            return super().step(optimizer, clip, closure)
+            return super().step(optimizer, closure)
         if closure is not None:
             with torch.enable_grad():
                 closure()
         if not self._has_scaled:
-            return super().step(optimizer, clip)
+            return super().step(optimizer)
         self.unscale(optimizer)
-        norm = clip(optimizer) if clip is not None else None
         looked = self._looked[id(optimizer)]
         skipped = any(bool(value.item()) for value in looked.found.values())
         if not skipped:
             optimizer.step()
         looked.has_stepped = True
         self._tell(looked)
-        return StepResult(norm, skipped)
+        return skipped
 
     def _take_along(self) -> None:
         """Adapt the scale; multiply the gradients that were divided already and to which the next backward adds."""
@@ -249,8 +249,8 @@ class MixedPrecision(Precision):
             self._looked.clear()  # what steps before the load found is no longer due
             self._told.clear()
 
-    def forget(self, optimizer: Optimizer) -> None:
-        """Let what was found in the dropped gradients count for the scale, as after a step."""
+    def release(self, optimizer: Optimizer) -> None:
+        """Let what was found in the discarded gradients count for the scale, as after a step."""
         looked = self._looked.pop(id(optimizer), None)
         if looked is not None:
             self._tell(looked)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from trainwright.devices.abilities import computes_in
 from trainwright.metric_kinds import is_metric
-from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
+from trainwright.precision.base import Closure, Precision, Sender
 
 DTYPES = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
 
@@ -30,20 +30,21 @@ class SingleDtypePrecision(Precision):
         name: "64-true", "16-true" or "bf16-true".
     """
 
+    param_dtype: torch.dtype
     converts_batch = True
 
     def __init__(self, name: str) -> None:
         if name not in DTYPES:
             raise ValueError(f"name={name!r} is no precision of one dtype; choose from {', '.join(DTYPES)}.")
         self.name = name
-        self.dtype = DTYPES[name]
-        self._context = _DefaultDtype(self.dtype)
+        self.param_dtype = DTYPES[name]
+        self._context = _DefaultDtype(self.param_dtype)
 
     def check(self, device: torch.device) -> None:
-        if not computes_in(device.type, self.dtype):
+        if not computes_in(device.type, self.param_dtype):
             has = [repr(name) for name, dtype in DTYPES.items() if computes_in(device.type, dtype)]
             raise ValueError(
-                f"precision={self.name!r} computes in {self.dtype}, which {device} does not have; pass one of "
+                f"precision={self.name!r} computes in {self.param_dtype}, which {device} does not have; pass one of "
                 f"{', '.join([repr('32-true'), *has])}, or accelerator='cpu'."
             )
 
@@ -63,7 +64,9 @@ class SingleDtypePrecision(Precision):
             for each in chain(*(tables if not own_way else (module.parameters(), module.buffers())))
             if each is not None
         ]
-        is_done = all(each.is_meta or each.dtype == self.dtype or not each.dtype.is_floating_point for each in own)
+        is_done = all(
+            each.is_meta or each.dtype == self.param_dtype or not each.dtype.is_floating_point for each in own
+        )
         is_sharded = any(isinstance(each, DTensor) for each in own)  # which torch cannot swap, for equal ones either
         if is_done and (is_sharded or type(module)._apply is nn.Module._apply or isinstance(module, nn.RNNBase)):
             return
@@ -90,7 +93,7 @@ class SingleDtypePrecision(Precision):
         return batch
 
     def init_context(self) -> AbstractContextManager[Any]:
-        return _DefaultDtype(self.dtype)
+        return _DefaultDtype(self.param_dtype)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         return self._context
@@ -107,12 +110,12 @@ class SingleDtypePrecision(Precision):
         with self._context:
             super().backward(loss, send, **options)
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
-        """Clip and step outside of the forward's default dtype, in which a closure runs as before."""
+    def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
+        """Step outside of the forward's default dtype, in which a closure runs as before."""
         if not self._context.is_entered:
-            return super().step(optimizer, clip, closure)
+            return super().step(optimizer, closure)
         with self.step_context():
-            return super().step(optimizer, clip, None if closure is None else self._within(closure))
+            return super().step(optimizer, None if closure is None else self._within(closure))
 
     def _within(self, closure: Closure) -> Closure:
         def call() -> Any:
@@ -122,7 +125,7 @@ class SingleDtypePrecision(Precision):
         return call
 
     def _converted(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() and not tensor.is_meta else tensor
+        return tensor.to(self.param_dtype) if tensor.is_floating_point() and not tensor.is_meta else tensor
 
 
 class _DefaultDtype(AbstractContextManager[None]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.contents import describe_optimizer
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name as clean_name
-from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
+from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.strategies.materialize import materialize
 from trainwright.strategies.placement import move
 from trainwright.strategies.shared_buffers import SharedBuffers
@@ -43,6 +43,33 @@ class Optimization:
     clip_norm: float | None = None
     clip_value: float | None = None
     accumulate: int = 1
+
+
+class Clipping(NamedTuple):
+    """How gradients are clipped: multiplied by `scale`, then clipped by `value`, then by total `norm` (None: not at all)."""
+
+    norm: float | None = None
+    value: float | None = None
+    scale: float = 1.0
+
+    @classmethod
+    def needed(cls, norm: float | None, value: float | None, scale: float = 1.0) -> Clipping | None:
+        """Return the clipping, or None where it would change nothing."""
+        return None if norm is None and value is None and scale == 1.0 else cls(norm, value, scale)
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step did.
+
+    `norm` is the total gradient norm before clipping (a 0-dim tensor; None where nothing was clipped by norm), `skipped`
+    is True where the step was left out because the gradients held an inf or a NaN.
+    """
+
+    norm: Tensor | None
+    skipped: bool
+
+
+PLAIN_STEP = StepResult(None, False)
 
 
 class StepForward(nn.Module):
@@ -100,10 +127,12 @@ class Strategy:
         self.world_size = 1
         self.device = torch.device("cpu")
         self.precision = Precision()
-        self.wrapped: Mapping[nn.Module, Any] = {}
+        self.wrapped: dict[nn.Module, Any] = {}
         """The modules whose forward has to go through `run`, since calling them would leave something out."""
         self.buffers = SharedBuffers()
         """Makes those that training steps read and write rank 0's, where a strategy lets it."""
+        self.finalized: dict[Optimizer, bool] = {}
+        """The optimizers whose gradients were finalized and wait for a step; False where a backward has added to them since."""
 
     # -- before a run ------------------------------------------------------------------------------------------------
 
@@ -188,44 +217,62 @@ class Strategy:
 
         `send(loss, **options)` does it where it is given, with the loss as it is scaled; else `loss.backward(**options)`.
         """
+        if self.finalized:
+            self.finalized = dict.fromkeys(self.finalized, False)
         self.precision.backward(loss, send, **options)
 
     def sync_gradients(self, enabled: bool) -> None:
         """Say, before a forward, whether the backward that follows it ends an accumulation window."""
         self.buffers.ends_window = enabled
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
-        """Clip where asked and step; the optimizer may call the closure, which runs the step's forward and backward again."""
-        return self.precision.step(optimizer, clip, closure)
+    def finalize(self, optimizer: Optimizer) -> None:
+        """Make this rank's gradients averaged and unscaled, unless they are. Collective.
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the loss scale before the step does, so that they can be looked at."""
+        It is done once before a step, whoever looks at the gradients: a hook, clipping, or the step itself. After a further
+        backward it is done again.
+        """
+        if not self.finalized.get(optimizer):
+            self.finalized[optimizer] = True
+            self.finalize_gradients(optimizer)
+
+    def release(self, optimizer: Optimizer) -> None:
+        """Let an optimizer's finalized gradients go: they were discarded, and no step was made with them."""
+        self.finalized.pop(optimizer, None)
+        self.precision.release(optimizer)
+
+    def finalize_gradients(self, optimizer: Optimizer) -> None:
+        """Do what `finalize` says; a strategy whose engine leaves gradients unreduced overrides this. Collective."""
         self.precision.unscale(optimizer)
 
-    def forget(self, optimizer: Optimizer) -> None:
-        """Take note that this optimizer's gradients were looked at and then dropped, without a step."""
-        self.precision.forget(optimizer)
+    def step(
+        self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
+    ) -> StepResult:
+        """Clip where asked and step; return the norm if it was taken, and whether the step was skipped.
 
-    def clip_gradients(
-        self, optimizer: Optimizer, norm: float | None, value: float | None, scale: float = 1.0
-    ) -> Tensor | None:
-        """Multiply the gradients in place, clip them by value, then by total norm; return that norm if it was taken.
+        The optimizer may call the closure, which runs the step's forward and backward again, and clips what it computes.
+        """
+        norm = None
+        if clipping is not None:
+            with self.precision.step_context():
+                norm = self.clip_gradients(optimizer, clipping)
+        skipped = self.precision.step(optimizer, closure)
+        if self.finalized:
+            self.finalized.pop(optimizer, None)
+        return StepResult(norm, skipped) if skipped or norm is not None else PLAIN_STEP
+
+    def clip_gradients(self, optimizer: Optimizer, clipping: Clipping) -> Tensor | None:
+        """Clip the finalized gradients in place; return their total norm before, if it was taken. Collective.
 
         Nothing outside of a strategy touches gradients: under some engines no parameter has its own.
         """
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if scale != 1.0:
-            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
-        if value is not None:
-            torch.nn.utils.clip_grad_value_(parameters, value)
-        if norm is not None:
-            return torch.nn.utils.clip_grad_norm_(parameters, norm)
-        return None
+        self.finalize(optimizer)
+        parameters = with_gradients(optimizer)
+        scale_and_clip_value(parameters, clipping)
+        return None if clipping.norm is None else torch.nn.utils.clip_grad_norm_(parameters, clipping.norm)
 
     def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
         """Make every rank evaluate the same model: rank 0's buffers go to all. Collective."""
-        if self.world_size > 1:
-            broadcast_tensors(buffer for module in modules for buffer in module.buffers())
+        broadcast_tensors(each for module in modules for each in common(module, module.named_buffers()))
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -307,6 +354,21 @@ class Strategy:
 
         Called before the first run too. A sharded module stays sharded: whole, it might not fit.
         """
+        for each in (self.wrapped, self.finalized, self.buffers):
+            each.clear()
+
+
+def with_gradients(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of an optimizer that have gradients."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def scale_and_clip_value(parameters: list[nn.Parameter], clipping: Clipping) -> None:
+    """Do to gradients what of a clipping needs no norm, in place."""
+    if clipping.scale != 1.0:
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], clipping.scale)
+    if clipping.value is not None:
+        torch.nn.utils.clip_grad_value_(parameters, clipping.value)
 
 
 def made_state(parameter: Tensor, key: str, entry: TensorEntry, group: Mapping[str, Any], is_part: bool) -> Tensor:
@@ -366,6 +428,18 @@ def refuse_row_norms(module: nn.Module, name: str) -> None:
 def own_to_each_rank(module: nn.Module) -> frozenset[str]:
     """Return the parameters and buffers of which torch's DDP is told, on the module, to leave each rank its own."""
     return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def common(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
+    """Return those of a module's parameters or buffers that are to be alike on every rank."""
+    left_out = own_to_each_rank(module)
+    return [each for name, each in named if name not in left_out]
+
+
+def trained(module: nn.Module) -> list[str]:
+    """Return the names of the parameters that require gradients, and are not each rank's own."""
+    left_out = own_to_each_rank(module)
+    return [name for name, each in module.named_parameters() if each.requires_grad and name not in left_out]
 
 
 def check_alike(module: nn.Module, name: str, optimization: Optimization | None) -> None:

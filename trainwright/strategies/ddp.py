@@ -16,16 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 from torch.optim import Optimizer
 
-from trainwright.precision.base import Clipper, Closure, Sender, StepResult
+from trainwright.precision.base import Closure, Sender
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import (
+    Clipping,
     Optimization,
     StepForward,
+    StepResult,
     Strategy,
     broadcast_tensors,
+    common,
     own_to_each_rank,
     refuse_lazy,
     refuse_row_norms,
+    trained,
 )
 
 UNUSED = (
@@ -89,7 +93,6 @@ class DDPStrategy(Strategy):
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.bucket_cap_mb = bucket_cap_mb
-        self.wrapped: dict[nn.Module, DistributedDataParallel] = {}
         self._automatic = True
         self._orders: dict[nn.Module, ReadyOrder] = {}
         self._trained: dict[nn.Module, list[str]] = {}
@@ -102,8 +105,8 @@ class DDPStrategy(Strategy):
             return
         refuse_lazy(module, self.name)
         if optimization is None:
-            broadcast_tensors(_common(module, module.named_parameters()))
-            broadcast_tensors(_common(module, module.named_buffers()))
+            broadcast_tensors(common(module, module.named_parameters()))
+            broadcast_tensors(common(module, module.named_buffers()))
             return
         refuse_row_norms(module, self.name)
         self._automatic = optimization.automatic
@@ -117,10 +120,10 @@ class DDPStrategy(Strategy):
     def _wrap(self, module: nn.Module) -> None:
         self._trained[module] = trained(module)
         left_out = own_to_each_rank(module)
-        broadcast_tensors(_common(module, module.named_buffers()))
+        broadcast_tensors(common(module, module.named_buffers()))
         self.buffers.follow(module, left_out)
         if not self._trained[module]:
-            broadcast_tensors(_common(module, module.named_parameters()))
+            broadcast_tensors(common(module, module.named_parameters()))
             return
         forward: Any = StepForward(module)
         # Buffers too: those that DDP would send are the ones that were there when it was made (see SharedBuffers).
@@ -185,7 +188,7 @@ class DDPStrategy(Strategy):
                 if wrapped.require_backward_grad_sync:
                     wrapped.reducer._rebuild_buckets()
                     wrapped.reducer.prepare_for_backward(list(_find_tensors(loss)))  # type: ignore[no-untyped-call]
-        self.precision.backward(loss, send, **options)
+        super().backward(loss, send, **options)
         self.buffers.end_backward()
 
     def sync_gradients(self, enabled: bool) -> None:
@@ -197,10 +200,12 @@ class DDPStrategy(Strategy):
             is_learning = wrapped.static_graph and not wrapped._static_graph_delay_allreduce_enqueued
             wrapped.require_backward_grad_sync = enabled or is_learning
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
+    def step(
+        self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
+    ) -> StepResult:
         if self._to_check:
             self._refuse_unused()
-        return self.precision.step(optimizer, clip, closure)
+        return super().step(optimizer, clipping, closure)
 
     def _refuse_unused(self) -> None:
         """Say at the first step what torch would say in the forward after it (RuntimeError): that step is not averaged."""
@@ -215,10 +220,6 @@ class DDPStrategy(Strategy):
         if len(indices) > MOST_NAMES:
             names.append(f"and {len(indices) - MOST_NAMES} more")
         return UNUSED.format(names=", ".join(names) or "in another step than the others")
-
-    def before_evaluation(self, modules: Iterable[nn.Module]) -> None:
-        """Collective: rank 0's buffers go to every rank, so that one model is evaluated."""
-        broadcast_tensors(buffer for module in modules for buffer in _common(module, module.named_buffers()))
 
     @property
     def state(self) -> dict[str, Any]:
@@ -245,11 +246,10 @@ class DDPStrategy(Strategy):
             order.replay(indices)
 
     def close(self) -> None:
+        super().close()
         for order in self._orders.values():
             order.close()
         self._orders.clear()
-        self.buffers.clear()
-        self.wrapped.clear()
         self._trained.clear()
 
 
@@ -289,18 +289,6 @@ def seconds_of(timeout: float | timedelta | None) -> float | None:
     if not 0 < seconds < float("inf"):
         raise ValueError(f"timeout={timeout!r} is not accepted; pass a positive number of seconds, or None.")
     return float(seconds)
-
-
-def trained(module: nn.Module) -> list[str]:
-    """Return the names of the parameters that require gradients, and are not each rank's own."""
-    left_out = own_to_each_rank(module)
-    return [name for name, each in module.named_parameters() if each.requires_grad and name not in left_out]
-
-
-def _common(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
-    """Return those of a module's parameters or buffers that are to be alike on every rank."""
-    left_out = own_to_each_rank(module)
-    return [each for name, each in named if name not in left_out]
 
 
 class ReadyOrder:

@@ -18,9 +18,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
-from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
+from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.rank_zero import rank_zero_info
-from trainwright.strategies.base import Optimization, StepForward, Strategy, broadcast_tensors, check_alike
+from trainwright.strategies.base import (
+    Clipping,
+    Optimization,
+    StepForward,
+    StepResult,
+    Strategy,
+    broadcast_tensors,
+    check_alike,
+    scale_and_clip_value,
+    with_gradients,
+)
 from trainwright.strategies.late_reduction import LateReduction
 from trainwright.strategies.reached_parameters import ReachedParameters
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
@@ -192,7 +202,6 @@ class ShardedDDPStrategy(Strategy):
             raise ValueError(f"reduce_buffer_size={reduce_buffer_size!r} is not accepted; pass a whole number from 0.")
         self.reduce_buffer_size = 0 if reduce_fp16 else reduce_buffer_size
         self.reduce_fp16 = reduce_fp16
-        self.wrapped: dict[nn.Module, Any] = {}
         self._optimizers: dict[int, ShardedOptimizer] = {}
         self._late = LateReduction()
         self._automatic = True
@@ -276,8 +285,9 @@ class ShardedDDPStrategy(Strategy):
             return wrapped(name, *args, **kwargs)
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
-        self._late.begin_backward()
-        self.precision.backward(loss, send, **options)
+        for optimizer in (each for each, is_final in self.finalized.items() if is_final):
+            self._late.reopen(optimizer)
+        super().backward(loss, send, **options)
         self.buffers.end_backward()
 
     def sync_gradients(self, enabled: bool) -> None:
@@ -286,44 +296,45 @@ class ShardedDDPStrategy(Strategy):
             if wrapped is not None:
                 wrapped._should_accumulate_grads = not enabled  # the switch behind its no_sync()
 
-    def unscale(self, optimizer: Optimizer) -> None:
+    def finalize_gradients(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, ShardedOptimizer):
-            return super().unscale(optimizer)
+            return super().finalize_gradients(optimizer)
         self._late.reduce(optimizer)
         # Only this rank's gradients count; FairScale's own scaler would do nothing on the CPU.
         self.precision.unscale(optimizer.own, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
+    def release(self, optimizer: Optimizer) -> None:
+        self.finalized.pop(optimizer, None)
+        self.precision.release(users_own(optimizer))
+
+    def step(
+        self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
+    ) -> StepResult:
         if not isinstance(optimizer, ShardedOptimizer):
-            return super().step(optimizer, clip, closure)
-        self.unscale(optimizer)
+            return super().step(optimizer, clipping, closure)
+        self.finalize(optimizer)
         with optimizer.without_left_out():
-            result = self.precision.step(optimizer.own, None if clip is None else lambda _: clip(optimizer))
-        self._late.reset(optimizer)
-        if not result.skipped:
+            with self.precision.step_context():
+                norm = None if clipping is None else self.clip_gradients(optimizer, clipping)
+            skipped = self.precision.step(optimizer.own)
+        self.finalized.pop(optimizer, None)
+        if not skipped:
             optimizer.send()
-        return result
+        return StepResult(norm, skipped)
 
-    def forget(self, optimizer: Optimizer) -> None:
-        if isinstance(optimizer, ShardedOptimizer):
-            self._late.reset(optimizer)
-        super().forget(users_own(optimizer))
-
-    def clip_gradients(
-        self, optimizer: Optimizer, norm: float | None, value: float | None, scale: float = 1.0
-    ) -> Tensor | None:
+    def clip_gradients(self, optimizer: Optimizer, clipping: Clipping) -> Tensor | None:
         if not isinstance(optimizer, ShardedOptimizer):
-            return super().clip_gradients(optimizer, norm, value, scale)
-        self._late.reduce(optimizer)
-        super().clip_gradients(optimizer.own, None, value, scale)
-        if norm is None:
+            return super().clip_gradients(optimizer, clipping)
+        self.finalize(optimizer)
+        parameters = with_gradients(optimizer.own)
+        scale_and_clip_value(parameters, clipping)
+        if clipping.norm is None:
             return None
-        parameters = [p for group in optimizer.own.param_groups for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
         total = torch.nn.utils.get_total_norm(gradients).to(self.device).square()
         dist.all_reduce(total)
         total.sqrt_()
-        torch.nn.utils.clip_grads_with_norm_(parameters, norm, total)
+        torch.nn.utils.clip_grads_with_norm_(parameters, clipping.norm, total)
         return total
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -361,10 +372,9 @@ class ShardedDDPStrategy(Strategy):
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 parameter.grad = None  # it may lie in a bucket
             optimizer.reached.close()
-        self.wrapped.clear()
+        super().close()
         self._optimizers.clear()
         self._late.clear()
-        self.buffers.clear()
 
 
 def _refuse_mixed(optimizer: Optimizer) -> None:

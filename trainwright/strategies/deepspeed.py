@@ -20,17 +20,20 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name
-from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
+from trainwright.precision import resolve_precision
+from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.precision.fast_path import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies import zero_gradients, zero_state, zero_traces
-from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, call_step, check_alike
-from trainwright.strategies.deepspeed_config import (
-    build_config,
-    low_precision,
-    read_config,
-    refuse_other_steppers,
-    settle,
+from trainwright.strategies import deepspeed_config, zero_gradients, zero_state, zero_traces
+from trainwright.strategies.base import (
+    Clipping,
+    Optimization,
+    StepResult,
+    Strategy,
+    broadcast_tensors,
+    call_step,
+    check_alike,
+    trained,
 )
 from trainwright.strategies.deepspeed_engine import make_engine, refuse_other_dtype, scale_losses
 from trainwright.strategies.deepspeed_package import check_supported
@@ -88,7 +91,7 @@ class DeepSpeedStrategy(Strategy):
             raise ImportError(
                 "strategy='deepspeed' needs DeepSpeed, which is not installed. Run: pip install 'trainwright[deepspeed]'"
             )
-        self.own_config = read_config(config)
+        self.own_config = deepspeed_config.read_config(config)
         told = self.own_config.get("zero_optimization", {}).get("stage")
         if stage is not None and told is not None and told != stage:
             rank_zero_warn(
@@ -104,14 +107,13 @@ class DeepSpeedStrategy(Strategy):
             raise ValueError(
                 f"offload_parameters=True needs stage 3, which shards them, and this is stage {self.stage}."
             )
-        refuse_other_steppers({**zero, **self.own_config.get("zero_optimization", {})})
-        self._asked_precision = low_precision(self.own_config)
+        deepspeed_config.refuse_other_steppers({**zero, **self.own_config.get("zero_optimization", {})})
+        self._asked_precision = deepspeed_config.low_precision(self.own_config)
         self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
         self.zero = zero
         self.forward_is_collective = self.stage == 3
         self.makes_optimizer = "optimizer" in self.own_config
         self.takes_compile = self.stage < 3  # the compiler sees the parameters before they are gathered
-        self.wrapped: dict[nn.Module, None] = {}
         self._engines: dict[ZeroOptimizer, Any] = {}
         self._parts: dict[nn.Module, list[Any]] = {}
         self._trained: dict[nn.Module, list[str]] = {}
@@ -119,18 +121,16 @@ class DeepSpeedStrategy(Strategy):
         self._writes = ZeroWrites()
         self._left: dict[Any, list[Share]] = {}
         """The shares of engines whose module is the user's own again; what they hold can still be saved."""
-        self._finished: set[ZeroOptimizer] = set()
-        """The optimizers whose gradients are this rank's share already, before their step."""
 
     # -- before a run ------------------------------------------------------------------------------------------------
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
         super().check(device_type, num_processes, precision)
-        check_supported(device_type, precision.name)
-        told = self._asked_precision
-        if told is not None and precision.name not in ("32-true", told, told.replace("mixed", "true")):
+        check_supported(device_type, precision)
+        inner = self._inner_precision(device_type, precision)
+        if inner is not precision and precision.compute_dtype is not None:
             rank_zero_warn(
-                f"the DeepSpeed config says {told}, and the Trainer {precision.name}: the config's is used.",
+                f"the DeepSpeed config says {inner.name}, and the Trainer {precision.name}: the config's is used.",
                 stacklevel=4,
             )
         if device_type == "cpu" and (self.offload_optimizer or self.offload_parameters):
@@ -140,20 +140,25 @@ class DeepSpeedStrategy(Strategy):
 
     def connect(self, rank: int, world_size: int, device: torch.device, precision: Precision) -> None:
         super().connect(rank, world_size, device, precision)
-        name = precision.name
-        if self._asked_precision is not None and not name.startswith(self._asked_precision.partition("-")[0]):
-            name = self._asked_precision
-        if device.type == "cpu" and name == "16-true":
+        inner = self._inner_precision(device.type, precision)
+        if device.type == "cpu" and inner.param_dtype == torch.float16:
             # Said here, in the job: what `check` says, the process that launches the job has said before.
             rank_zero_warn("DeepSpeed has no float16 on the CPU: bfloat16 is used in its place.", stacklevel=4)
-            name = "bf16-true"
-        self.precision = ZeroPrecision(name, device.type, precision, self._scalers)
+            inner = resolve_precision("bf16-true", device.type)
+        self.precision = ZeroPrecision(inner, self._scalers)
+
+    def _inner_precision(self, device_type: str, precision: Precision) -> Precision:
+        """Return the precision, or the one that the config enables where that computes in another dtype."""
+        if self._asked_precision is None:
+            return precision
+        asked = resolve_precision(self._asked_precision, device_type)
+        return precision if precision.compute_dtype == asked.compute_dtype else asked
 
     def _scalers(self) -> list[Any]:
         return [engine.optimizer.loss_scaler for engine in self._engines.values()]
 
     def settle(self, optimization: Optimization) -> Optimization:
-        return settle(self.own_config, optimization)
+        return deepspeed_config.settle(self.own_config, optimization)
 
     @property
     def _offloads(self) -> bool:
@@ -167,7 +172,7 @@ class DeepSpeedStrategy(Strategy):
         if self.stage < 3 or not sharded:
             self.place(module)
         else:
-            refuse_other_dtype(sharded, self.precision.name)
+            refuse_other_dtype(sharded, self.precision)
         whole = [p for p in module.parameters() if not hasattr(p, "ds_id")]
         broadcast_tensors((*whole, *module.buffers()))
         self.wrapped[module] = None
@@ -181,7 +186,7 @@ class DeepSpeedStrategy(Strategy):
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
     ) -> list[Optimizer]:
         for module in modules:
-            self._trained.setdefault(module, [name for name, p in module.named_parameters() if p.requires_grad])
+            self._trained.setdefault(module, trained(module))
         if not optimizers and not self._engines and self.makes_optimizer:
             return [self._make_optimizer(modules)]
         if optimizers and self.makes_optimizer:
@@ -189,7 +194,7 @@ class DeepSpeedStrategy(Strategy):
                 "configure_optimizers returned an optimizer, and the DeepSpeed config has an 'optimizer' section; return None "
                 "to use the config's, or leave it out of the config."
             )
-        if len(optimizers) > 1 and self.precision.name.startswith("16"):
+        if len(optimizers) > 1 and self.precision.has_scaler:
             raise ValueError(
                 f"{len(optimizers)} optimizers with precision {self.precision.name!r}: each DeepSpeed engine scales losses by "
                 "itself, so one backward cannot serve several. Use 'bf16-mixed', or one optimizer."
@@ -222,8 +227,8 @@ class DeepSpeedStrategy(Strategy):
 
     def _make_optimizer(self, modules: Sequence[nn.Module]) -> Optimizer:
         """Return the optimizer of the config's own "optimizer" section, over all that is trained."""
-        trained = [p for module in modules for p in module.parameters() if p.requires_grad]
-        engine = self._initialize(Part(list(modules)), None, trained)
+        own = [p for module in modules for p in module.parameters() if p.requires_grad]
+        engine = self._initialize(Part(list(modules)), None, own)
         return self._take(engine.optimizer.optimizer, engine, list(modules))
 
     def _take(self, master: MasterOptimizer, engine: Any, owners: list[nn.Module]) -> ZeroOptimizer:
@@ -241,7 +246,7 @@ class DeepSpeedStrategy(Strategy):
     def _config(self, parameters: Iterable[Any] = ()) -> dict[str, Any]:
         """Return the configuration of an engine that has these parameters."""
         on_gpu = self.device.type != "cpu"
-        return build_config(
+        return deepspeed_config.build_config(
             self.own_config,
             self.stage,
             precision=self.precision,
@@ -257,7 +262,7 @@ class DeepSpeedStrategy(Strategy):
             config = self._config(part.parameters())
             engine = make_engine(part, optimizer, trained, config, self.device, self._refuse_optimizer)
         self._writes.follow(engine.optimizer, self.stage, self.rank, part, self.wrapped)
-        if self.precision.name == "16-mixed" and (optimizer is not None or trained is not None):
+        if self.precision.autocast_dtype == torch.float16 and (optimizer is not None or trained is not None):
             scale_losses(engine)
         return engine
 
@@ -269,7 +274,7 @@ class DeepSpeedStrategy(Strategy):
         """Refuse a change of what is trained (RuntimeError): DeepSpeed has laid out its buffers by then."""
         for module in modules:
             self.buffers.follow(module)
-            now = [name for name, p in module.named_parameters() if p.requires_grad]
+            now = trained(module)
             if changed := sorted(set(now) ^ set(self._trained.get(module, now))):
                 raise RuntimeError(
                     f"{changed[0]!r} of {type(module).__name__} was frozen or unfrozen after its optimizer was made, which "
@@ -294,42 +299,41 @@ class DeepSpeedStrategy(Strategy):
             engine.optimizer.clear_backward_seen_flag()
             engine._backward_prologue()
             loss = engine.scale(loss)
-        self._finished.clear()
-        self.precision.backward(loss, send, **options)
+        super().backward(loss, send, **options)
         for engine in self._engines.values():
             # Engines that this loss reached have run their epilogue from their gradient hooks; the others did not.
             engine.optimizer._backward_hook_state.backward_active_depth = 0
         self.buffers.end_backward()
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
+    def finalize_gradients(self, optimizer: Optimizer) -> None:
+        if not self._offloads:  # where DeepSpeed's own step alone can do it
+            zero_gradients.finalize(self._taken(optimizer).engine, self.stage)
+
+    def step(
+        self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
+    ) -> StepResult:
         facade = self._taken(optimizer)
-        engine, master = facade.engine, facade.master
-        zero, norm = engine.optimizer, None
+        engine, master, zero = facade.engine, facade.master, facade.engine.optimizer
         zero_gradients.fill_missing_gradients(zero, self.stage)
         self._writes.settle()
         zero.clip_grad = 0.0
-        if isinstance(clip, partial) and clip.func == self.clip_gradients:
-            asked = clip.keywords
-            if asked["value"] is not None or asked["scale"] != 1.0:
-                self.clip_gradients(facade, None, asked["value"], asked["scale"])
+        if clipping is not None:
+            if clipping.value is not None or clipping.scale != 1.0:
+                self.clip_gradients(facade, clipping._replace(norm=None))
             # By the engine, which takes the norm in any case; of what has yet to be multiplied.
-            zero.clip_grad = (asked["norm"] or 0.0) / master.rescale
-        elif clip is not None:
-            norm = clip(facade)
-        engine.enable_backward_allreduce = facade not in self._finished
+            zero.clip_grad = (clipping.norm or 0.0) / master.rescale
+        engine.enable_backward_allreduce = self._offloads or not self.finalized.get(facade)
         with self.precision.step_context():
             engine.step()
         engine.enable_backward_allreduce = True
-        if zero.clip_grad:
-            norm = torch.as_tensor(zero._global_grad_norm) * master.rescale
-        self._finished.discard(facade)
+        norm = torch.as_tensor(zero._global_grad_norm) * master.rescale if zero.clip_grad else None
+        self.finalized.pop(facade, None)
         master.forget()
         return StepResult(norm, bool(zero.overflow))
 
-    def clip_gradients(
-        self, optimizer: Optimizer, norm: float | None, value: float | None, scale: float = 1.0
-    ) -> Tensor | None:
-        facade = self._taken(optimizer)
+    def clip_gradients(self, optimizer: Optimizer, clipping: Clipping) -> Tensor | None:
+        facade, (norm, value, scale) = self._taken(optimizer), clipping
+        self.finalize(facade)
         if self._offloads and norm is None:
             facade.master.put_off(value, scale)
             return None
@@ -338,8 +342,7 @@ class DeepSpeedStrategy(Strategy):
                 "under offloading DeepSpeed keeps gradients where their norm is not known before its step; clip by the "
                 "Trainer's gradient_clip_val, or do not offload."
             )
-        mine = zero_gradients.own_gradients(facade.engine, self.stage, facade in self._finished)
-        self._finished.add(facade)
+        mine = zero_gradients.own_gradients(facade.engine)
         loss_scale = float(facade.engine.optimizer.loss_scale)
         zero_gradients.clip_by_value(mine, value, scale, loss_scale)
         return None if norm is None else zero_gradients.clip_by_norm(mine, norm, loss_scale, self.device)
@@ -381,11 +384,11 @@ class DeepSpeedStrategy(Strategy):
     def after_load(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
     ) -> None:
-        trained = {share.parameter for engine in self._engines.values() for share in self._shares(engine)}
+        stepped = {share.parameter for engine in self._engines.values() for share in self._shares(engine)}
         for facade in self._engines:
             zero_state.place_plain(facade.master)
         with paused():
-            zero_state.refresh([p for module in modules for p in module.parameters() if p not in trained])
+            zero_state.refresh([p for module in modules for p in module.parameters() if p not in stepped])
             for engine in self._engines.values():
                 zero_state.refresh_from_masters(engine.optimizer, self.stage)
         for engine, saved in zip(self._engines.values(), state.get("lr_schedulers", []), strict=False):
@@ -423,6 +426,6 @@ class DeepSpeedStrategy(Strategy):
     def close(self) -> None:
         """Give the engines back; what stage 3 has sharded stays so."""
         self._let_go()
-        held: tuple[Any, ...] = (self._engines, self._left, self._trained, self._finished, self.buffers, self.wrapped)
-        for each in held:
+        super().close()
+        for each in (self._engines, self._left, self._trained):
             each.clear()

@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from trainwright.precision.base import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Optimization
@@ -15,6 +17,8 @@ from trainwright.strategies.sharing import LARGEST_BUCKET
 
 AUTO = "auto"
 """What a configuration says where it leaves a value to the framework."""
+LOW_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+"""The sections of a configuration that are about a dtype."""
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -160,16 +164,15 @@ def build_config(
     `parameters` are what the engine has, frozen ones too.
     """
     trained = sum(getattr(each, "ds_numel", each.numel()) for each in set(parameters) if each.requires_grad)
-    name = precision.name
     config: dict[str, Any] = {
         "gradient_clipping": 0.0,  # left out, it would be 1.0; what is due is set at each step
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**12,
     }
-    if name == "16-mixed":
+    if precision.autocast_dtype == torch.float16:
         config["fp16"] = {"hysteresis": 1, "loss_scale_window": 2000}  # a loss scale that moves as torch's
-    if name in ("16-true", "bf16-true"):
+    if precision.param_dtype in LOW_DTYPES.values():
         config["data_types"] = {"grad_accum_dtype": "fp32"}  # else windows are summed in 16 bits
     config["zero_optimization"] = {
         "stage": stage,
@@ -188,8 +191,8 @@ def build_config(
         merged.pop(key, None)
     # Under mixed precisions autocast computes in the low dtype, from float32 weights: DeepSpeed's own modes lower the
     # weights of every layer, and not every operation takes such weights. Of "fp16" the loss scale's settings are used.
-    for section, lowering in (("fp16", "16-true"), ("bf16", "bf16-true")):
-        merged[section] = {**merged.get(section, {}), "enabled": name == lowering}
+    for section, dtype in LOW_DTYPES.items():
+        merged[section] = {**merged.get(section, {}), "enabled": precision.param_dtype == dtype}
     # The caller's step() ends a window, whatever its length; the sizes are only told in DeepSpeed's own reports.
     merged |= {
         "train_micro_batch_size_per_gpu": own.get("train_micro_batch_size_per_gpu", 1),

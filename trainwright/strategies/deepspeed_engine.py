@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.distributed.environment import Environment, announce_place
+from trainwright.precision.base import Precision
 from trainwright.strategies.deepspeed_package import import_deepspeed
 from trainwright.strategies.master_optimizer import MasterOptimizer
 
@@ -97,14 +98,14 @@ def scale_losses(engine: Any) -> None:
     zero.dynamic_loss_scale = zero.loss_scaler.dynamic
 
 
-def refuse_other_dtype(sharded: Mapping[str, Any], precision: str) -> None:
+def refuse_other_dtype(sharded: Mapping[str, Any], precision: Precision) -> None:
     """Refuse what an earlier run has sharded in another precision's dtype (ValueError)."""
-    low = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision)
+    low = precision.param_dtype
     for name, parameter in sharded.items():
         is_low = parameter.ds_tensor.dtype in (torch.bfloat16, torch.float16)
         if parameter.ds_tensor.dtype != low and (low is not None or is_low):
             raise ValueError(
-                f"parameter {name!r} was sharded by a run in another precision, and this one is in {precision}; "
+                f"parameter {name!r} was sharded by a run in another precision, and this one is in {precision.name}; "
                 "go on in that precision, take the whole copy that tw.gather_module(module, all_ranks=True) gives, or make the "
                 "module anew and load a checkpoint."
             )

@@ -11,16 +11,17 @@ import torch
 
 from trainwright.devices import cuda
 from trainwright.distributed.environment import announced
+from trainwright.precision.base import Precision
 
 ACCELERATORS = ("cpu", cuda.NAME, "xpu")
 """The devices of torch's own that DeepSpeed has a class for."""
 
 
-def check_supported(device_type: str, precision: str) -> None:
+def check_supported(device_type: str, precision: Precision) -> None:
     """Refuse what DeepSpeed does not compute on or in (ValueError); it is imported for unknown kinds of devices alone."""
-    if precision.startswith("64"):
+    if precision.compute_dtype == torch.float64:
         raise ValueError(
-            f"precision={precision!r}: DeepSpeed computes in 32 or 16 bits; choose one of these, or 'fsdp'."
+            f"precision={precision.name!r}: DeepSpeed computes in 32 or 16 bits; choose one of these, or 'fsdp'."
         )
     if device_type not in ACCELERATORS:
         import_deepspeed(torch.device(device_type))

@@ -24,9 +24,18 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.checkpoint.tensors import Piece
-from trainwright.precision.base import Clipper, Closure, Precision, Sender, StepResult
+from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import Optimization, Strategy, broadcast_tensors, check_alike
+from trainwright.strategies.base import (
+    Clipping,
+    Optimization,
+    StepResult,
+    Strategy,
+    broadcast_tensors,
+    check_alike,
+    scale_and_clip_value,
+    with_gradients,
+)
 from trainwright.strategies.late_reduction import LateReduction
 from trainwright.strategies.low_layers import Float32, allow_float32, find_float32
 from trainwright.strategies.materialize import innermost_first, materialize
@@ -102,7 +111,6 @@ class FSDPStrategy(Strategy):
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.mixed_precision = mixed_precision
         self.sync_every_batch = sync_every_batch
-        self.wrapped: dict[nn.Module, Root] = {}
         self._float32 = Float32()
         self._late = LateReduction()
         self._automatic = True
@@ -282,7 +290,6 @@ class FSDPStrategy(Strategy):
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         refuse_sharded_loss(loss, next(iter(self.wrapped), None))
-        self._late.begin_backward()
         self._keep_writes()
         if self._automatic:
             super().backward(loss, send, **options)
@@ -307,28 +314,25 @@ class FSDPStrategy(Strategy):
             for root in self._roots():
                 root.set_requires_gradient_sync(enabled)
 
-    def unscale(self, optimizer: Optimizer) -> None:
+    def finalize_gradients(self, optimizer: Optimizer) -> None:
         self._late.reduce(optimizer)
         self.precision.unscale(optimizer, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
 
-    def step(self, optimizer: Optimizer, clip: Clipper | None, closure: Closure | None = None) -> StepResult:
-        self.unscale(optimizer)
+    def step(
+        self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
+    ) -> StepResult:
+        self.finalize(optimizer)
         self._keep_writes()
         try:
             with parted_groups(optimizer):
-                result = self.precision.step(optimizer, clip, closure)
+                result = super().step(optimizer, clipping, closure)
         except (RuntimeError, NotImplementedError) as error:
             if "DTensor" in str(error) or "placement" in str(error):
                 raise RuntimeError(_no_shards(optimizer)) from error
             raise
-        self._late.reset(optimizer)
         if not self._automatic:
             self._gather_roots()
         return result
-
-    def forget(self, optimizer: Optimizer) -> None:
-        super().forget(optimizer)
-        self._late.reset(optimizer)
 
     def follow_toggle(self) -> None:
         # The optimizers hold the shards, and a step uses what was gathered of them.
@@ -336,21 +340,18 @@ class FSDPStrategy(Strategy):
             self._keep_writes()
             self._gather_roots()
 
-    def clip_gradients(
-        self, optimizer: Optimizer, norm: float | None, value: float | None, scale: float = 1.0
-    ) -> Tensor | None:
-        self._late.reduce(optimizer)
-        parts = by_kind(optimizer)
-        for part in parts:
-            super().clip_gradients(part, None, value, scale)
-        if norm is None:
+    def clip_gradients(self, optimizer: Optimizer, clipping: Clipping) -> Tensor | None:
+        self.finalize(optimizer)
+        kinds = by_kind(with_gradients(optimizer))
+        for kind in kinds:
+            scale_and_clip_value(kind, clipping)
+        if clipping.norm is None:
             return None
-        kinds = [part.param_groups[0]["params"] for part in parts]
         norms = [_total_norm([p.grad for p in kind]) for kind in kinds]
         norms = [each.to(self.device) for each in norms]  # shards' may be in host memory
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device)
         for kind in kinds:
-            torch.nn.utils.clip_grads_with_norm_(kind, norm, total)
+            torch.nn.utils.clip_grads_with_norm_(kind, clipping.norm, total)
         return total
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -378,9 +379,8 @@ class FSDPStrategy(Strategy):
         """Give back what is held; the modules stay sharded."""
         self._keep_writes()
         self._reshard_roots()
-        self.wrapped.clear()
+        super().close()
         self._late.clear()
-        self.buffers.clear()
         self._tried.clear()
 
     def _roots(self) -> Iterator[FSDPModule]:

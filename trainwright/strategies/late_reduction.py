@@ -11,14 +11,13 @@ from torch.optim import Optimizer
 
 
 class LateReduction:
-    """Averages the gradients of the parameters that it follows, at the first look that a step takes at them.
+    """Averages the gradients of the parameters that it follows, when a step's gradients are finalized.
 
     A parameter that no rank used keeps no gradient; where only some ranks used it, it counts as zero on the others.
     """
 
     def __init__(self) -> None:
         self._parameters: dict[Tensor, int | None] = {}
-        self._done: dict[int, Optimizer] = {}
 
     def follow(self, parameters: Iterable[nn.Parameter], owners: Mapping[Tensor, int] | None = None) -> None:
         """Reduce these parameters' gradients; with `owners` each to its rank only, and the other ranks drop it."""
@@ -32,26 +31,18 @@ class LateReduction:
     def clear(self) -> None:
         """Follow no parameter any more."""
         self._parameters.clear()
-        self._done.clear()
 
-    def reset(self, optimizer: Optimizer) -> None:
-        """Take note that an optimizer has stepped, or that its gradients were dropped."""
-        self._done.pop(id(optimizer), None)
-
-    def begin_backward(self) -> None:
-        """Take note of a backward, after which gradients that were averaged already are to be averaged with what it adds."""
-        for optimizer in self._done.values():
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                # Of one that has an owner the others hold nothing of the average, so that a mean would take a part of it.
-                if parameter.grad is not None and self._parameters.get(parameter) is not None:
-                    parameter.grad.mul_(dist.get_world_size())
-        self._done.clear()
+    def reopen(self, optimizer: Optimizer) -> None:
+        """Let a backward add to an optimizer's averaged gradients, which are averaged again with what it adds."""
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            # Of one that has an owner the others hold nothing of the average, so that a mean would take a part of it.
+            if parameter.grad is not None and self._parameters.get(parameter) is not None:
+                parameter.grad.mul_(dist.get_world_size())
 
     def reduce(self, optimizer: Optimizer) -> None:
-        """Average the gradients of an optimizer's parameters, once for each of its steps. Collective."""
-        if not self._parameters or id(optimizer) in self._done or dist.get_world_size() == 1:
+        """Average the gradients of an optimizer's parameters. Collective."""
+        if not self._parameters or dist.get_world_size() == 1:
             return
-        self._done[id(optimizer)] = optimizer
         mine = [p for group in optimizer.param_groups for p in group["params"] if p in self._parameters]
         if not mine:
             return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 from torch.distributed.tensor import DTensor
@@ -52,7 +51,7 @@ class _Parting:
         self._depth += 1
         if self._depth == 1:
             self._whole = whole = self._optimizer.param_groups
-            self._parts = [[{**group, "params": kind} for kind in _kinds(group["params"])] for group in whole]
+            self._parts = [[{**group, "params": kind} for kind in by_kind(group["params"])] for group in whole]
             self._optimizer.param_groups = [part for each in self._parts for part in each]
 
     def join(self, *_: Any) -> None:
@@ -68,12 +67,6 @@ class _Parting:
         self._optimizer.param_groups, self._whole, self._depth = self._whole, None, 0
 
 
-def by_kind(optimizer: Optimizer) -> list[Any]:
-    """Return the parameters of an optimizer that have gradients as groups of one kind each."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return [SimpleNamespace(param_groups=[{"params": kind}]) for kind in _kinds(parameters)]
-
-
 def _is_mixed(group: dict[str, Any]) -> bool:
     """Return whether a group holds both kinds, and may be stepped by a kernel over many tensors."""
     parameters = group["params"]
@@ -82,6 +75,7 @@ def _is_mixed(group: dict[str, Any]) -> bool:
     )
 
 
-def _kinds(parameters: list[Any]) -> list[list[Any]]:
+def by_kind(parameters: list[Any]) -> list[list[Any]]:
+    """Return shards and whole parameters, each kind that there is."""
     kinds = ([p for p in parameters if isinstance(p, DTensor) == is_sharded] for is_sharded in (True, False))
     return [kind for kind in kinds if kind]

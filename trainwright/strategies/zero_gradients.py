@@ -28,14 +28,11 @@ def fill_missing_gradients(zero: Any, stage: int) -> None:
             zero.all_grad_tensors[index] = zero.get_all_grad_tensors(owned, zero.gradient_accumulation_dtype)
 
 
-def own_gradients(engine: Any, stage: int, is_finished: bool) -> list[Tensor]:
-    """Return this rank's share of the averaged gradients, as views that the step will use. Collective.
-
-    `is_finished` says that it has been returned since the last backward already.
-    """
+def finalize(engine: Any, stage: int) -> None:
+    """Average the gradients of the window over the ranks, as the step would do first. Collective."""
     zero = engine.optimizer
     fill_missing_gradients(zero, stage)
-    if stage == 1 and not is_finished:
+    if stage == 1:
         engine._running_engine_step = True  # the boundary of a window, else nothing is reduced
         engine.allreduce_gradients()
         engine._running_engine_step = False
@@ -44,7 +41,12 @@ def own_gradients(engine: Any, stage: int, is_finished: bool) -> list[Tensor]:
         kept = dict(zero.all_grad_tensors)
         zero.finalize_gradient_accumulation_boundary()
         zero.all_grad_tensors = kept
-    return [gradient for group in zero.averaged_gradients.values() if group is not None for gradient in group]
+
+
+def own_gradients(engine: Any) -> list[Tensor]:
+    """Return this rank's shard of the finalized gradients, as views that the step will use."""
+    groups = engine.optimizer.averaged_gradients.values()
+    return [gradient for group in groups if group is not None for gradient in group]
 
 
 def clip_by_value(gradients: Sequence[Tensor], value: float | None, scale: float, loss_scale: float) -> None:

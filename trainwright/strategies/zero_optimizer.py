@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -82,24 +83,18 @@ class ZeroPrecision(Precision):
     """The precision of a DeepSpeed engine, which keeps float32 masters and scales losses by itself.
 
     Args:
-        name: what is computed in.
-        device_type: "cpu", or the accelerator's.
-        asked: the precision that the user asked for; it converts modules and batches, as long as the name is the same.
+        inner: converts modules and batches, and says what is computed in.
         scalers: returns the loss scalers of the engines.
     """
 
     takes_closure = False
 
-    def __init__(self, name: str, device_type: str, asked: Precision, scalers: Callable[[], list[Any]]) -> None:
-        self.name = name
-        self._scalers = scalers
-        self._inner = asked
-        if name != asked.name:
-            from trainwright.precision import resolve_precision
-
-            self._inner = resolve_precision(name, device_type)
-        self.autocast_dtype = self._inner.autocast_dtype
-        self.converts_batch = self._inner.converts_batch
+    def __init__(self, inner: Precision, scalers: Callable[[], list[Any]]) -> None:
+        self._inner, self._scalers = inner, scalers
+        self.name = inner.name
+        self.param_dtype, self.autocast_dtype = inner.param_dtype, inner.autocast_dtype
+        self.has_scaler = self.compute_dtype == torch.float16
+        self.converts_batch = inner.converts_batch
 
     def convert_module(self, module: nn.Module) -> None:
         self._inner.convert_module(module)

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import time
 
-from trainwright.distributed.appointments import Appointment
+from trainwright.distributed.sync_points import SyncPoint
 
 
 class IntervalClock:
-    """Rank 0 looks at the time; all ranks keep the appointment that it asks for.
+    """Rank 0 looks at the time; all ranks do what it requests at the same step.
 
     Args:
         seconds: the interval, from now on.
-        appointment: of this run.
+        sync_point: of this run.
     """
 
-    def __init__(self, seconds: float, appointment: Appointment) -> None:
-        self._seconds, self._appointment = seconds, appointment
+    def __init__(self, seconds: float, sync_point: SyncPoint) -> None:
+        self._seconds, self._sync_point = seconds, sync_point
         self._next = time.monotonic() + seconds
 
     def is_due(self, step: int) -> bool:
         """Return whether it is due at this optimizer step; call it at each, on every rank."""
-        if self._appointment.rank == 0 and time.monotonic() >= self._next:
-            self._appointment.ask()
+        if self._sync_point.rank == 0 and time.monotonic() >= self._next:
+            self._sync_point.request()
             self._next = float("inf")  # until this one was kept
-        if not self._appointment.is_due(step):
+        if not self._sync_point.is_reached(step):
             return False
         self._next = time.monotonic() + self._seconds
         return True

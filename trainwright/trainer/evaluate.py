@@ -14,7 +14,7 @@ from trainwright.data.combined import ShardedCombination, evaluation_loaders
 from trainwright.data.loaders import ShardedLoader, refuse_length, with_last
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.distributed import collectives
-from trainwright.distributed.appointments import Appointment
+from trainwright.distributed.sync_points import SyncPoint
 from trainwright.module import Module, is_overridden
 from trainwright.profilers.instrumentation import is_measuring
 from trainwright.trainer.metrics import MetricCollector
@@ -175,7 +175,7 @@ def run_loader(
     loader: Share,
     most: int | None,
     keep: Callable[[int, int, Any], None] | None,
-    asked: Appointment | None,
+    asked: SyncPoint | None,
 ) -> None:
     """Run the stage's step on each batch of this rank's share of one loader, unless it is `asked` to leave them."""
     engine, hooks, stage = evaluation.trainer.engine, evaluation.trainer.hooks, evaluation.stage
@@ -201,7 +201,7 @@ def run_loader(
         is_ghost = source.real_length is not None and index >= source.real_length
         if length is not None and index >= length and not is_own:
             refuse_length(length)
-        if asked is not None and asked.is_asked and evaluation.trainer.signal_stop.is_left(place, index):
+        if asked is not None and asked.is_pending and evaluation.trainer.signal_stop.is_left(place, index):
             break
         if noted:
             evaluation.trainer.batch_indices = noted.popleft()
@@ -262,7 +262,7 @@ def run_pulled(
     loader: Share | OwnRounds,
     count: int | None,
     keep: Callable[[int, int, Any], None] | None,
-    asked: Appointment | None,
+    asked: SyncPoint | None,
 ) -> None:
     """Let the stage's step take its batches from an iterator until there are none left."""
     stage = evaluation.stage
@@ -280,7 +280,7 @@ def run_pulled(
     )
     while not batches.is_at_end:
         taken = batches.begin_step()
-        if asked is not None and asked.is_asked and evaluation.trainer.signal_stop.is_left(place, taken):
+        if asked is not None and asked.is_pending and evaluation.trainer.signal_stop.is_left(place, taken):
             break
         collector.is_uneven = length is None or taken >= length - 1
         collector.hook = step

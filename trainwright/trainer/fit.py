@@ -131,7 +131,7 @@ def fit_epoch(run: TrainingRun) -> None:
     collector = logbook.collector or logbook.start(run.module, training=True, stage="train")
     begin_epoch(run)
     batch_start, batch_end = hooks["on_train_batch_start"], hooks["on_train_batch_end"]
-    stop, may_end = trainer.stop_appointment, trainer.settings.max_steps != -1
+    stop, may_end = trainer.stop_point, trainer.settings.max_steps != -1
     assert stop is not None
     log_every, validates_within = trainer.settings.log_every, run.validates_within
     batches, is_last = run.batches()
@@ -179,7 +179,7 @@ def fit_epoch(run: TrainingRun) -> None:
             trainer.save_waiting()
         if validates_within and not is_last and not run.is_within_window and validation_is_due(run):
             validate(run, within=True)
-        if (stepped or run.is_manual) and (may_end or stop.is_asked or trainer.should_stop) and trainer.wants_to_stop:
+        if (stepped or run.is_manual) and (may_end or stop.is_pending or trainer.should_stop) and trainer.wants_to_stop:
             break
     else:
         refuse_short_epoch(run, is_last or is_stopped)

@@ -13,6 +13,7 @@ from trainwright.data.transfer import map_tensors
 from trainwright.engine.divided_loss import divisor_of, in_float32
 from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.base import Clipping
 from trainwright.trainer.uneven_round import discarded
 
 if TYPE_CHECKING:
@@ -140,10 +141,9 @@ def step(
         return
     if run.accumulate > 1 and run.divisor != window_length:
         # The window ended early, which was not known when its losses were divided, or its length is not exact in their dtype.
-        run.engine.strategy.unscale(optimizer)
-        run.engine.strategy.clip_gradients(optimizer, None, None, run.divisor / window_length)
+        run.engine.strategy.clip_gradients(optimizer, Clipping(scale=run.divisor / window_length))
     if run.before_step:
-        run.engine.strategy.unscale(optimizer)
+        run.engine.strategy.finalize(optimizer)
         run.hooks.call("on_before_optimizer_step", optimizer)
     if run.has_own_step:
         run.step_results.clear()
@@ -153,7 +153,7 @@ def step(
         state.skipped_steps += skipped
         was_made = len(run.step_results) > skipped
     else:
-        result = run.engine.step(optimizer, run.clip)
+        result = run.engine.step(optimizer, run.clipping)
         state.step += 1
         state.skipped_steps += result.skipped
         was_made = not result.skipped
@@ -167,8 +167,7 @@ def step_by_module(
 ) -> None:
     """Clip and step as the module says, or with a closure that the optimizer asks for."""
     prepared = run.trainer.prepared_optimizers[0]
-    run.engine.strategy.unscale(optimizer)
-    prepared.is_unscaled = True
+    run.engine.strategy.finalize(optimizer)
     clip_gradients(run, optimizer)
     closure = StepClosure(run, optimizer, arguments, loss, weight)
     if "optimizer_step" in run.own:
@@ -178,9 +177,8 @@ def step_by_module(
         prepared.step(closure)
     else:
         prepared.step()
-    if prepared.is_unscaled:  # the module left the step out, and with it these gradients
-        run.engine.strategy.forget(optimizer)
-        prepared.is_unscaled = False
+    if optimizer in run.engine.strategy.finalized:  # the module left the step out, and with it these gradients
+        run.engine.strategy.release(optimizer)
 
 
 def clip_gradients(run: TrainingRun, optimizer: Optimizer) -> None:
@@ -189,8 +187,8 @@ def clip_gradients(run: TrainingRun, optimizer: Optimizer) -> None:
     if "configure_gradient_clipping" in run.own:
         algorithm = settings.gradient_clip_algorithm
         run.own["configure_gradient_clipping"](optimizer, settings.gradient_clip_val, algorithm)
-    elif run.clip is not None:
-        run.clip(optimizer)
+    elif run.clipping is not None:
+        run.engine.strategy.clip_gradients(optimizer, run.clipping)
 
 
 class StepClosure:

@@ -15,9 +15,8 @@ from trainwright.engine.optimizers import read_optimizers
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.replica_settings import warn_of_unlike_settings
 from trainwright.module import Module, is_overridden
-from trainwright.precision import StepResult
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import Optimization
+from trainwright.strategies.base import Clipping, Optimization, StepResult
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.optimization import closure_is_wanted
 from trainwright.trainer.sources import LoaderSource, find_transfer
@@ -91,7 +90,7 @@ def prepare_fit(
         optimizer=None,
         schedulers=[],
         accumulate=optimization.accumulate,
-        clip=engine.clipper(optimization.clip_norm, optimization.clip_value),
+        clipping=Clipping.needed(optimization.clip_norm, optimization.clip_value),
         transfer=find_transfer(engine, module, trainer.datamodule),
         takes_index=arguments.takes_index,
         pulls=arguments.pulls,
@@ -155,7 +154,7 @@ def _prepare_optimizers(run: TrainingRun) -> None:
 
     def tell(optimizer: Optimizer) -> None:
         with engine.precision.step_context():  # where a step of automatic optimization calls it too
-            engine.strategy.unscale(optimizer)
+            engine.strategy.finalize(optimizer)
             run.hooks.call("on_before_optimizer_step", optimizer)
 
     before = tell if run.is_manual and run.before_step else None

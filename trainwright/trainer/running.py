@@ -13,7 +13,7 @@ from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.exchange import is_plain
 from trainwright.checkpoint.opening import Verify
 from trainwright.data.datamodule import DataModule
-from trainwright.distributed.failures import is_echo
+from trainwright.distributed.failures import is_secondary_failure
 from trainwright.hyperparameters import logged_hyper_parameters
 from trainwright.loggers import Logger, match_states, resume_loggers, start_loggers, withdraw_loggers
 from trainwright.module import Module, is_overridden
@@ -82,7 +82,7 @@ def running(
             outcome.error = error
             trainer.interrupted = isinstance(error, KeyboardInterrupt)
             # One in flight can commit while every rank lives, whatever they raise; not where one has gone.
-            outcome.after(engine.writer.drop if is_echo(error) else engine.finish_save)
+            outcome.after(engine.writer.drop if is_secondary_failure(error) else engine.finish_save)
             for hook in trainer.hooks["on_exception"]:
                 outcome.after(hook, error)
             if datamodule is not None:
@@ -197,7 +197,7 @@ def _leave(trainer: Trainer, outcome: Outcome) -> None:
     trainer.logbook.collector, trainer.logbook.is_silent = None, False
     if trainer.run is not None:
         outcome.after(trainer.run.data.close)
-    trainer.run, trainer.stop_appointment, trainer.validation_clock = None, None, None
+    trainer.run, trainer.stop_point, trainer.validation_clock = None, None, None
     trainer.is_evaluating = trainer.is_mid_epoch_validation = False
     for callback in trainer.callbacks:
         callback.__dict__.pop("_running_module", None)

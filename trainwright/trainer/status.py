@@ -17,7 +17,7 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.progress_bar import TQDMProgressBar
 from trainwright.data.datamodule import DataModule
 from trainwright.devices.abilities import has_pinned_memory
-from trainwright.distributed.appointments import Appointment
+from trainwright.distributed.sync_points import SyncPoint
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
@@ -58,7 +58,7 @@ class Status:
     is_evaluating: bool
     signal_stop: SignalStop
     """The stop on a signal of the present or the latest fit."""
-    stop_appointment: Appointment | None = None
+    stop_point: SyncPoint | None = None
 
     # -- the job -----------------------------------------------------------------------------------------------------
 

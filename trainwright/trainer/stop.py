@@ -1,6 +1,6 @@
 """Stop: what becomes of a fit that a signal (SIGTERM, SIGUSR1, Ctrl-C) has asked to stop, from the first note to the exit.
 
-    a rank is signalled       SignalWatch notes it and asks two appointments, which the watchers tell to all ranks
+    a rank is signalled       SignalWatch notes it and requests two sync points, which the watchers pass to all ranks
     in training               "stop": all ranks leave at one optimizer step
     in a validation           "abandonment": all leave it, and what is saved is the run as it was before it
     there                     the ranks tell each other the signal, and ModelCheckpoint saves once
@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.seeding import isolate_rng, rng_state, set_rng_state
-from trainwright.distributed.appointments import Appointment
 from trainwright.distributed.environment import requeue_job
 from trainwright.distributed.signals import SignalWatch, exit_code, is_interactive
+from trainwright.distributed.sync_points import SyncPoint
 from trainwright.errors import RunStopped
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ class SignalStop:
         """The signal that stops the run, alike on every rank; 0 for none."""
         self.path = ""
         """The checkpoint that the stopped run has saved; "" for none."""
-        self.abandonment: Appointment | None = None
+        self.abandonment: SyncPoint | None = None
         self._trainer = trainer
         self._watch = SignalWatch(self._ask)
-        self._asked: list[Appointment] = []
+        self._asked: list[SyncPoint] = []
         self._is_committed = False
         self._evaluations = 0
 
@@ -73,14 +73,14 @@ class SignalStop:
 
     def watch(self) -> None:
         """Heed signals from here on. Collective: call on every rank."""
-        self.abandonment = self._trainer.appointment("abandonment")
-        assert self._trainer.stop_appointment is not None
-        self._asked = [self._trainer.stop_appointment, self.abandonment]
+        self.abandonment = self._trainer.sync_point("abandonment")
+        assert self._trainer.stop_point is not None
+        self._asked = [self._trainer.stop_point, self.abandonment]
         self._watch.open()
 
     def _ask(self) -> None:
         for each in self._asked:
-            each.ask()
+            each.request()
 
     # -- how the ranks agree -----------------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class SignalStop:
             self._trainer.interrupted = self.number == signal.SIGINT
         return bool(self.number)
 
-    def begin_evaluation(self) -> Appointment | None:
+    def begin_evaluation(self) -> SyncPoint | None:
         """Return what the evaluation that begins has to look at before each batch; None where it is not to be abandoned."""
         self._evaluations += 1
         return self.abandonment if may_abandon(self._trainer) else None
@@ -100,7 +100,7 @@ class SignalStop:
     def is_left(self, loader: int, batch: int) -> bool:
         """Return whether the running evaluation is abandoned before this batch, on every rank before the same."""
         assert self.abandonment is not None
-        return self.abandonment.is_due((self._evaluations << 64) + (loader << 48) + batch)
+        return self.abandonment.is_reached((self._evaluations << 64) + (loader << 48) + batch)
 
     def after_loader(self) -> None:
         """Abandon the evaluation on every rank if one of them has left it, or knows of a signal. Collective.

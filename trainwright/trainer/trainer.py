@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.opening import Verify
 from trainwright.data.datamodule import DataModule
-from trainwright.distributed.appointments import Appointment
+from trainwright.distributed.sync_points import SyncPoint
 from trainwright.engine.compilation import Compiled
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
@@ -28,6 +28,7 @@ from trainwright.precision import Precision
 from trainwright.profilers import Profiler, resolve_profiler
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy
+from trainwright.strategies.base import Clipping
 from trainwright.trainer.checkpoint_choice import choose_checkpoint
 from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation, evaluate
@@ -282,10 +283,10 @@ class Trainer(Status):
             running(self, model, "fit", datamodule, choice),
             torch.autograd.set_detect_anomaly(self.settings.detect_anomaly),
         ):
-            self.stop_appointment = self.appointment("stop")
+            self.stop_point = self.sync_point("stop")
             self.signal_stop.watch()
             seconds = self.settings.validation_seconds
-            self.validation_clock = None if seconds is None else IntervalClock(seconds, self.appointment("validation"))
+            self.validation_clock = None if seconds is None else IntervalClock(seconds, self.sync_point("validation"))
             opened = open_to_resume(self, choice.checkpoint) if choice.checkpoint is not None else None
             validation = self._validation(model, val_dataloaders, datamodule)
             self.run = prepare_fit(self, model, source, validation, self._note_train_data)
@@ -423,13 +424,13 @@ class Trainer(Status):
 
         On several ranks that needs steps that average gradients; under manual optimization without any, set should_stop alike.
         """
-        if self.stop_appointment is None:
+        if self.stop_point is None:
             raise RuntimeError("stop_soon works in trainer.fit only.")
-        self.stop_appointment.ask()
+        self.stop_point.request()
 
-    def appointment(self, name: str) -> Appointment:
+    def sync_point(self, name: str) -> SyncPoint:
         """Return a moment of this run that all ranks keep at the same step. Collective: make it on every rank."""
-        return self.engine.connection.appointment(name)
+        return self.engine.connection.sync_point(name)
 
     def clip_gradients(self, optimizer: Optimizer, limit: float | None, algorithm: str | None) -> None:
         """Clip the gradients of one optimizer in place: by "norm" (None too) or by "value"; a limit of None does nothing."""
@@ -438,12 +439,9 @@ class Trainer(Status):
         if not limit:
             return
         prepared = next((each for each in self.prepared_optimizers if optimizer in (each, each.optimizer)), None)
-        strategy = self.engine.strategy
         inner = optimizer if prepared is None else prepared.optimizer
-        strategy.unscale(inner)
-        if prepared is not None:
-            prepared.is_unscaled = True
-        strategy.clip_gradients(inner, None if algorithm == "value" else limit, limit if algorithm == "value" else None)
+        clipping = Clipping(value=limit) if algorithm == "value" else Clipping(norm=limit)
+        self.engine.strategy.clip_gradients(inner, clipping)
 
     def manual_backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
         """Send a loss backward under manual optimization, weighted as its round is, and tell the hooks."""
@@ -487,13 +485,13 @@ class Trainer(Status):
             return True
         if self.is_within_window:  # manual optimization gathers gradients, which no checkpoint holds
             return False
-        appointment = self.stop_appointment
-        if appointment is not None:
-            if appointment.is_due(state.step):
+        point = self.stop_point
+        if point is not None:
+            if point.is_reached(state.step):
                 if not self.signal_stop.agree():
                     self.should_stop = self.stop_is_agreed = True
             elif self.should_stop and not self.stop_is_agreed and self.world_size > 1:
-                appointment.ask()  # perhaps this rank alone has set it
+                point.request()  # perhaps this rank alone has set it
         if self.signal_stop.number:
             return True
         if not self.should_stop or not (self.stop_is_agreed or self.world_size == 1):

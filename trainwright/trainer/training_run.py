@@ -14,8 +14,8 @@ from trainwright.data.transfer import Prefetcher
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.module import Module
-from trainwright.precision.base import Clipper, StepResult
 from trainwright.profilers.instrumentation import is_measuring
+from trainwright.strategies.base import Clipping, StepResult
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.hooks import HookTable
 from trainwright.trainer.sources import BatchTransfer, PulledBatches
@@ -47,7 +47,7 @@ class TrainingRun:
     """The one to step; None under manual optimization, or without any."""
     schedulers: list[SchedulerConfig]
     accumulate: int
-    clip: Clipper | None
+    clipping: Clipping | None
     transfer: BatchTransfer | None
     """None where a batch is used as it comes."""
     takes_index: bool

@@ -192,7 +192,7 @@ def test_a_rank_that_cannot_answer_is_ended_after_the_grace(tmp_path: Path, star
     began = time.monotonic()
     assert job.wait() == 143
     assert 2 <= time.monotonic() - began < 2 + deadline(GONE_SECONDS)
-    assert "trainwright: the ranks had not left 2 s after SIGTERM, and were ended" in job.stderr
+    assert "trainwright: the ranks had not left 2 s after SIGTERM and were killed" in job.stderr
     assert "failed first" not in job.stderr
     Started.check_nothing_left(job)
     assert not [each.path for each in find_checkpoints(str(tmp_path / "checkpoints")) if "stop-" in each.path]

@@ -1,4 +1,4 @@
-"""Appointments: all ranks keep what any rank asked for at one and the same boundary, and nothing asked for is lost."""
+"""Sync points: all ranks reach what any rank requested at the same boundary, and no request is lost."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ import torch.distributed as dist
 from deadlines import deadline
 from jobs import run_job
 
-from trainwright.distributed import environment as environment_module
-from trainwright.distributed.appointments import Appointment, AppointmentBook
-from trainwright.distributed.environment import Environment, open_process_group
+from trainwright.distributed import connection as connection_module
+from trainwright.distributed.connection import open_process_group
+from trainwright.distributed.environment import Environment
+from trainwright.distributed.sync_points import SyncPoint, SyncPoints
 
 ROUNDS = 30
 
 
-def keep_appointments(folder: Path) -> dict[str, Any]:
+def reach_sync_points(folder: Path) -> dict[str, Any]:
     """Run loops with a real all-reduce a step, in which random ranks ask at random times, from threads and signals."""
-    environment_module.PeerWatch = functools.partial(environment_module.PeerWatch, poll_seconds=0.02)  # type: ignore[misc, assignment]
+    connection_module.PeerWatch = functools.partial(connection_module.PeerWatch, poll_seconds=0.02)  # type: ignore[misc, assignment]
     environment = Environment.detect()
     connection = open_process_group(environment, "gloo")
     rank = environment.rank
     own, plan = random.Random(rank), random.Random(5)
     askers = [plan.sample(range(3), plan.choice([1, 1, 2, 3])) for _ in range(ROUNDS)]
 
-    def run(appointment: Appointment, first_step: int, rounds: int) -> tuple[list[int], list[int]]:
+    def run(point: SyncPoint, first_step: int, rounds: int) -> tuple[list[int], list[int]]:
         kept: list[int] = []
         asked_at: list[int] = []
         has_ended = threading.Event()
 
         def ask(*_: object) -> None:
             asked_at.append(len(kept))
-            appointment.ask()
+            point.request()
 
         def ask_at_times() -> None:
             for number in range(rounds):
@@ -63,24 +64,24 @@ def keep_appointments(folder: Path) -> dict[str, Any]:
             time.sleep(own.random() * 0.004)
             is_done.fill_(not thread.is_alive() and all(count < len(kept) for count in asked_at))
             dist.all_reduce(is_done, dist.ReduceOp.MIN)
-            if appointment.is_due(step):
+            if point.is_reached(step):
                 kept.append(step)
         has_ended.set()
         thread.join()
         return kept, asked_at
 
-    kept, asked_at = run(connection.appointment("stop"), 120, ROUNDS)
-    unkept, other = connection.appointment("stop"), connection.appointment("save")
+    kept, asked_at = run(connection.sync_point("stop"), 120, ROUNDS)
+    unkept, other = connection.sync_point("stop"), connection.sync_point("save")
     if rank == 1:
-        unkept.ask()
+        unkept.request()
         time.sleep(0.3)  # its watcher posts it, and no boundary comes
     del unkept
-    later, _ = run(connection.appointment("stop"), 0, 2)
-    return {"kept": kept, "asked_at": asked_at, "later": later, "other": other.is_due(1)}
+    later, _ = run(connection.sync_point("stop"), 0, 2)
+    return {"kept": kept, "asked_at": asked_at, "later": later, "other": other.is_reached(1)}
 
 
-def test_all_ranks_keep_every_appointment_at_the_same_step(tmp_path: Path) -> None:
-    results = run_job(keep_appointments, 3, tmp_path)
+def test_all_ranks_keep_every_sync_point_at_the_same_step(tmp_path: Path) -> None:
+    results = run_job(reach_sync_points, 3, tmp_path)
     kept = results[0]["kept"]
     assert [result["kept"] for result in results] == [kept] * 3
     assert len(kept) >= ROUNDS
@@ -161,12 +162,12 @@ def test_rounds_in_threads_with_hosts_that_run_ahead(lead: int, late_seconds: fl
     def loop(rank: int) -> list[int]:
         chance = random.Random(rank)
         own, watched = connections[rank]
-        book = AppointmentBook(own, rank, world_size, synchronize=functools.partial(device.wait, rank))
-        appointment, idle = book.make("stop"), book.make("idle")
+        book = SyncPoints(own, rank, world_size, synchronize=functools.partial(device.wait, rank))
+        point, idle = book.make("stop"), book.make("idle")
 
         def watch() -> None:
             while not ended.wait(chance.random() * 0.01):
-                book.look(watched)
+                book.poll(watched)
 
         watcher = threading.Thread(target=watch)
         watcher.start()
@@ -177,11 +178,11 @@ def test_rounds_in_threads_with_hosts_that_run_ahead(lead: int, late_seconds: fl
             if chance.random() < 0.1:
                 time.sleep(chance.random() * 0.004)
             device.join(rank)
-            if appointment.is_due(step):
+            if point.is_reached(step):
                 kept.append(step)
-            assert not idle.is_due(step)
+            assert not idle.is_reached(step)
             if step % 20 == 5 * rank and len(kept) < rounds:
-                appointment.ask()
+                point.request()
         ended.set()
         watcher.join()
         return kept
@@ -193,77 +194,77 @@ def test_rounds_in_threads_with_hosts_that_run_ahead(lead: int, late_seconds: fl
     assert store.num_keys() <= 3 * (world_size + 1)  # what earlier rounds left is deleted
 
 
-def make_pair(store: Any = None) -> tuple[list[AppointmentBook], Any]:
+def make_pair(store: Any = None) -> tuple[list[SyncPoints], Any]:
     store = store or dist.HashStore()
-    return [AppointmentBook(store, rank, 2) for rank in range(2)], store
+    return [SyncPoints(store, rank, 2) for rank in range(2)], store
 
 
-def test_the_largest_post_is_the_appointment() -> None:
+def test_the_largest_post_is_the_agreed_step() -> None:
     books, store = make_pair()
     first, second = (book.make("stop") for book in books)
-    second.ask()
+    second.request()
     for book in reversed(books):
-        book.look(store)
-    assert not first.is_due(7)  # posts 8
-    assert not second.is_due(7)
-    assert first.is_due(8)
-    second.ask()  # joins the round that this rank has not ended
-    assert second.is_due(8)
+        book.poll(store)
+    assert not first.is_reached(7)  # posts 8
+    assert not second.is_reached(7)
+    assert first.is_reached(8)
+    second.request()  # joins the round that this rank has not ended
+    assert second.is_reached(8)
     for book in books:
-        book.look(store)
-    assert [each.is_due(9) for each in (first, second)] == [False, False]
+        book.poll(store)
+    assert [each.is_reached(9) for each in (first, second)] == [False, False]
 
-    first.ask()
-    books[0].look(store)
-    assert not first.is_due(9)  # posts 10
-    assert not first.is_due(9)  # a skipped step counts nothing
-    books[1].look(store)
-    assert not second.is_due(9)
-    assert [each.is_due(11) for each in (first, second)] == [True, True]  # the first boundary that is not before 10
+    first.request()
+    books[0].poll(store)
+    assert not first.is_reached(9)  # posts 10
+    assert not first.is_reached(9)  # a skipped step counts nothing
+    books[1].poll(store)
+    assert not second.is_reached(9)
+    assert [each.is_reached(11) for each in (first, second)] == [True, True]  # the first boundary that is not before 10
 
 
 def test_a_question_of_a_rank_that_is_a_round_ahead_is_found() -> None:
     books, store = make_pair()
     first, second = (book.make("stop") for book in books)
-    first.ask()
+    first.request()
     for book in books:
-        book.look(store)
-    assert [each.is_due(1) for each in (first, second)] == [False, False]
-    assert first.is_due(2)
-    first.ask()  # the next round already
-    books[0].look(store)
-    books[1].look(store)  # sees the new count while still in the round before
-    assert second.is_due(2)
-    books[1].look(store)
-    assert [each.is_due(3) for each in (first, second)] == [False, False]
-    assert [each.is_due(4) for each in (first, second)] == [True, True]
+        book.poll(store)
+    assert [each.is_reached(1) for each in (first, second)] == [False, False]
+    assert first.is_reached(2)
+    first.request()  # the next round already
+    books[0].poll(store)
+    books[1].poll(store)  # sees the new count while still in the round before
+    assert second.is_reached(2)
+    books[1].poll(store)
+    assert [each.is_reached(3) for each in (first, second)] == [False, False]
+    assert [each.is_reached(4) for each in (first, second)] == [True, True]
 
 
 def test_a_new_run_forgets_what_was_not_kept() -> None:
     books, store = make_pair()
     earlier = [book.make("stop") for book in books]
-    earlier[0].ask()
-    books[0].look(store)
-    assert not earlier[0].is_due(10)
+    earlier[0].request()
+    books[0].poll(store)
+    assert not earlier[0].is_reached(10)
     later = [book.make("stop") for book in books]
     for step in range(1, 20):
         for book in books:
-            book.look(store)
-        assert [each.is_due(step) for each in later] == [False, False]
+            book.poll(store)
+        assert [each.is_reached(step) for each in later] == [False, False]
 
 
 def test_one_process_keeps_it_at_the_next_boundary() -> None:
-    appointment = AppointmentBook(None, 0, 1).make("stop")
-    assert not appointment.is_due(120)
-    appointment.ask()
-    assert appointment.is_due(121)
-    assert not appointment.is_due(122)
+    point = SyncPoints(None, 0, 1).make("stop")
+    assert not point.is_reached(120)
+    point.request()
+    assert point.is_reached(121)
+    assert not point.is_reached(122)
     with pytest.raises(ValueError, match="store=None with world_size=2"):
-        Appointment(None, 0, 2, "stop")
+        SyncPoint(None, 0, 2, "stop")
     connection = open_process_group(Environment(), "gloo")
-    again = connection.appointment("stop")
-    again.ask()
-    assert again.is_due(0)
+    again = connection.sync_point("stop")
+    again.request()
+    assert again.is_reached(0)
 
 
 class CountingStore:
@@ -279,14 +280,14 @@ class CountingStore:
         return call
 
 
-def test_nothing_asked_costs_next_to_nothing() -> None:
+def test_without_a_request_it_costs_next_to_nothing() -> None:
     loop_store, watch_store = (CountingStore(dist.HashStore()) for _ in range(2))
     books, _ = make_pair(loop_store)
-    books[0].look(watch_store)
-    assert not watch_store.calls  # no appointment, no look
-    appointments = [books[0].make("stop"), books[0].make("save")]
+    books[0].poll(watch_store)
+    assert not watch_store.calls  # no point, no look
+    points = [books[0].make("stop"), books[0].make("save")]
     for step in range(100):
-        books[0].look(watch_store)
-        assert not any(each.is_due(step) for each in appointments)
+        books[0].poll(watch_store)
+        assert not any(each.is_reached(step) for each in points)
     assert not loop_store.calls
     assert watch_store.calls == {"add": 100, "check": 2}  # one look of each at the beginning

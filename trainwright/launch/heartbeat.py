@@ -1,4 +1,4 @@
-"""An open connection between the launchers of a job's nodes: the kernel closes it when one of them ends, however it ends."""
+"""Heartbeat: an open connection between the launchers of a job's nodes, which the kernel closes when one of them ends."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from trainwright.distributed.network import listen_at
 
 CONNECT_SECONDS = 30.0
 SILENCE_SECONDS = 60
-"""How long a machine may be unreachable, before it counts as gone."""
+"""How long a machine may be unreachable before it counts as lost."""
 _RANK = struct.Struct("!I")
 
 
-class Lifeline:
-    """This node's connections: the main node has one to each of the others, which have one to the main node.
+class Heartbeat:
+    """This node's connections: the main node's to each other node, another node's to the main one.
 
     Args:
-        node_rank: the number of this node; 0 is the main one.
+        node_rank: this node's number; 0 is the main one.
         address: the main node's address.
     """
 
@@ -40,24 +40,24 @@ class Lifeline:
         self._keep(0, peer)
 
     def accept(self, num_peers: int) -> None:
-        """Take the connections of all other nodes, which have been made by now, and no more."""
+        """Accept the connections of all other nodes, which have connected by now, and no others."""
         assert self._listener is not None
         self._listener.settimeout(CONNECT_SECONDS)
         while len(self._peers) < num_peers:
             peer, _ = self._listener.accept()
             peer.settimeout(CONNECT_SECONDS)
-            said = peer.recv(_RANK.size, socket.MSG_WAITALL)
-            rank = _RANK.unpack(said)[0] if len(said) == _RANK.size else 0
+            data = peer.recv(_RANK.size, socket.MSG_WAITALL)
+            rank = _RANK.unpack(data)[0] if len(data) == _RANK.size else 0
             if 0 < rank <= num_peers:
                 self._keep(rank, peer)
-            else:  # a stranger
+            else:  # not a node of this job
                 peer.close()
         self._listener.close()
 
     def _keep(self, rank: int, peer: socket.socket) -> None:
         peer.setblocking(False)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if hasattr(socket, "TCP_KEEPIDLE"):  # the kernel asks a silent machine now and then; elsewhere each two hours
+        if hasattr(socket, "TCP_KEEPIDLE"):  # else the kernel probes a silent machine every two hours
             for option, value in (("TCP_KEEPIDLE", SILENCE_SECONDS // 2), ("TCP_KEEPINTVL", SILENCE_SECONDS // 6)):
                 peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
@@ -65,12 +65,12 @@ class Lifeline:
 
     def close(self) -> None:
         """Close the connections."""
-        for each in (self._listener, *self._peers.values()):
-            if each is not None:
-                each.close()
+        for connection in (self._listener, *self._peers.values()):
+            if connection is not None:
+                connection.close()
 
     def lost(self) -> list[int]:
-        """Return the numbers of the nodes whose launcher has gone."""
+        """Return the numbers of the nodes whose launcher has ended."""
         return [rank for rank, peer in self._peers.items() if not _is_open(peer)]
 
 

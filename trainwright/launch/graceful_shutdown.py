@@ -1,4 +1,4 @@
-"""Grace: a signal to the launcher, passed on to the ranks, and the time that they have then to save and leave.
+"""Graceful shutdown: the launcher passes a signal on to the ranks and gives them time to save and leave.
 
 Importing this module imports torch elastic, so only the launcher process does it.
 """
@@ -15,11 +15,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from trainwright.distributed.signals import STOP_SIGNALS
 
 
-class Grace:
-    """Passes the first SIGTERM, SIGUSR1 or Ctrl-C on to the ranks; a second Ctrl-C takes their time away.
+class GracefulShutdown:
+    """Passes the first SIGTERM, SIGUSR1 or Ctrl-C on to the ranks; a second Ctrl-C ends their time at once.
 
     Args:
-        send: sends a signal to each rank that runs, and returns how many there are.
+        send: sends a signal to each running rank and returns how many there are.
         seconds: how long the ranks have to leave.
     """
 
@@ -31,30 +31,30 @@ class Grace:
         self._deadline: float | None = None
         self._interrupts = 0
 
-    def open(self) -> None:
-        """Take over from elastic's handlers, each time that it has installed them; what is ignored stays so."""
+    def install(self) -> None:
+        """Replace elastic's handlers, each time that it has installed them; ignored signals stay ignored."""
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
-    def begin(self) -> None:
-        """Let the time run from now on, unless it does."""
+    def start_timer(self) -> None:
+        """Start the ranks' time, unless it has started."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self.seconds
 
     @property
-    def is_over(self) -> bool:
-        """Whether the ranks have had their time."""
+    def has_timed_out(self) -> bool:
+        """Return whether the ranks' time is over."""
         return self._deadline is not None and time.monotonic() >= self._deadline
 
     def describe(self) -> str:
-        """Say what was done to ranks that have not left in time."""
+        """Return what happened to ranks that have not left in time."""
         if self._interrupts > 1:
-            return "trainwright: a second Ctrl-C; the ranks were ended at once.\n"
+            return "trainwright: second Ctrl-C; the ranks were killed.\n"
         why = f" after {signal.Signals(self.number).name}" if self.number else ""
         return (
-            f"trainwright: the ranks had not left {self.seconds:g} s{why}, and were ended; the last checkpoint that was whole "
-            "stands. More time is given by TRAINWRIGHT_GRACE_SECONDS, or trainwright launch --grace-seconds.\n"
+            f"trainwright: the ranks had not left {self.seconds:g} s{why} and were killed; the last complete checkpoint is "
+            "unchanged. Set TRAINWRIGHT_GRACE_SECONDS, or trainwright launch --grace-seconds, to give them more time.\n"
         )
 
     def _handle(self, number: int, _: FrameType | None) -> None:
@@ -63,6 +63,6 @@ class Grace:
             self.number, self._deadline = signal.SIGINT, 0.0
         elif not self.number:
             self.number = number
-            self.begin()
-            if self._send(number) == 0:  # they have all left, and this process waits for something else
+            self.start_timer()
+            if self._send(number) == 0:  # all ranks have left already; this process waits for something else
                 raise SignalException(f"signal {number}", sigval=signal.Signals(number))

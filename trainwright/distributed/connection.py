@@ -1,0 +1,274 @@
+"""Connection: one process's connection to its job, which owns the process group, the store's channel and the watcher thread."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from trainwright.distributed.environment import Environment, choose_interface
+from trainwright.distributed.failures import FailureLog, PeerWatch
+from trainwright.distributed.rank_positions import RankPositions
+from trainwright.distributed.store import STORE_PREFIX, Store, open_store, stores
+from trainwright.distributed.store_channel import StoreChannel
+from trainwright.distributed.sync_points import SyncPoint, SyncPoints
+
+
+def pick_backend(device_type: str, *, on_host_too: bool = False) -> str:
+    """Return the collective backend of a device type: gloo for the CPU, else the device's default one (NCCL, XCCL, ...).
+
+    `on_host_too` adds gloo for tensors in host memory, for an engine that keeps its shards there.
+
+    Raises:
+        ValueError: torch has none for this device type.
+    """
+    import torch
+
+    from trainwright.devices.abilities import collective_backend
+
+    backend = collective_backend(device_type)
+    if backend is None:
+        raise ValueError(
+            f"torch {torch.__version__} has no process group for {device_type!r}, so neither several processes nor strategies "
+            "that need a process group can compute on it; pass devices=1 with strategy='auto', or accelerator='cpu'."
+        )
+    return f"cpu:gloo,{device_type}:{backend}" if on_host_too and device_type != "cpu" else backend
+
+
+@dataclass
+class Connection:
+    """This process's connection to its job: the process group, the store and a channel over it."""
+
+    environment: Environment
+    backend: str | None
+    channel: StoreChannel
+    store: Store | None = None
+    owns_group: bool = False
+    """False if the user's script opened the group; then the script also closes it."""
+    _sync_points: SyncPoints = field(default_factory=lambda: SyncPoints(None, 0, 1), repr=False)
+    _watch: PeerWatch | None = field(default=None, repr=False)
+    _holders: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list, repr=False)
+    _pid: int = field(default_factory=os.getpid, repr=False)
+    _is_closed: bool = field(default=False, repr=False)
+
+    def sync_point(self, name: str) -> SyncPoint:
+        """Return a new sync point of all ranks, for one run of the loop.
+
+        Those of one name pair up by their order: make them on every rank, in the same order. Nothing is sent.
+        """
+        return self._sync_points.make(name)
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether an error of this process was posted, so that the other ranks leave."""
+        return self._watch is not None and self._watch.has_failed
+
+    def announce_stop(self, code: int) -> None:
+        """Tell the launcher that a signal has stopped the run and with which exit code this rank is about to leave."""
+        if self.store is not None:
+            FailureLog(self.store).announce_stop(code)
+
+    def before_close(self, release: Callable[[], None]) -> None:
+        """Call a bound method before the group is closed, to release what holds on to the group.
+
+        NOTE: a group that is still held keeps its threads into the interpreter's shutdown, where the first of them that frees a
+        tensor aborts the process (seen about once in ten runs on a busy machine).
+        """
+        self._holders.append(weakref.WeakMethod(release))
+
+    def close(self) -> None:
+        """Stop watching the peers and close the process group, if it was opened here. Safe to call twice."""
+        global _connection
+        if self._is_closed or os.getpid() != self._pid:  # a forked child inherits the object, not the group
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        if self._watch is not None:
+            atexit.unregister(self._watch.stop)
+        if _connection is self:
+            _connection = None
+        if self._watch is None:
+            return
+        if self.owns_group and not self._watch.has_failed and not self._watch.has_said_goodbye:
+            with suppress(RuntimeError, OSError):  # the store's host may have been killed
+                self.channel.leave()  # before the goodbye, which is what the host waits for
+        self._watch.stop()
+        # After a failure no communication is attempted: a peer that is gone would make it hang.
+        if self.owns_group and not self._watch.has_failed:
+            import torch.distributed as dist
+
+            for holder in self._holders:
+                if (release := holder()) is not None:
+                    release()
+            gc.collect()  # a DistributedDataParallel is a cycle
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+_connection: Connection | None = None
+_generation = 0  # how often this process opened a group; equal on all ranks, as opening is collective
+
+
+def open_process_group(
+    environment: Environment,
+    backend: str,
+    timeout_seconds: float = 1800.0,
+    *,
+    needs_group: bool = False,
+    device_types: Sequence[str] = (),
+) -> Connection:
+    """Open this process's connection to its job, or return the one already open. Collective: call on every rank.
+
+    A group that the script opened itself is joined, and left open at the end. A single process opens nothing, unless it
+    `needs_group`: then a group of this process, over which nothing is sent.
+
+    `device_types` are those whose tensors are sent, first that of the device which this process computes on.
+
+    Raises:
+        RuntimeError: a group is open that belongs to another job, or has no backend for one of the `device_types`.
+    """
+    global _connection, _generation
+    if environment.world_size == 1:
+        if needs_group:
+            choose_interface(environment)
+            _open_group_of_one(backend)
+            _check_backends(device_types[:1])  # one process sends nothing that is elsewhere
+        return Connection(environment, None, StoreChannel(None, environment.rank, 1))
+    if _connection is not None:
+        if _connection.environment != environment:
+            raise RuntimeError(
+                f"a process group is already open for {_connection.environment}, not for {environment}; "
+                "a process belongs to one job. Close the first connection before opening another."
+            )
+        _check_backends(device_types)
+        return _connection
+
+    import torch.distributed as dist
+    import torch.distributed.nn.functional  # noqa: F401 - imported later, its functions' defaults would hold on to the group
+
+    timeout = timedelta(seconds=timeout_seconds)
+    is_joined = dist.is_initialized()
+    if is_joined:
+        _check_joined_group(environment)
+        _check_backends(device_types)
+    base, store_host = open_store(environment, timeout, is_joined)
+    job = stores().PrefixStore(f"{STORE_PREFIX}/{environment.restart_count}", base)
+    # NOTE: a blocking call of one thread holds its connection, so the group, the channel and the watch have one each.
+    control = job.clone()
+    positions = RankPositions(environment.rank)
+    watch, sync_points = _start_watch(environment, backend, control, job.clone(), store_host, positions)
+    atexit.register(watch.stop)
+    plain_hook = sys.excepthook
+    try:
+        if not is_joined:
+            choose_interface(environment)
+            dist.init_process_group(
+                backend,
+                store=stores().PrefixStore(f"group/{_generation}", job),
+                rank=environment.rank,
+                world_size=environment.world_size,
+                timeout=timeout,
+            )
+    finally:
+        # torch installs a hook that puts the rank before each line of a traceback; our launcher does that for all output.
+        if environment.launched_by == "trainwright":
+            sys.excepthook = plain_hook
+        watch.wrap_excepthook()
+    channel = StoreChannel(
+        stores().PrefixStore(f"generation/{_generation}", control),
+        environment.rank,
+        environment.world_size,
+        positions=positions,
+    )
+    _generation += 1
+    _connection = Connection(environment, dist.get_backend(), channel, control, not is_joined, sync_points, watch)
+    atexit.register(_connection.close)
+    return _connection
+
+
+def _open_group_of_one(backend: str) -> None:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        atexit.register(_close_group_of_one)
+
+
+def _close_group_of_one() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _start_watch(
+    environment: Environment,
+    backend: str,
+    control: Store,
+    watched: Store,
+    store_host: int | None,
+    positions: RankPositions,
+) -> tuple[PeerWatch, SyncPoints]:
+    """Start the watcher thread on a connection of its own; return it with the sync points that it polls."""
+    prefix = f"sync_points/{_generation}"
+    sync_points = SyncPoints(
+        stores().PrefixStore(prefix, control),
+        environment.rank,
+        environment.world_size,
+        synchronize=None if backend == "gloo" else _synchronize,
+    )
+    watched_points = stores().PrefixStore(prefix, watched)
+    requests = stores().PrefixStore(f"generation/{_generation}", watched)
+
+    def poll() -> None:
+        sync_points.poll(watched_points)
+        positions.answer(requests)
+
+    watch = PeerWatch(
+        watched,
+        environment.rank,
+        environment.world_size,
+        name=str(_generation),
+        store_host=store_host,
+        error_file=environment.error_file if environment.launched_by == "torchrun" else None,
+        poll=poll,
+    )
+    watch.start()
+    return watch, sync_points
+
+
+def _synchronize() -> None:
+    import torch
+
+    torch.accelerator.synchronize()
+
+
+def _check_joined_group(environment: Environment) -> None:
+    import torch.distributed as dist
+
+    found = (dist.get_rank(), dist.get_world_size())
+    if found != (environment.rank, environment.world_size):
+        raise RuntimeError(
+            f"torch.distributed is initialised as rank {found[0]} of {found[1]}, but the environment says "
+            f"rank {environment.rank} of {environment.world_size}; both must agree. Leave the initialisation to us."
+        )
+
+
+def _check_backends(device_types: Sequence[str]) -> None:
+    """Refuse a group, opened earlier in this process, that cannot send what is on one of these device types."""
+    import torch.distributed as dist
+
+    config = dist.get_backend_config()  # "cpu:gloo,cuda:nccl"
+    served = [each.partition(":")[0] for each in config.split(",")]
+    if missing := [each for each in device_types if each not in served]:
+        wanted = ",".join(f"{each}:{pick_backend(each)}" for each in device_types)
+        raise RuntimeError(
+            f"the process group of this process was opened with {config!r}, which has no backend for {missing[0]!r}; this run "
+            f"needs {wanted!r}. Run it in a process of its own, or before the run that opened the group."
+        )

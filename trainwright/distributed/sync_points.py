@@ -1,0 +1,198 @@
+"""Sync points: boundaries of the loop that all ranks agree on over the key-value store, without a collective.
+
+    any rank requests it        -> its watcher thread posts the request, and the watchers of all ranks see it
+    is_reached(step), first     -> posts step + 1 under its rank and returns at once
+    is_reached(step), later     -> once all ranks have posted, the largest number is the agreed step
+    is_reached(step) is True    at the first boundary not before the agreed step, the same on every rank
+
+Why no rank misses it: a collective of the training (the all-reduce of the gradients) lies between two boundaries, so a rank at
+a boundary knows that all others have left the one before it, and that the store has what they posted there (`post` waits for
+the store's receipt). The largest number, m, was posted at a boundary before m, as were all others, so every rank sees them all
+at m. An accelerator's collectives are only queued by the host, which may be many steps ahead of them: during a round a rank
+waits for its device before it reads.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+from trainwright.distributed.store import Store, post
+
+REQUESTS = "requests"
+"""The only key that the watchers read while nothing is requested: the number of requests posted so far."""
+
+
+class SyncPoint:
+    """Something that any rank may request at any time and that all ranks then do at the same boundary.
+
+    One object serves one run of the loop, for any number of rounds: after it was reached it may be requested again. A request
+    that was not reached when the run ends is dropped with the object.
+
+    NOTE: this needs a collective of all ranks between two boundaries. Under manual optimization, where a step may pass without
+    a backward, and in an evaluation, ranks may reach it at different boundaries.
+
+    Args:
+        store: the key-value store, on a connection of the loop's thread; None in a job of one process.
+        rank: this process's global rank.
+        world_size: the number of processes of the job.
+        name: the same on all ranks, and used once in a store.
+        synchronize: waits until the device has done what was queued; None if collectives block the host.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int,
+        world_size: int,
+        name: str,
+        *,
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
+        if store is None and world_size > 1:
+            raise ValueError(
+                f"store=None with world_size={world_size}; several ranks need a key-value store. Pass one."
+            )
+        self.name = name
+        self._store, self.rank, self._world_size = store, rank, world_size
+        self._synchronize = synchronize
+        self._lock = threading.Lock()  # between the loop and the watcher; request() takes none
+        self._has_own_request = False
+        self.is_pending = False
+        """Whether this rank knows of a request; until then `is_reached` need not be called."""
+        # Written by the loop only:
+        self._round = 0
+        self._posted_round = -1
+        self._agreed_step: int | None = None
+        # Written by the watcher only:
+        self._requested_round = -1
+        self._polled: tuple[int, int] | None = None
+
+    def request(self) -> None:
+        """Request it, from any rank, thread or signal handler. Never blocks.
+
+        `is_reached` returns True on every rank at some boundary after this call began, unless the run ends before. A request
+        made during a round joins it.
+        """
+        self._has_own_request = True
+        if self._store is None:
+            self.is_pending = True
+
+    def is_reached(self, step: int) -> bool:
+        """Return whether it is now. Call at every boundary on every rank, with the same steps, which never decrease.
+
+        Costs one attribute read until something is requested, then a few reads of the store at each boundary.
+        """
+        return self.is_pending and self._advance(step)
+
+    def post_request(self, store: Store) -> bool:
+        """For the watcher: post this rank's request; return whether there was a new one."""
+        current = self._round
+        if not self._has_own_request or self._requested_round == current:
+            return False
+        store.set(self._request_key(current), "1")  # the receipt is the count of requests, which is raised next
+        self._requested_round = current
+        return True
+
+    def poll(self, store: Store, requests: int) -> None:
+        """For the watcher: look for a request if there are more than at the last look, or a new round has begun."""
+        current = self._round
+        if self._polled == (current, requests):
+            return
+        is_pending = store.check([self._request_key(current)])
+        self._polled = (current, requests)
+        if is_pending:
+            with self._lock:
+                # The loop may have finished the round since: then the request was of the finished one.
+                if self._round == current:
+                    self.is_pending = True
+
+    def _advance(self, step: int) -> bool:
+        store = self._store
+        if store is None:
+            self._has_own_request = self.is_pending = False
+            return True
+        if self._posted_round != self._round:
+            post(store, self._step_key(self._round, self.rank), str(step + 1))
+            self._posted_round = self._round
+            return False
+        if self._agreed_step is None:
+            if self._synchronize is not None:
+                self._synchronize()
+            keys = [self._step_key(self._round, rank) for rank in range(self._world_size)]
+            if not store.check(keys):
+                return False
+            self._agreed_step = max(int(store.get(key)) for key in keys)
+        if step < self._agreed_step:
+            return False
+        self._finish_round(store)
+        return True
+
+    def _finish_round(self, store: Store) -> None:
+        finished = self._round
+        with self._lock:
+            self._agreed_step = None
+            self._round = finished + 1
+            self._has_own_request = False  # requests from here on belong to the next round
+            self.is_pending = False
+        # Every rank has posted in this round, so every rank has finished the one before it.
+        if finished > 0:
+            store.delete_key(self._step_key(finished - 1, self.rank))
+            if self.rank == 0:
+                store.delete_key(self._request_key(finished - 1))
+
+    def _request_key(self, number: int) -> str:
+        return f"{self.name}/{number}/requested"
+
+    def _step_key(self, number: int, rank: int) -> str:
+        return f"{self.name}/{number}/{rank}"
+
+
+class SyncPoints:
+    """The sync points of one connection, and what its watcher thread does for them.
+
+    Args:
+        store: the key-value store, on a connection of the loop's thread; None in a job of one process.
+        rank: this process's global rank.
+        world_size: the number of processes of the job.
+        synchronize: waits until the device has done what was queued; None if collectives block the host.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int,
+        world_size: int,
+        *,
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
+        self._store, self.rank, self._world_size = store, rank, world_size
+        self._synchronize = synchronize
+        self._counts: dict[str, int] = {}
+        self._entries: list[weakref.ref[SyncPoint]] = []
+        self._lock = threading.Lock()
+
+    def make(self, name: str) -> SyncPoint:
+        """Return a new sync point. Those of one name pair up by their order: make them in the same order on every rank."""
+        number = self._counts.get(name, 0)
+        self._counts[name] = number + 1
+        point = SyncPoint(self._store, self.rank, self._world_size, f"{name}/{number}", synchronize=self._synchronize)
+        with self._lock:
+            self._entries = [entry for entry in self._entries if entry() is not None]
+            self._entries.append(weakref.ref(point))
+        return point
+
+    def poll(self, store: Store) -> None:
+        """Post this rank's requests and look for those of any rank: called now and then by the watcher thread.
+
+        `store` is the watcher's own connection: one read of it while nothing is requested, none without sync points.
+        """
+        with self._lock:
+            points = [point for entry in self._entries if (point := entry()) is not None]
+        if not points:
+            return
+        posted = [point.post_request(store) for point in points]
+        requests = store.add(REQUESTS, sum(posted))  # after the requests themselves, so that a new count finds them
+        for point in points:
+            point.poll(store, requests)
