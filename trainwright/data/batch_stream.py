@@ -112,19 +112,15 @@ class BatchStream(StreamShard):
         size = getattr(self.source, "batch_size", None)
         return size if isinstance(size, int) else 0
 
-    def fitted(self, position: StreamPosition) -> tuple[int, int]:
-        """Return the pass and the batch of a position; if the batch size has changed, found by the samples."""
-        size, was = self.item_size, position["size"]
-        if not size or not was or size == was:
-            return super().fitted(position)
-        items, rest = divmod(position["items"] * was, size)
+    def item_at(self, samples: int, was: int) -> int:
+        items, rest = divmod(samples, self.item_size)
         if rest and self._from is None:
             raise ValueError(
-                f"{position['items']} batches of {was} samples were consumed, which is not a whole number of batches of "
-                f"{size}, and a {type(self.source).__name__} without a state is read batch by batch; resume with "
+                f"{samples // was} batches of {was} samples were consumed, which is not a whole number of batches of "
+                f"{self.item_size}, and a {type(self.source).__name__} without a state is read batch by batch; resume with "
                 f"batch_size={was}, or from a checkpoint of an epoch's end."
             )
-        return position["passes"], items + (rest > 0)
+        return items + (rest > 0)
 
     def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
         if isinstance(self.source, Sequence):

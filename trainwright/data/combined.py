@@ -13,7 +13,7 @@ from trainwright.data.collection import is_collection
 from trainwright.data.combined_loader import Combination, combined_length
 from trainwright.data.combined_loader import CombinedLoader as CombinedLoader
 from trainwright.data.index_stream import IndexStream
-from trainwright.data.loader_state import StatefulLoader
+from trainwright.data.loader_state import LoaderState, StatefulLoader
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.proportions import are_proportional, in_proportion
 from trainwright.data.seeding import derive_seed
@@ -79,14 +79,8 @@ class ShardedCombination(StatefulLoader):
             for part in self.parts:
                 part.is_read_ahead = True
 
-    def begin(
-        self,
-        seed: int,
-        epoch: int,
-        start_batch: int,
-        places: Sequence[StreamPosition],
-        sources: Sequence[SourceState | None],
-    ) -> None:
+    def begin(self, seed: int, epoch: int, start_batch: int, state: LoaderState) -> None:
+        places, sources = state["places"], state["sources"]
         if places and len(places) != len(self.parts):
             raise ValueError(
                 f"the checkpoint's position in the data is of {len(places)} loaders, but there are {len(self.parts)} now; "
@@ -101,7 +95,8 @@ class ShardedCombination(StatefulLoader):
                 0 if is_sequential else start_batch
             )  # without a position, _start_of seeks when the loader's turn comes
             start = places[index]["batch"] if places else start
-            part.begin(self._seed_of(index), epoch, start, places[index : index + 1], sources[index : index + 1])
+            own = LoaderState(places=places[index : index + 1], sources=sources[index : index + 1])
+            part.begin(self._seed_of(index), epoch, start, own)
             part.shard.most = None
         if is_sequential:
             return
@@ -204,7 +199,8 @@ class ShardedCombination(StatefulLoader):
             return part.start_batch
         length = part.exact_length
         start = min(left, length) if length is not None else 0
-        part.begin(self._seed_of(index), self.epoch, start, (), [] if start else self._left[index : index + 1])
+        source = [] if start else self._left[index : index + 1]
+        part.begin(self._seed_of(index), self.epoch, start, {"places": [], "sources": source})
         return start
 
     def _side_by_side(self) -> Iterator[Any]:

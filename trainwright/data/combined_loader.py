@@ -36,7 +36,7 @@ class CombinedLoader(LoaderGroup):
     def __init__(self, iterables: Any, mode: Combination = "min_size") -> None:
         if mode not in COMBINATIONS:
             raise ValueError(f"mode={mode!r} is unknown; choose from {', '.join(COMBINATIONS)}.")
-        self._iterables, self._mode = iterables, mode
+        self.iterables, self.mode = iterables, mode
         self._is_collection = isinstance(iterables, (Mapping, list, tuple))
         self._is_flat = self._is_collection and is_flat(iterables)
         named = list(leaves(iterables)) if self._is_collection else [("", iterables)]
@@ -44,42 +44,28 @@ class CombinedLoader(LoaderGroup):
             raise ValueError(f"CombinedLoader got an empty {type(iterables).__name__}; pass at least one loader.")
         for name, leaf in named:
             _check_leaf(name, leaf)
-        self._flattened = [leaf for _, leaf in named]
+        self.flattened = [leaf for _, leaf in named]
+        """The iterables in a flat list."""
         self.names = [name or None for name, _ in named] if isinstance(iterables, Mapping) else [None] * len(named)
         """For each of `flattened`, the keys that lead to it, joined by "/"; None if the collection is not a dict."""
-
-    @property
-    def iterables(self) -> Any:
-        """Return the collection as it was given."""
-        return self._iterables
-
-    @property
-    def flattened(self) -> list[Any]:
-        """Return the iterables in a flat list."""
-        return list(self._flattened)
-
-    @property
-    def mode(self) -> Combination:
-        """Return how they are combined."""
-        return self._mode
 
     def rebuilt(self, batches: list[Any]) -> Any:
         """Return the batches, one for each of `flattened`, in the structure of the collection."""
         if not self._is_collection:
             return batches[0]
-        return rebuilt(self._iterables, iter(batches), flat=self._is_flat)
+        return rebuilt(self.iterables, iter(batches), flat=self._is_flat)
 
     def __len__(self) -> int:
         """Return how many batches an iteration yields; TypeError if an iterable has no length."""
-        return combined_length([len(each) for each in self._flattened], self._mode)
+        return combined_length([len(each) for each in self.flattened], self.mode)
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
-        if self._mode == "sequential":
-            for index, iterable in enumerate(self._flattened):
+        if self.mode == "sequential":
+            for index, iterable in enumerate(self.flattened):
                 for number, batch in enumerate(iterable):
                     yield batch, number, index
             return
-        iterators = [iter(each) for each in self._flattened]
+        iterators = [iter(each) for each in self.flattened]
         fresh = set(range(len(iterators)))
         """The iterables that are in their first pass."""
         number = 0
@@ -87,11 +73,11 @@ class CombinedLoader(LoaderGroup):
             batches = [next(each, END) for each in iterators]
             ended = [index for index, batch in enumerate(batches) if batch is END]
             fresh.difference_update(ended)
-            if not fresh or (ended and self._mode == "min_size"):
+            if not fresh or (ended and self.mode == "min_size"):
                 return
             for index in ended:
-                if self._mode == "max_size_cycle":
-                    iterators[index] = iter(self._flattened[index])
+                if self.mode == "max_size_cycle":
+                    iterators[index] = iter(self.flattened[index])
                     batches[index] = _first(iterators[index])
                 else:
                     batches[index] = None

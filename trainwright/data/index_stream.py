@@ -115,20 +115,13 @@ class IndexStream(StreamShard):
             return 1
         return int(self.source.batch_size) if type(self.source) is BatchSampler else 0
 
-    def fitted(self, position: StreamPosition) -> tuple[int, int]:
-        """Return the pass and the item of a position; if the batch size has changed, the item is found by its samples.
-
-        Of a batch of the new size that was partly consumed only the rest comes.
-        """
-        size, was = self.item_size, position["size"]
-        if not size or not was or size == was:
-            return super().fitted(position)
-        samples, items = position["items"] * was, self.source_length
-        sampler = self.source.sampler if self.batched else self.source
+    def item_at(self, samples: int, was: int) -> int:
+        # Of a batch of the new size that was partly consumed only the rest comes.
+        sampler, items = self.source.sampler if self.batched else self.source, self.source_length
         if items is not None and samples >= len(sampler):
-            return position["passes"], items
-        whole, self._trimmed = divmod(samples, size)
-        return position["passes"], whole
+            return items
+        whole, self._trimmed = divmod(samples, self.item_size)
+        return whole
 
     def position(self, batch: int) -> StreamPosition:
         if self._trimmed and self._resumed_at is not None and batch == self.start_batch:

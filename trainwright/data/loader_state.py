@@ -22,6 +22,10 @@ class LoaderState(TypedDict):
     """The state of each loader's source as this rank sees it; None for a source without a state."""
 
 
+NOT_BEGUN = LoaderState(places=(), sources=())
+"""The position at an epoch's start, of sources as they were given."""
+
+
 class StatefulLoader:
     """What has a position in its data. A subclass finds the position and begins an epoch there."""
 
@@ -30,7 +34,7 @@ class StatefulLoader:
 
     def __init__(self, loader: Any, rank: int) -> None:
         self.loader, self.rank = loader, rank
-        self._loaded = LoaderState(places=(), sources=())
+        self._loaded = NOT_BEGUN
         """Where the next epoch begins; empty once it has begun."""
 
     def state_dict(self, batch: int, *, is_over: bool = False) -> LoaderState:
@@ -49,11 +53,11 @@ class StatefulLoader:
 
         The loaded position says what was consumed before the start. Without one, `start_batch` batches were at this world size.
         """
-        self.begin(seed, epoch, start_batch, **self._loaded)
+        self.begin(seed, epoch, start_batch, self._loaded)
 
     def note_begun(self) -> None:
         """Note that the epoch is being read: from here on the position follows from the batches consumed."""
-        self._loaded = LoaderState(places=(), sources=())
+        self._loaded = NOT_BEGUN
 
     def __len__(self) -> int:
         if self.length is None:
@@ -78,13 +82,6 @@ class StatefulLoader:
         """Return each source's state at its position, or the latest known before it; at its end if the epoch is over."""
         raise NotImplementedError
 
-    def begin(
-        self,
-        seed: int,
-        epoch: int,
-        start_batch: int,
-        places: Sequence[StreamPosition],
-        sources: Sequence[SourceState | None],
-    ) -> None:
+    def begin(self, seed: int, epoch: int, start_batch: int, state: LoaderState) -> None:
         """Begin an epoch at a position; see `set_epoch`."""
         raise NotImplementedError

@@ -23,7 +23,7 @@ from torch.utils.data.datapipes.datapipe import IterDataPipe
 from trainwright.data.batch_stream import BatchStream, distributed_sampler
 from trainwright.data.epoch_listeners import set_epoch_of_parts
 from trainwright.data.index_stream import IndexStream, in_dataset_order
-from trainwright.data.loader_state import StatefulLoader
+from trainwright.data.loader_state import LoaderState, StatefulLoader
 from trainwright.data.seeding import IsolatedGenerators, derive_seed
 from trainwright.data.source_state import SourceState, SourceStates
 from trainwright.data.stateful_iterable import StatefulCollate, StatefulIterable, StatefulWorkerStart, is_stateful
@@ -183,20 +183,13 @@ class ShardedLoader(StatefulLoader):
     def _ranks(self) -> dict[str, int]:
         return {"rank": self.rank, "world_size": self.world_size} if self.is_sharded else {"rank": 0, "world_size": 1}
 
-    def begin(
-        self,
-        seed: int,
-        epoch: int,
-        start_batch: int,
-        places: Sequence[StreamPosition],
-        sources: Sequence[SourceState | None],
-    ) -> None:
+    def begin(self, seed: int, epoch: int, start_batch: int, state: LoaderState) -> None:
         self.start_batch = start_batch
-        position, state = next(iter(places), None), next(iter(sources), None)
+        position, source = next(iter(state["places"]), None), next(iter(state["sources"]), None)
         if isinstance(self.shard, BatchStream):
-            if state is not None and state["ranks"] != self.world_size > 1 and not self.is_sharded:
-                state = None  # it is the state of another rank's data
-            self.shard.set_epoch(seed, epoch, start_batch, position, state)
+            if source is not None and source["ranks"] != self.world_size > 1 and not self.is_sharded:
+                source = None  # it is the state of another rank's data
+            self.shard.set_epoch(seed, epoch, start_batch, position, source)
         else:
             self.shard.set_epoch(seed, epoch, start_batch, position)
         if self._base_seeds is not None:

@@ -131,7 +131,13 @@ class StreamShard:
 
     def fitted(self, position: StreamPosition) -> tuple[int, int]:
         """Return the pass and the item of a position, in items of this stream's size."""
-        return position["passes"], position["items"]
+        size, was, items = self.item_size, position["size"], position["items"]
+        has_changed = bool(size and was and size != was)
+        return position["passes"], self.item_at(items * was, was) if has_changed else items
+
+    def item_at(self, samples: int, was: int) -> int:
+        """Return the item that begins after so many samples, consumed in items of another size."""
+        raise NotImplementedError
 
     def position(self, batch: int) -> StreamPosition:
         """Return where the stream stands after so many batches of this rank in the epoch."""
@@ -194,12 +200,11 @@ class StreamShard:
         """Return this rank's part of a short, uneven or re-split round, and note it in `uneven` if the parts differ."""
         raise NotImplementedError
 
-    def rounds(self, source_length: int, rank: int | None = None) -> int:
-        """Return the batches of a rank (by default this one) in a pass of that many items."""
-        ranks, rank = self.world_size, self.rank if rank is None else rank
+    def rounds(self, source_length: int) -> int:
+        """Return the batches of this rank in a pass of that many items."""
         if self.mode == "evaluate":
-            return (source_length - rank + ranks - 1) // ranks
-        whole, left = divmod(source_length, ranks)
+            return self._count(source_length)
+        whole, left = divmod(source_length, self.world_size)
         return whole if left == 0 or self.drops_short_round else whole + 1
 
     @property
@@ -222,7 +227,7 @@ class StreamShard:
     def real_length(self) -> int | None:
         """Return how many of this rank's batches count in an evaluation; None while all so far do."""
         items = self.source_length
-        return self._dummy_at if items is None else (items - self.rank + self.world_size - 1) // self.world_size
+        return self._dummy_at if items is None else self._count(items)
 
     @property
     def first_pass(self) -> int | None:
@@ -235,7 +240,11 @@ class StreamShard:
         """Return how many of this rank's batches in the first pass count in an evaluation; None while unknown."""
         exact = self.exact_source_length
         items = self._first_items if exact is None else exact
-        return None if items is None else (items - self.rank + self.world_size - 1) // self.world_size
+        return None if items is None else self._count(items)
+
+    def _count(self, items: int) -> int:
+        """Return how many of so many items every N-th is, from this rank's first on."""
+        return (items - self.rank + self.world_size - 1) // self.world_size
 
     def pass_seed(self, pass_number: int) -> int:
         """Return the seed of a pass; the first pass has the epoch's."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.combined import ShardedCombination, shard
-from trainwright.data.loader_state import LoaderState
+from trainwright.data.loader_state import NOT_BEGUN, LoaderState
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.source_state import SPACING
 from trainwright.data.stateful_iterable import ONCE
@@ -48,7 +48,7 @@ class TrainData:
         self._validates, self._pulls = validates, pulls
         self._loader: ShardedLoader | ShardedCombination | None = None
         self._users: Any = None
-        self._loaded = LoaderState(places=(), sources=())
+        self._loaded = NOT_BEGUN
         """The position that was loaded before there was a loader."""
         self.num_batches: int | None = None
         """Batches of this rank in an epoch, within the limit; None if only the loader's end shows it."""
@@ -83,7 +83,7 @@ class TrainData:
         loaded position: it belongs to loaders that were new at the epoch's start.
         """
         if self._source.owner is not None:
-            self._load(self.state_dict() if self._state.batch else LoaderState(places=(), sources=()))
+            self._load(self.state_dict() if self._state.batch else NOT_BEGUN)
 
     def _load(self, position: LoaderState) -> None:
         """Make and shard the loaders, and find the epoch's length and the interval between validations.
