@@ -204,7 +204,7 @@ class BatchStream(StreamShard):
     def _read_from_state(self, states: SourceStates, pass_number: int, start: int) -> Iterator[Any]:
         """Yield the batches of a pass from `start` on, resuming the source from a state within this pass if there is one."""
         base, _, begun = next(each for each in reversed(self._begun) if each[1] == pass_number)
-        ranks = self.world_size
+        ranks = self.world_size  # this rank counts rounds, and the source counts batches of all ranks
         states.plan([(every * ranks, begun + (batch - base) * ranks) for every, batch in self.plan])
         state, why = self._from if pass_number == self.start_pass else None, self._why_reread
         if state is not None:
@@ -219,7 +219,7 @@ class BatchStream(StreamShard):
             if not is_refused:
                 yield from islice(chain([] if first is END else [first], batches), start - state["items"], None)
                 return
-            states.is_trusted = False
+            states.is_trusted = False  # from now on checkpoints hold the state at the pass's start
             states.end_workers()
             states.begin_pass(pass_number, state.get("begun", {}))
         self._tell_reread(pass_number, start, why)

@@ -77,7 +77,7 @@ class ShardedCombination(StatefulLoader):
                 part.shard.cycles = True
         if any(part.exact_length is None for part in self.parts):
             for part in self.parts:
-                part.is_read_ahead = True
+                part.is_read_ahead = True  # the combination's end shows only when the next round is read
 
     def begin(self, seed: int, epoch: int, start_batch: int, state: LoaderState) -> None:
         places, sources = state["places"], state["sources"]
@@ -165,7 +165,7 @@ class ShardedCombination(StatefulLoader):
             part.close()
 
     def _seed_of(self, index: int) -> int:
-        return self._seed if index == 0 else derive_seed(self._seed, index)
+        return self._seed if index == 0 else derive_seed(self._seed, index)  # equal seeds would correlate the loaders
 
     def __iter__(self) -> Iterator[Any]:
         self.note_begun()
@@ -182,7 +182,7 @@ class ShardedCombination(StatefulLoader):
                 continue
             batches = iter(part)
             # Without a certain length only reading shows how many of the skipped batches are this loader's.
-            read = sum(1 for _ in islice(batches, left))
+            read = sum(1 for _ in islice(batches, left))  # skipped
             left -= read
             uneven = part.shard.uneven
             for number, batch in enumerate(batches, start=part.start_batch + read):
@@ -212,7 +212,7 @@ class ShardedCombination(StatefulLoader):
             for index, iterator in enumerate(iterators):
                 batch = next(iterator, END)
                 if batch is END:
-                    if self.combination == "min_size" or is_cycle:
+                    if self.combination == "min_size" or is_cycle:  # a cycling loader ends only at `most`
                         return
                     iterators[index] = iter(())  # drops the iterator, which ends its workers
                 batches.append(batch)
@@ -230,7 +230,7 @@ class ShardedCombination(StatefulLoader):
 
     def _begun(self, part: ShardedLoader) -> Iterator[Any]:
         length = part.exact_length
-        is_over = length is not None and self.start_batch >= length and not part.shard.cycles
+        is_over = length is not None and self.start_batch >= length and not part.shard.cycles  # then start no workers
         return iter(()) if is_over else iter(part)
 
     def _note(self, there: list[ShardedLoader], number: int) -> None:

@@ -28,7 +28,7 @@ def matches(one: list[Any], other: list[Any]) -> bool:
 
 
 def _is_close(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
+    if isinstance(one, float) and isinstance(other, float):  # floats differ a little between machines
         return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-6) or (math.isnan(one) and math.isnan(other))
     return bool(one == other)
 

@@ -72,7 +72,7 @@ class IndexStream(StreamShard):
         self._trimmed, self._resumed_at = 0, position
         super().set_epoch(seed, epoch, start_batch, position)
         if self._trimmed and self.is_split:
-            self.cuts[start_batch] = []  # its first round has fewer samples than a full one
+            self.cuts[start_batch] = []  # the first round is short, so it is split by samples
         wanted = 0
         if position is not None and position["size"] == self.item_size and not self.is_of_another_order(position):
             wanted = position.get("digest", 0)
@@ -136,7 +136,7 @@ class IndexStream(StreamShard):
 
     def _drawn_whole(self, pass_number: int) -> Iterator[Any]:
         """Yield the items of one pass over the whole stream, drawn in chunks under its seed."""
-        if _is_stock(self.source, SequentialSampler):
+        if _is_stock(self.source, SequentialSampler):  # draws nothing
             yield from self.source
             return
         seed = self.pass_seed(pass_number)
@@ -223,7 +223,7 @@ class IndexStream(StreamShard):
         while number < end and items:
             rounds = self.rounds(max(0, items - start))
             left = samples - size * (start + (rounds - 1) * ranks)
-            if rounds and left < size * ranks:
+            if rounds and left < size * ranks:  # only a pass's last round can be short
                 found[number + rounds - 1] = left
             if not self.cycles:
                 break

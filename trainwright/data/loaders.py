@@ -106,7 +106,7 @@ class ShardedLoader(StatefulLoader):
         if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
             if is_stateful(loader) and self._is_training:
                 self._states = SourceStates(loader, None, self.world_size, self._continues, self.close)
-            return loader
+            return loader  # an overridden __iter__ may not read the batch sampler
         if loader.num_workers > 0:
             refuse_deep_folder()
         clone = copy.copy(loader)
@@ -135,6 +135,7 @@ class ShardedLoader(StatefulLoader):
             clone.__dict__["dataset"] = seeded(loader.dataset)
             clone.__dict__["worker_init_fn"] = WorkerStart(loader.dataset, loader.worker_init_fn)
         if loader.num_workers > 0 and not is_pipe:
+            # Patched to note the iterator; a weak reference, since a cycle would keep workers alive until it is collected.
             clone.__dict__["_get_iterator"] = partial(_begun, weakref.ref(clone), self._with_workers)
         return clone
 
@@ -172,7 +173,7 @@ class ShardedLoader(StatefulLoader):
         return BatchStream(
             self._source,
             mode=self.mode,
-            seed_rank=0 if self.is_sharded else self.rank,
+            seed_rank=0 if self.is_sharded else self.rank,  # ranks that read one stream must read the same
             generator=self._base_seeds,
             draws=not (isinstance(loader, Sequence) or read_by_workers),
             states=self._states,

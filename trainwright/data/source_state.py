@@ -134,7 +134,7 @@ class SourceStates:
             ending = self.ending()
             self._begun, follows = ({}, False) if ending is None else (ending["readers"], True)
             if self._first and self._is_persistent:
-                self.end_workers()
+                self.end_workers()  # their numbers are rotated, and the new pass starts at 0
         self._begin_reading(passes, 0, dict(self._begun))
         self._first = 0
         if self._dataset is not None:
@@ -154,7 +154,7 @@ class SourceStates:
         if state.get("ended"):
             self._has_ended, self._end = True, state
             return iter(())
-        self._first = (state["latest"] + 1) % max(1, self._num_workers)
+        self._first = (state["latest"] + 1) % max(1, self._num_workers)  # torch asks workers in turn, from number 0
         if self._dataset is None:
             assert self._reader is not None
             return self._reader.begin_within({**state["readers"][0], "generators": state["generators"]}, epoch)
@@ -241,7 +241,7 @@ class SourceStates:
                 return {**ending, "passes": passes, "items": 0}
             if ending is not None:  # a round with fewer batches than ranks counts as a full one
                 return {**ending, "items": items}
-        if not self.is_trusted:
+        if not self.is_trusted:  # re-reading from the start of the pass is always right
             return self._beginning()
         is_here = self._is_open and self._read == items and not self._num_workers and not self._has_ended
         if is_here and not (self._states and self._states[-1]["items"] == self._read):

@@ -80,7 +80,10 @@ class StatefulIterable(SeededIterable):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         number = 0 if info is None else info.id
-        opening, own_end = self.opening.readers.pop(number, None), self._end
+        opening, own_end = (
+            self.opening.readers.pop(number, None),
+            self._end,
+        )  # popped: a persistent worker opens it once
         epoch, is_within = int(self._pass[1]), self.opening.is_within
         if opening is None and own_end is not None and info is not None and int(self._follows):
             opening, is_within = own_end, False

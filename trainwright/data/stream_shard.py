@@ -95,6 +95,7 @@ class StreamShard:
         if self.start_pass:
             self._first_pass = start_batch
         exact = self.exact_source_length
+        # Counted in batches of this world size, the last round may reach beyond the end by all but one item.
         most = None if exact is None or self.cycles else exact + (self.world_size - 1 if position is None else 0)
         self.starts_beyond = most is not None and self.start_item > most
         if position is not None and not self.starts_beyond:
@@ -107,11 +108,11 @@ class StreamShard:
             return 0, items
         exact = self.exact_source_length
         if exact and self.evaluates:
-            return divmod(items, exact)
+            return divmod(items, exact)  # the passes are one long stream
         if exact:
             passes, batches = divmod(start_batch, self.rounds(exact))
             return passes, batches * self.world_size
-        self._unread = start_batch
+        self._unread = start_batch  # without a length, only reading shows which pass the start is in
         return 0, 0
 
     def is_of_another_order(self, position: StreamPosition) -> bool:
@@ -143,7 +144,7 @@ class StreamShard:
         """Return where the stream stands after so many batches of this rank in the epoch."""
         begun, passes, items = next(each for each in reversed(self._begun) if each[0] <= batch)
         items, exact = items + (batch - begun) * self.world_size, self.exact_source_length
-        items = items if exact is None else min(items, exact)
+        items = items if exact is None else min(items, exact)  # the last round may be short
         return {
             "batch": batch,
             "passes": passes,
@@ -274,6 +275,7 @@ class StreamShard:
             start = self.start_item if each == self.start_pass else 0
             self._begun.append((number, each, start))
             drawn = 0
+            # Only a pass that is over shows how many batches it had, if its length is unknown.
             for drawn, item in enumerate(cut(self.drawn(each, start), number), start=1):  # noqa: B007 - read after the loop
                 yield item
             if drawn == 0 and start == 0:
@@ -291,7 +293,7 @@ class StreamShard:
         first, number = None, 0
         for number, item in enumerate(items, start=1):
             if number == 1 and self.mode == "padded":
-                first = item
+                first = item  # the dummy of ranks without an item in the last round
             if (number - 1) % self.world_size == self.rank:
                 yield item
         left = number % self.world_size
@@ -307,7 +309,7 @@ class StreamShard:
         ranks, cuts = self.world_size, self.cuts
         held = list(islice(items, ranks))
         while len(held) == ranks:
-            following = list(islice(items, 1))
+            following = list(islice(items, 1))  # whether this round is the last
             if not following:
                 break
             yield self.cut_round(held, number) if number in cuts else held[self.rank]

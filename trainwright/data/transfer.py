@@ -164,7 +164,7 @@ class Prefetcher:
         stream = self._stream
         batch = stream.pin(batch)
         if _holds_own_memory(batch):
-            stream.wait_for_training()
+            stream.wait_for_training()  # the copy may get memory that the training still reads
         with stream.copying():
             moved = self._transfer(batch, self.device)
             return moved, stream.mark()

@@ -134,7 +134,9 @@ def holding_signals() -> Iterator[None]:
     if os.name != "posix":
         yield
         return
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # which the workers inherit
+    held = signal.pthread_sigmask(
+        signal.SIG_BLOCK, STOP_SIGNALS
+    )  # workers inherit the mask, and lift it in hear_signals
     try:
         yield
     finally:
