@@ -375,7 +375,7 @@ def test_what_cannot_be_combined_is_refused() -> None:
         combination([numbers(0, 3), numbers(0, 0)], "max_size_cycle")
     with pytest.raises(RuntimeError, match="an empty loader cannot be cycled"):
         read(combination([numbers(0, 3), DataLoader(Drawing(0))], "max_size_cycle"))
-    with pytest.raises(TypeError, match="share out each of them by itself"):
+    with pytest.raises(TypeError, match="shard each of them by itself"):
         combination([numbers(0, 3), numbers(0, 3)], "sequential", world_size=2, kind="padded")
     with pytest.raises(TypeError, match="has no length"):
         len(combination([numbers(0, 3), unsized(0, 3)], "min_size"))
