@@ -1,7 +1,8 @@
 # Everything here works in .venv, and installs only what its target needs, at the versions of constraints.txt.
 #
 #   make demo              train and test examples/digits.py; DEVICES=2 for two processes, ARGS="--precision bf16-mixed"
-#   make test              the fast tests; make test-slow the others, make test-all both
+#   make test              the fast tests; make test-launch those that start real interpreters, make test-slow the slow ones,
+#                          make test-all all of them. WORKERS=0 runs them in one process, ARGS="tests/engine -x" chooses
 #   make test-gpu          the tests of a GPU, on the interpreter that PYTHON names as it is (.venv without it); where there is no
 #                          GPU they are skipped
 #   make test-versions     the fast tests with the oldest and the newest torch on each Python that is here (noxfile.py): 5 GB a torch;
@@ -21,6 +22,7 @@
 PYTHON ?= python3
 DEVICES ?= 1
 ARGS ?=
+WORKERS ?= 2
 STRATEGY_ARGS ?=
 SOAK_ARGS ?=
 KILLS ?= 200
@@ -46,21 +48,27 @@ else
 GPU_PYTHON := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 endif
 
+# A file's tests stay in one process, and the longest files begin (tests/conftest.py has their order).
+SHARED_OUT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 ON_SIMULATED := PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pytest
 
-.PHONY: demo test test-slow test-all test-device test-gpu test-versions check format bench bench-gpu soak fuzz clean
+.PHONY: demo test test-launch test-slow test-all test-device test-gpu test-versions check format bench bench-gpu soak fuzz clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/digits.py --devices $(DEVICES) $(ARGS)
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -m "not slow and not gpu and not device" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not launch and not gpu and not device" $(SHARED_OUT) $(ARGS)
+
+test-launch: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -m "launch and not slow and not gpu and not device" $(SHARED_OUT) $(ARGS)
 
 test-slow: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -m "slow and not gpu and not device" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu and not device" $(SHARED_OUT) $(ARGS)
 
 test-all: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -m "not gpu and not device" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not device" $(SHARED_OUT) $(ARGS)
 
 test-device: $(VENV)/test.stamp
 	$(if $(ARGS),,$(ON_SIMULATED) -m "device or gpu")

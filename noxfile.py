@@ -1,4 +1,4 @@
-"""The fast tests with the oldest and the newest torch that pyproject.toml promises, on each Python that is here.
+"""The fast tests and those of launchers, with the oldest and the newest torch of pyproject.toml, on each Python here.
 
 `make test-versions` runs this, one environment after another; each is made anew and removed when its tests have passed.
 """
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PYTHONS = [each.rpartition(" ")[2] for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)]
 OLDEST = next(each for each in PROJECT["dependencies"] if each.startswith("torch>=")).replace(">=", "==")
-FAST = re.search(r'^test:.*\n.* -m "(.+?)"', (ROOT / "Makefile").read_text(), re.MULTILINE)[1]  # type: ignore[index]
+FAST = "not slow and not gpu and not device"
 OF_TORCH = ("torch", "setuptools")
 """Pins that are those of one torch: other versions of it ask for other setuptools."""
 ROWS: list[str] = []
@@ -37,7 +37,7 @@ os.environ["PATH"] = os.pathsep.join([*map(str, sorted(_pyenv.glob("versions/3.*
 @nox.session(python=PYTHONS)
 @nox.parametrize("torch", [nox.param(OLDEST, id=f"oldest, {OLDEST}"), nox.param("torch", id="newest")])
 def tests(session: nox.Session, torch: str) -> None:
-    """Run the fast tests; what stands behind `--` goes on to pytest."""
+    """Run these tests; what stands behind `--` goes on to pytest."""
     session.notify("table")
     row = [str(session.python), torch, "-", "-", "-", "-"]
     ROWS.append("")

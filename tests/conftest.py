@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -12,17 +13,36 @@ import torch
 from deadlines import load
 from small import ON_HOST
 
-STARTS_PROCESSES = {"run_job", "run_alone", "subprocess", "start_job", "notebook_launcher"}
+STARTS_PROCESSES = {"run_job", "run_alone", "run_python", "subprocess", "start_job", "notebook_launcher"}
 """What a test calls that runs in other interpreters."""
+
+
+LONGEST = (
+    "strategies/test_contract.py",
+    "launch/test_grace.py",
+    "test_soak.py",
+    "strategies/test_alike.py",
+    "strategies/test_fsdp.py",
+    "strategies/test_ddp_sharded.py",
+)
+"""Files that begin where tests are shared out among processes, so that none of them is begun last."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """On an accelerator leave out what is the host's own, and what starts processes: `tests/device` has a few of those."""
+    places = {Path(__file__).parent / each: number for number, each in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     if ON_HOST:
         return
     left_out = [item for item in items if item.get_closest_marker("host") or _starts_processes(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is there by now, torch above all, out of every later collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def _starts_processes(item: pytest.Item) -> bool:

@@ -1,7 +1,8 @@
-"""Ranks of a test's job, forked from a server process that has torch and the package loaded.
+"""Ranks of a test's job, and programs, forked from a server process that has torch and the package loaded.
 
-An interpreter that imports them takes seconds of a core, and a job is two or three of those beside its launcher. What is about
-launchers, signals or exits starts real interpreters instead.
+An interpreter that imports them takes seconds of a core, and a job is two or three of those beside its launcher. Tests of
+launchers, signals and exits start real interpreters instead, and so do tests of the order of collectives: forked ranks share
+the seed of their hashes, so sets have the same order on all of them.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import random
+import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
+import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import numpy
@@ -32,16 +36,7 @@ import torch
 from deadlines import deadline
 from torch.distributed import TCPStore
 
-PRELOADED = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "torch.distributed.nn.functional",
-    "torch.nn.parallel",
-    "trainwright",
-    "forked",
-)
+PRELOADED = ("preloaded", "forked")
 LEAVE_SECONDS = 60.0
 """How long the other ranks have to leave by themselves, once one has failed."""
 _PR_SET_PDEATHSIG = 1
@@ -90,6 +85,40 @@ def run_ranks(
     assert not reason, f"{reason}\n{told}"
 
 
+def run_python(
+    *arguments: object,
+    folder: Path | str | None = None,
+    variables: Mapping[str, str] | None = None,
+    seconds: float = 120.0,
+    warnings_are: str | None = "error",
+) -> subprocess.CompletedProcess[str]:
+    """Run what `python ARGUMENTS` would (-c CODE, -m MODULE or a script), in a process group of its own.
+
+    Raises:
+        subprocess.TimeoutExpired: it missed its deadline, and was killed.
+    """
+    limit = deadline(seconds)
+    given = [str(each) for each in arguments]
+    settings = ({**os.environ, **(variables or {})}, os.fspath(folder or os.getcwd()))
+    with tempfile.TemporaryDirectory() as printed:
+        outputs = [Path(printed, name) for name in ("stdout", "stderr")]
+        places = [str(each) for each in outputs]
+        process = _server().Process(target=_run_program, args=(*settings, places, warnings_are, given), daemon=False)
+        process.start()
+        try:
+            process.join(limit)
+        finally:
+            is_over = process.exitcode is not None
+            process.kill()
+            process.join()
+        texts = [each.read_text() if each.exists() else "" for each in outputs]
+    command = ["python", *given]
+    if not is_over:
+        raise subprocess.TimeoutExpired(command, limit, *texts)
+    assert process.exitcode is not None
+    return subprocess.CompletedProcess(command, process.exitcode, *texts)
+
+
 @functools.cache
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
@@ -128,28 +157,70 @@ def _run_rank(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    """Be a rank: like a new interpreter in what a job can see of it, but for the seed of its hashes."""
+    _become_an_interpreter(variables, folder, [output, output])
+    warnings.filters[:] = filters  # type: ignore[index] # the test's own: errors, and what pyproject.toml excepts
+    warnings._filters_mutated()  # type: ignore[attr-defined]
+    sys.warnoptions[:] = ["error"]
+    torch.set_num_threads(1)
+    _run_to_the_end(function, arguments)
+
+
+def _run_program(
+    variables: dict[str, str], folder: str, outputs: list[str], warnings_are: str | None, arguments: list[str]
+) -> None:
+    os.setsid()
+    _become_an_interpreter(variables, folder, outputs)
+    if warnings_are is not None:
+        warnings.simplefilter(warnings_are)  # type: ignore[arg-type]
+        sys.warnoptions[:] = [warnings_are]
+    sys.path[:0] = [each for each in variables.get("PYTHONPATH", "").split(os.pathsep) if each]
+    _run_to_the_end(_interpret, (arguments,))
+
+
+def _interpret(arguments: list[str]) -> None:
+    """Do what an interpreter does with its arguments, and with no option before them."""
+    if arguments[0] == "-m":
+        sys.argv[:] = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if arguments[0] == "-c":
+        sys.argv[:] = ["-c", *arguments[2:]]
+        sys.path.insert(0, "")
+        code = compile(arguments[1], "<string>", "exec")
+    else:
+        sys.argv[:] = arguments
+        sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+        main.__file__ = os.path.abspath(arguments[0])
+        code = compile(Path(arguments[0]).read_text(), main.__file__, "exec")
+    exec(code, vars(main))
+
+
+def _become_an_interpreter(variables: dict[str, str], folder: str, outputs: list[str]) -> None:
+    """Be like a new interpreter in what a program can see of it, but for the seed of its hashes."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # with the server, which ends with the tests
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    warnings.filters[:] = filters  # type: ignore[index] # the test's own: errors, and what pyproject.toml excepts
-    warnings._filters_mutated()  # type: ignore[attr-defined]
-    sys.warnoptions[:] = ["error"]
+    for number, output in enumerate(outputs, start=1):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
     random.seed()
     numpy.random.seed()
     torch.seed()
-    torch.set_num_threads(1)
     multiprocessing.set_start_method(_METHOD, force=True)  # a child of the server would start loader workers by it, too
+
+
+def _run_to_the_end(function: Callable[..., Any], arguments: tuple[Any, ...]) -> NoReturn:
+    """Call a function and end the process as an interpreter does after it."""
     code = 1
     try:
         function(*arguments)
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if code and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type] # by which the other ranks hear of it
     try:

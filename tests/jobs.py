@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from deadlines import deadline
-from forked import run_ranks
+from forked import run_python, run_ranks
 from small import ON_HOST
 
 
@@ -61,14 +61,14 @@ def _launch(function: Callable[[Path], Any], ranks: int, folder: Path, seconds: 
 def run_alone(script: str, folder: Path, *, seconds: float = 120.0) -> None:
     """Run lines of Python in one process of their own, with warnings as errors, beside the jobs of the strategies' tests."""
     places = [str(Path(__file__).parent / "strategies"), str(Path(__file__).parent)]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", f"import sys\nsys.path[:0] = {places!r}\n{script}"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=deadline(seconds),
-        check=False,
-    )
+    program = f"import sys\nsys.path[:0] = {places!r}\n{script}"
+    if ON_HOST and not torch.accelerator.is_available():
+        done = run_python("-c", program, folder=folder, seconds=seconds)
+    else:
+        command = [sys.executable, "-W", "error", "-c", program]
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=deadline(seconds), check=False
+        )
     assert done.returncode == 0, done.stderr
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from deadlines import deadline
+from forked import run_python
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -39,7 +40,7 @@ def test_strategies_beside_hand_written_ones() -> None:
 
 
 def test_unknown_strategy_is_refused() -> None:
-    done = run("--strategies", "ddp,fdsp")
+    done = run_python(FOLDER / "strategies.py", "--strategies", "ddp,fdsp")
     assert done.returncode == 2
     assert "'fdsp' is unknown here; choose from ddp, ddp_sharded, fsdp, deepspeed_stage_1" in done.stderr
 
@@ -61,6 +62,6 @@ def test_checkpoints_beside_the_bare_work() -> None:
 
 
 def test_a_number_of_ranks_is_checked() -> None:
-    done = run("--ranks", "1,two", script="checkpoint.py")
+    done = run_python(FOLDER / "checkpoint.py", "--ranks", "1,two")
     assert done.returncode == 2
     assert "--ranks 1,two: numbers of processes, such as 1,2" in done.stderr

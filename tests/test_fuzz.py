@@ -30,6 +30,7 @@ def fuzz(*arguments: str, path: tuple[Path, ...] = ()) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.launch
 def test_a_known_fault_is_shrunk_to_its_smallest_configuration_and_a_script_that_shows_it(tmp_path: Path) -> None:
     done = fuzz("fuzzed.toy", "--seeds", "30", "--failures", "1")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -50,6 +51,7 @@ def test_a_known_fault_is_shrunk_to_its_smallest_configuration_and_a_script_that
     assert (shown.returncode, shown.stdout.strip()) == (1, "fruit: too much of it"), shown.stderr
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize(
     ("colour", "code", "says"),
     [
@@ -66,6 +68,7 @@ def test_a_case_that_refuses_dies_hangs_or_raises(colour: str, code: int, says: 
     assert f"toy: 1 cases, {1 - code} refused, {code} different" in done.stdout
 
 
+@pytest.mark.launch
 def test_a_kind_whose_package_is_not_there_says_so(tmp_path: Path) -> None:
     (tmp_path / "lightning").mkdir()
     (tmp_path / "lightning" / "__init__.py").write_text("raise ImportError('not here')")
@@ -159,6 +162,7 @@ def test_a_value_of_which_no_script_can_be_written_is_printed_and_the_hunt_ends_
     assert "toy: 1 cases, 0 refused, 1 different" in said
 
 
+@pytest.mark.launch
 def test_a_few_seeds() -> None:
     """Of raw the second part is a job of two ranks."""
     done = fuzz("resume", "cuts", "raw", "--seeds", "1", "--start", "2")

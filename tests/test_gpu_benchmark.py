@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from deadlines import deadline
+from forked import run_python
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 OURS = ("by_hand", "trainwright", "trainwright_default", "trainwright_raw", "trainwright_background")
@@ -158,7 +159,7 @@ def test_a_run_is_resumed_with_the_cases_that_were_not_visited(tmp_path: Path) -
 
 
 def test_unknown_names_are_refused() -> None:
-    done = run("--cases", "gtp")
+    done = run_python(FOLDER / "gpu.py", "--cases", "gtp")
     assert done.returncode == 2
     told = "--cases 'gtp' is unknown. Did you mean 'gpt'? Choose from distilbert-12-512-bf16-mixed, mlp, gpt, resnet"
     assert told in done.stderr
@@ -166,7 +167,7 @@ def test_unknown_names_are_refused() -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_without_an_accelerator_one_line_says_so(tmp_path: Path) -> None:
-    done = run("--out", str(tmp_path / "out"))
+    done = run_python(FOLDER / "gpu.py", "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     told = "torch sees no accelerator here: pass --device cpu --small to try the same code on the CPU"
     assert done.stdout.splitlines() == [f'{told} (make bench-gpu ARGS="--device cpu --small").']

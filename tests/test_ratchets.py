@@ -52,7 +52,7 @@ FOREIGN_WRITES: dict[str, int] = {
     "trainer/logbook.py": 3,
     "trainer/metrics.py": 6,
     "trainer/optimization.py": 11,
-    "trainer/preparation.py": 15,
+    "trainer/preparation.py": 16,
     "trainer/reduction.py": 1,
     "trainer/resume.py": 11,
     "trainer/running.py": 34,
@@ -172,7 +172,7 @@ def test_private_names_stay_in_their_file() -> None:
     check_table(coupling()[1], PRIVATE_USES, MOST_PRIVATE_USES)
 
 
-MOST_PUBLIC_NAMES = 111  # goal: 80
+MOST_PUBLIC_NAMES = 114  # goal: 80; the latest three are what callbacks may use in place of the engine and the logbook
 
 
 def test_public_names_of_a_trainer() -> None:
@@ -260,6 +260,8 @@ def test_no_import_runs_back_up_in_trainer() -> None:
 
 PACKAGE_LINES = [
     (36_115, "the package when this ratchet was written; goal: 33,948"),
+    (184, "callbacks/trainer_protocol.py: the members of the Trainer that a callback may use"),
+    (44, "sync points, ranks and the loaders' own positions, while some of what they replace is still there"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 
@@ -274,7 +276,7 @@ def test_lines_of_the_package() -> None:
 
 # -- the walk of a checkpoint (that of a batch is test_call_budget.py's) ----------------------------------------------------
 
-MOST_CALLS_OF_A_SAVE = 1_988  # goal: 1,000
+MOST_CALLS_OF_A_SAVE = 2_000  # goal: 1,000
 MOST_FILES_OF_A_SAVE = 34  # goal: 20
 
 

@@ -29,6 +29,7 @@ def soak(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.launch
 def test_a_killed_process_ends_as_the_one_that_nobody_killed(tmp_path: Path) -> None:
     done = soak(tmp_path, "--only", "0", "--strategies", "single_device", "--per-run", "1", "--epochs", "3")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from deadlines import deadline
+from forked import run_python
 from small import QUIET, Classifier, assert_equal, make_loader, weights
 from torch import nn
 
@@ -307,8 +305,7 @@ def test_a_directory_that_cannot_be_written(open_folder: Path) -> None:
     (open_folder / "file").touch()
     places = ["closed/a.ckpt", "closed/new/a.ckpt", "file/a.ckpt"]
     paths = [str(open_folder / place) for place in places]
-    command = [sys.executable, "-c", UNWRITABLE, str(open_folder / "warm.ckpt"), *paths]
-    done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=deadline(100), check=False)
+    done = run_python("-c", UNWRITABLE, open_folder / "warm.ckpt", *paths, folder="/")
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     assert len(said) == 3

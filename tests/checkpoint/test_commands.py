@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from deadlines import deadline
+from forked import run_python
 from safetensors import safe_open
 from small import ON_HOST, QUIET, Classifier, assert_equal, make_loader, weights
 from torch import nn
@@ -231,7 +232,7 @@ print((peak() - before) // 1024)
 
 
 def test_an_export_never_holds_a_model(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", LARGE], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run_python("-c", LARGE, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 40  # MiB; the two tensors are 96
     with safe_open(tmp_path / "large.safetensors", "pt") as file:
@@ -354,21 +355,14 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
         "    try:\n        code = main()\n    except SystemExit as exit:\n        code = exit.code\n"
         "    print(code, file=sys.stderr)\n"
     )
-    command = [sys.executable, "-c", script, json.dumps([arguments for _, arguments, _ in calls])]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=deadline(60), check=False)
+    done = run_python("-c", script, json.dumps([arguments for _, arguments, _ in calls]), folder=tmp_path)
     lines = done.stderr.splitlines()
     assert len(lines) == 2 * len(calls), done.stderr
     for (code, arguments, message), line, found in zip(calls, lines[::2], lines[1::2], strict=True):
         assert int(found) == code, (arguments, line)
         assert message in line
         assert line.startswith("trainwright checkpoint")
-    done = subprocess.run(
-        [sys.executable, "-m", "trainwright", "checkpoint", "verify", str(tmp_path / "absent")],
-        capture_output=True,
-        text=True,
-        timeout=deadline(60),
-        check=False,
-    )
+    done = run_python("-m", "trainwright", "checkpoint", "verify", tmp_path / "absent")
     assert done.returncode == 77
     assert "absent is not whole" in done.stderr
     assert "Traceback" not in done.stderr

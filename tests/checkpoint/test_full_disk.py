@@ -110,6 +110,7 @@ def can_mount(folder: Path) -> bool:
     return done.returncode == 0
 
 
+@pytest.mark.launch
 def test_a_full_disk(tmp_path: Path) -> None:
     if not can_mount(tmp_path):
         pytest.skip("no small file system can be mounted here; the limit on files above shows the same error path")

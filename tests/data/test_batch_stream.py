@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from starts import Starts, some_or_every
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from trainwright.data.batch_stream import count_samples
@@ -53,8 +54,9 @@ def read(share: ShardedLoader, epoch: int = 0, start: int = 0, seed: int = 1) ->
 
 
 @pytest.mark.filterwarnings(READ_WHOLE)
+@some_or_every
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_sample_counts_once(world_size: int) -> None:
+def test_every_sample_counts_once(world_size: int, starts: Starts) -> None:
     for count, size, drop_last in itertools.product(range(14), (1, 3), (False, True)):
         loader = DataLoader(Counting(count), batch_size=size, drop_last=drop_last)
         alone = read(ShardedLoader(loader, rank=0, world_size=1, mode="evaluate"))
@@ -77,7 +79,7 @@ def test_every_sample_counts_once(world_size: int) -> None:
             assert dict(training[0].uneven) == {len(rounds) - 1: sizes}
             assert sum(share.weight_at(len(rounds) - 1) for share in training) == pytest.approx(world_size)
         for share, part in zip(training, parts, strict=True):
-            assert all(read(share, start=start) == part[start:] for start in range(len(part) + 1))
+            assert all(read(share, start=start) == part[start:] for start in starts(len(part)))
 
 
 @pytest.mark.filterwarnings(READ_WHOLE)

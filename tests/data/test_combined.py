@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from starts import Starts, some_or_every
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from trainwright.data.combined import CombinedLoader, ShardedCombination, evaluation_loaders, shard
@@ -136,9 +137,10 @@ def test_a_batch_has_the_structure_of_the_collection() -> None:
 
 
 @pytest.mark.filterwarnings(NO_PROPORTION)
+@some_or_every
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("mode", MODES)
-def test_from_any_batch_on_it_is_the_uninterrupted_stream(mode: Any, world_size: int) -> None:
+def test_from_any_batch_on_it_is_the_uninterrupted_stream(mode: Any, world_size: int, starts: Starts) -> None:
     collections: list[tuple[Any, bool]] = [
         ([numbers(0, 23, 2, shuffle=shuffle), numbers(100, 7, 1), numbers(200, 11, 4, shuffle=shuffle)], True)
         for shuffle in (False, True)
@@ -154,7 +156,8 @@ def test_from_any_batch_on_it_is_the_uninterrupted_stream(mode: Any, world_size:
             assert whole
             assert share.exact_length == (len(whole) if is_exact else None)
             state = random.getstate()
-            for start in range(len(whole) + 1):
+            lengths = [part.length or 0 for part in share.parts]
+            for start in starts(len(whole), *lengths, *itertools.accumulate(lengths)):
                 assert read(share, epoch=2, start=start) == whole[start:], (mode, kind, rank, start)
             assert random.getstate() == state, "what is drawn to get there is drawn aside"
             assert read(share, epoch=2) == whole

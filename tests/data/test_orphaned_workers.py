@@ -59,6 +59,7 @@ worker.join()
 """
 
 
+@pytest.mark.launch
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_a_worker_whose_parent_was_killed_at_once_ends(tmp_path: Path) -> None:
     job = Started(python("-c", KILLED_AT_ONCE), tmp_path)
@@ -69,6 +70,7 @@ def test_a_worker_whose_parent_was_killed_at_once_ends(tmp_path: Path) -> None:
         job.close()
 
 
+@pytest.mark.launch
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
 def test_a_second_signal_does_not_keep_a_worker_from_tidying(tmp_path: Path) -> None:
     """The kernel signals it when its parent dies, and then the launcher does."""

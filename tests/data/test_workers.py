@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 from deadlines import deadline, wait_until
+from forked import run_python
 from small import QUIET, Classifier, make_loader
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
@@ -94,6 +95,7 @@ def test_a_folder_too_deep_for_workers_is_refused(tmp_path: Path, monkeypatch: p
 
 FAILING = """
 import sys
+from forked import run_python
 from small import QUIET, Classifier, make_loader
 import trainwright as tw
 
@@ -108,6 +110,7 @@ tw.Trainer(devices=2, max_epochs=3, **QUIET).fit(Broken(), loader)
 """
 
 
+@pytest.mark.launch
 def test_a_failed_job_with_workers_leaves_no_folder(tmp_path: Path) -> None:
     """Each worker has a temporary folder of its own, which a worker that is killed leaves behind."""
     script = tmp_path / "failing.py"
@@ -185,21 +188,20 @@ def has_ended(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("kept", ["persistent", "not"])
-@pytest.mark.parametrize("end", ["closes", "ends", "leaves at once", "is killed"])
+@pytest.mark.parametrize(
+    "end", ["closes", pytest.param("ends", marks=pytest.mark.launch), "leaves at once", "is killed"]
+)
 def test_workers_live_through_signals_and_end_with_their_parent(kept: str, end: str, tmp_path: Path) -> None:
     temporary = Path(tempfile.mkdtemp(prefix="tw"))
     script = tmp_path / "signalled.py"
     script.write_text(SIGNALLED)
     environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, str(script), kept, end],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=deadline(100),
-        check=False,
-        start_new_session=True,
-    )
+    if end == "ends":  # by an interpreter's own end
+        command = [sys.executable, str(script), kept, end]
+        settings: dict[str, Any] = {"capture_output": True, "text": True, "start_new_session": True}
+        done = subprocess.run(command, env=environment, timeout=deadline(100), check=False, **settings)
+    else:
+        done = run_python(script, kept, end, variables=environment)
     assert done.returncode == {"leaves at once": 3, "is killed": -9}.get(end, 0), done.stderr
     for pid in done.stdout.split():
         wait_until(lambda pid=pid: has_ended(int(pid)), 20.0)  # four times what torch's own workers take

@@ -153,6 +153,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("by", ["slurm", "mpi"])
 def test_tasks_of_one_node_train_over_loopback_alone(tmp_path: Path, by: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -181,6 +182,7 @@ def test_tasks_of_one_node_train_over_loopback_alone(tmp_path: Path, by: str) ->
     assert seen[0]["bias"] == seen[1]["bias"]
 
 
+@pytest.mark.launch
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     with socket.create_server(("127.0.0.1", 0)) as taken:

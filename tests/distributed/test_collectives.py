@@ -3,77 +3,57 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from deadlines import deadline
+from jobs import run_job
 
-from trainwright.distributed import collectives
-
-ROOT = Path(__file__).resolve().parents[2]
-
-# One job makes all checks that need two ranks; each assertion runs on both.
-SCRIPT = """
-import pytest, torch
 from trainwright.distributed import collectives
 from trainwright.distributed.connection import open_process_group
 from trainwright.distributed.environment import Environment
 
-environment = Environment.detect()
-open_process_group(environment, "gloo")
-rank = environment.rank
 
-own = torch.arange(4).reshape(2, 2).t() + rank
-assert torch.equal(torch.stack(collectives.all_gather(own)), torch.stack([own - rank, own - rank + 1]))
-flags = collectives.all_gather(torch.tensor([rank == 0, True]))
-assert [flag.tolist() for flag in flags] == [[True, True], [False, True]]
+def job(folder: Path) -> int:
+    """Make all checks that need two ranks; each assertion runs on both."""
+    environment = Environment.detect()
+    open_process_group(environment, "gloo")
+    rank = environment.rank
 
-sizes = (3, 0)
-parts = collectives.gather_uneven(torch.full((sizes[rank], 2), float(rank)))
-assert [tuple(part.shape) for part in parts] == [(3, 2), (0, 2)]
-parts = collectives.gather_uneven(torch.arange(rank + 1))
-assert [part.tolist() for part in parts] == [[0], [0, 1]]
-assert collectives.gather_uneven(torch.zeros(0, 5))[1].shape == (0, 5)
-with pytest.raises(ValueError, match="differ beyond the first dimension .rank 0: .1, 2., rank 1: .1, 3.."):
-    collectives.gather_uneven(torch.zeros(1, 2 + rank))
-with pytest.raises(TypeError, match="another dtype on rank.s. .1."):
-    collectives.gather_uneven(torch.zeros(1, dtype=(torch.float32, torch.float64)[rank]))
+    own = torch.arange(4).reshape(2, 2).t() + rank
+    assert torch.equal(torch.stack(collectives.all_gather(own)), torch.stack([own - rank, own - rank + 1]))
+    flags = collectives.all_gather(torch.tensor([rank == 0, True]))
+    assert [flag.tolist() for flag in flags] == [[True, True], [False, True]]
 
-sent = {"rank": rank, "text": "x" * (10 * rank), "loss": float("nan"), "none": [None, True]}
-objects = collectives.gather_object(sent)
-assert [entry["rank"] for entry in objects] == [0, 1]
-assert [len(entry["text"]) for entry in objects] == [0, 10]
+    sizes = (3, 0)
+    parts = collectives.gather_uneven(torch.full((sizes[rank], 2), float(rank)))
+    assert [tuple(part.shape) for part in parts] == [(3, 2), (0, 2)]
+    parts = collectives.gather_uneven(torch.arange(rank + 1))
+    assert [part.tolist() for part in parts] == [[0], [0, 1]]
+    assert collectives.gather_uneven(torch.zeros(0, 5))[1].shape == (0, 5)
+    with pytest.raises(ValueError, match=r"differ beyond the first dimension .rank 0: .1, 2., rank 1: .1, 3.."):
+        collectives.gather_uneven(torch.zeros(1, 2 + rank))
+    with pytest.raises(TypeError, match=r"another dtype on rank.s. .1."):
+        collectives.gather_uneven(torch.zeros(1, dtype=(torch.float32, torch.float64)[rank]))
 
-value = torch.tensor([1.0, 4.0]) * (1 + rank)
-for op, expected in {"sum": [3.0, 12.0], "mean": [1.5, 6.0], "min": [1.0, 4.0], "max": [2.0, 8.0]}.items():
-    assert collectives.all_reduce(value, op).tolist() == expected
-assert value.tolist() == [1.0 + rank, 4.0 + 4 * rank]
-assert collectives.broadcast(torch.tensor([rank]), source=1).tolist() == [1]
-collectives.barrier()
-with pytest.raises(ValueError, match="source=2 is not a rank; choose from 0 to 1"):
-    collectives.broadcast(value, source=2)
-print("checked")
-"""
+    sent = {"rank": rank, "text": "x" * (10 * rank), "loss": float("nan"), "none": [None, True]}
+    objects = collectives.gather_object(sent)
+    assert [entry["rank"] for entry in objects] == [0, 1]
+    assert [len(entry["text"]) for entry in objects] == [0, 10]
+
+    value = torch.tensor([1.0, 4.0]) * (1 + rank)
+    for op, expected in {"sum": [3.0, 12.0], "mean": [1.5, 6.0], "min": [1.0, 4.0], "max": [2.0, 8.0]}.items():
+        assert collectives.all_reduce(value, op).tolist() == expected
+    assert value.tolist() == [1.0 + rank, 4.0 + 4 * rank]
+    assert collectives.broadcast(torch.tensor([rank]), source=1).tolist() == [1]
+    collectives.barrier()
+    with pytest.raises(ValueError, match="source=2 is not a rank; choose from 0 to 1"):
+        collectives.broadcast(value, source=2)
+    return rank
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "trainwright.launch.processes", "--num-processes", "2", "--"]
-    done = subprocess.run(
-        [*launcher, sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=deadline(60),
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(done.stdout.splitlines()) == ["[rank1] checked", "checked"]
+    assert run_job(job, 2, tmp_path) == [0, 1]
 
 
 def test_one_process_is_the_identity() -> None:

@@ -117,6 +117,7 @@ def test_deterministic_cublasis_asked_for_once(monkeypatch: pytest.MonkeyPatch) 
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("mode", ["joined", "reopened"])
 def test_a_job_without_an_agent_ends_quietly(tmp_path: Path, mode: str) -> None:
     script = tmp_path / "script.py"

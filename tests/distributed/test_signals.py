@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 from deadlines import deadline
+from forked import run_python
 
 from trainwright.distributed.signals import STOP_SIGNALS, SignalWatch, exit_code
 
@@ -95,7 +94,5 @@ def test_an_ignored_signal_stays_ignored() -> None:
         "for _ in range(3): os.kill(os.getpid(), signal.SIGINT)\n"
         "watch.close(); print(watch.first)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=deadline(60), check=True
-    )
-    assert done.stdout == "0\n"
+    done = run_python("-c", program)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr

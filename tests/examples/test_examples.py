@@ -48,6 +48,7 @@ def check_files(output: str, folder: Path) -> None:
     assert len(picture) > 10_000
 
 
+@pytest.mark.launch
 def test_digits_for_an_epoch(tmp_path: Path) -> None:
     output = run(str(ROOT / "examples/digits.py"), "--epochs", "1", folder=tmp_path)
     assert float(said(output, "test_acc")) > 0.3
@@ -82,6 +83,7 @@ def test_raw_loop(tmp_path: Path, options: str) -> None:
     assert (tmp_path / said(output, "checkpoint") / "manifest.json").is_file()
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("options", ["--epochs 4", pytest.param("--devices 2", marks=pytest.mark.slow)])
 def test_gan(tmp_path: Path, options: str) -> None:
     output = run(str(ROOT / "examples/gan.py"), *options.split(), folder=tmp_path)

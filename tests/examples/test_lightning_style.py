@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from deadlines import deadline
 
 SCRIPT = Path(__file__).with_name("lightning_style.py")
@@ -17,6 +18,7 @@ METRICS = (
 )
 
 
+@pytest.mark.launch
 def test_the_script_runs_as_it_is(tmp_path: Path) -> None:
     program = SCRIPT.read_text()
     imported = re.findall(r"^(?:from|import) trainwright.*$", program, re.MULTILINE)

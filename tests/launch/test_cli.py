@@ -63,6 +63,7 @@ def seen_of(job: Started) -> list[dict[str, object]]:
     return sorted((json.loads(line) for line in lines), key=lambda seen: seen["rank"])
 
 
+@pytest.mark.launch
 def test_a_module_runs_with_what_the_command_line_says(tmp_path: Path, started: list[Started]) -> None:
     options = ["--devices", "2", "--strategy=ddp", "--precision", "bf16-mixed", "--logs", "kept", "--cpu"]
     started.append(job(tmp_path, *options, "-m", "train", "run", "--devices", "7"))
@@ -85,6 +86,7 @@ def test_a_module_runs_with_what_the_command_line_says(tmp_path: Path, started: 
     started[0].check_nothing_left()
 
 
+@pytest.mark.launch
 def test_what_the_script_says_wins_and_is_said(tmp_path: Path, started: list[Started]) -> None:
     started.append(job(tmp_path, "--devices", "2", "--precision", "16", "train.py", "has its own"))
     assert started[0].wait() == 0, started[0].stderr
@@ -93,6 +95,7 @@ def test_what_the_script_says_wins_and_is_said(tmp_path: Path, started: list[Sta
     assert started[0].stderr.count(text) == 1
 
 
+@pytest.mark.launch
 def test_all_ranks_start_anew_after_a_failed_one(tmp_path: Path, started: list[Started]) -> None:
     started.append(job(tmp_path, "--devices", "2", "--max-restarts", "2", "train.py", "again", "1"))
     assert started[0].wait() == 0, started[0].stderr
@@ -104,6 +107,7 @@ def test_all_ranks_start_anew_after_a_failed_one(tmp_path: Path, started: list[S
     started[0].check_nothing_left()
 
 
+@pytest.mark.launch
 @pytest.mark.slow
 def test_restarts_come_to_an_end(tmp_path: Path, started: list[Started]) -> None:
     started.append(job(tmp_path, "--devices", "2", "--max-restarts", "1", "train.py", "again", "never"))
@@ -114,6 +118,7 @@ def test_restarts_come_to_an_end(tmp_path: Path, started: list[Started]) -> None
     started[0].check_nothing_left()
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_the_end_of_the_command_is_that_of_its_processes(tmp_path: Path, started: list[Started], number: int) -> None:
     started.append(job(tmp_path, "--devices", "2", "train.py", "wait"))
@@ -124,6 +129,7 @@ def test_the_end_of_the_command_is_that_of_its_processes(tmp_path: Path, started
     assert started[0].wait() == (-number if number == signal.SIGKILL else 128 + number)
 
 
+@pytest.mark.launch
 def test_a_main_port_that_is_taken_is_said_at_once(tmp_path: Path, started: list[Started]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -202,6 +208,7 @@ def test_a_worker_launches_nothing(capsys: pytest.CaptureFixture[str], monkeypat
     assert "this process is itself a rank of a job" in capsys.readouterr().err
 
 
+@pytest.mark.launch
 @pytest.mark.slow
 def test_the_place_of_a_node_may_stand_in_the_environment(tmp_path: Path, started: list[Started]) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -22,6 +22,7 @@ from started import GONE_SECONDS, Started, python
 
 from trainwright.checkpoint.store import find_checkpoints, open_checkpoint
 
+pytestmark = pytest.mark.launch
 JOB = str(Path(__file__).with_name("stopped_job.py"))
 LAUNCH = python(
     "-m", "trainwright", "launch", "--cpu", "--devices", "2", "--grace-seconds", "60", "--max-restarts", "1"

@@ -144,6 +144,7 @@ class Recorder:
         pass
 
 
+@pytest.mark.launch
 def test_the_weights_come_back_into_the_very_module(ran: Ran, tmp_path: Path) -> None:
     alone = Net()
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
@@ -154,6 +155,7 @@ def test_the_weights_come_back_into_the_very_module(ran: Ran, tmp_path: Path) ->
     assert (ran.module.steps.item(), ran.module.scratch.item()) == (12.0, 24.0)
 
 
+@pytest.mark.launch
 def test_counters_metrics_and_callbacks_come_back(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, (stopping, checkpoint, history) = ran.trainer, ran.callbacks
     assert (trainer.global_step, trainer.current_epoch, trainer.should_stop, trainer.interrupted) == (
@@ -180,6 +182,7 @@ def test_counters_metrics_and_callbacks_come_back(ran: Ran, monkeypatch: pytest.
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.launch
 def test_later_calls_go_on_from_there(ran: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer, module = ran.trainer, ran.module
     weights = {name: value.clone() for name, value in module.state_dict().items()}
@@ -198,6 +201,7 @@ def test_later_calls_go_on_from_there(ran: Ran, tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.launch
 def test_a_failing_rank_is_an_error_here(ran: Ran, capsys: pytest.CaptureFixture[str]) -> None:
     module = Net(failing_rank=1)
     with pytest.raises(
@@ -212,6 +216,7 @@ def test_a_failing_rank_is_an_error_here(ran: Ran, capsys: pytest.CaptureFixture
     assert module.net[0].weight.equal(Net().net[0].weight)
 
 
+@pytest.mark.launch
 def test_what_cannot_be_handed_over_is_said_at_once(ran: Ran) -> None:
     loader: DataLoader[Any] = make_loader(8, 2)
     vars(loader.dataset)["guard"] = threading.Lock()
@@ -346,6 +351,7 @@ def started(tmp_path: Path) -> Iterator[Started]:
         process.kill()
 
 
+@pytest.mark.launch
 @pytest.mark.slow
 def test_code_of_the_command_line(started: Started) -> None:
     output = started.run(["-c", PROGRAM + FIT.replace("STRATEGY", "'auto'") + LOOP])
@@ -353,6 +359,7 @@ def test_code_of_the_command_line(started: Started) -> None:
     assert "loop {'total': tensor(21), 'rank': 0}\n" in output
 
 
+@pytest.mark.launch
 @pytest.mark.slow
 def test_a_script_without_a_guard_runs_once(started: Started, tmp_path: Path) -> None:
     script = PROGRAM + "print('the script')\n" + FIT.replace("STRATEGY", "'ddp_spawn'")
@@ -362,6 +369,7 @@ def test_a_script_without_a_guard_runs_once(started: Started, tmp_path: Path) ->
     assert "moved by 6.0 in 2\n" in output
 
 
+@pytest.mark.launch
 @pytest.mark.slow
 def test_standard_input(started: Started) -> None:
     text = PROGRAM + "trainer = tw.Trainer(devices=2, accelerator='cpu', strategy='ddp', **QUIET)\n"
@@ -411,6 +419,7 @@ def _take_terminal(child: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the tests may run where it is ignored
 
 
+@pytest.mark.launch
 @pytest.mark.slow
 def test_a_terminal_is_interrupted_and_killed(started: Started) -> None:
     terminal = Terminal(started)

@@ -132,6 +132,7 @@ def test_two_workers_run_the_script(tmp_path: Path, jobs: list[Job]) -> None:
     job.check_nothing_left()
 
 
+@pytest.mark.launch
 def test_a_rank_that_raises_ends_the_job_and_is_named(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, "raise")
     jobs.append(job)
@@ -145,6 +146,7 @@ def test_a_rank_that_raises_ends_the_job_and_is_named(tmp_path: Path, jobs: list
     job.check_nothing_left()
 
 
+@pytest.mark.launch
 def test_an_error_on_all_ranks_is_shown_once(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, "both raise")
     jobs.append(job)
@@ -154,6 +156,7 @@ def test_an_error_on_all_ranks_is_shown_once(tmp_path: Path, jobs: list[Job]) ->
     job.check_nothing_left()
 
 
+@pytest.mark.launch
 def test_a_failed_rank_that_does_not_end_is_ended(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, "linger")
     jobs.append(job)
@@ -162,6 +165,7 @@ def test_a_failed_rank_that_does_not_end_is_ended(tmp_path: Path, jobs: list[Job
     job.check_nothing_left()
 
 
+@pytest.mark.launch
 def test_a_killed_rank_ends_the_job_even_where_sigterm_is_ignored(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, "die")
     jobs.append(job)
@@ -189,7 +193,9 @@ def test_a_killed_launcher_takes_its_workers_with_it(tmp_path: Path, jobs: list[
     job.wait()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.launch), (signal.SIGTERM, 143)]
+)
 def test_a_signal_to_the_launcher_ends_all(tmp_path: Path, jobs: list[Job], number: int, code: int) -> None:
     job = Job(tmp_path, "wait")
     jobs.append(job)
@@ -204,6 +210,7 @@ def test_a_signal_to_the_launcher_ends_all(tmp_path: Path, jobs: list[Job], numb
     job.check_nothing_left()
 
 
+@pytest.mark.launch
 def test_torchrun_is_joined_and_shows_the_first_error(tmp_path: Path, jobs: list[Job]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     job = Job(tmp_path, "raise", command=torchrun)
@@ -215,6 +222,7 @@ def test_torchrun_is_joined_and_shows_the_first_error(tmp_path: Path, jobs: list
     assert "Connection closed" not in job.stderr
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

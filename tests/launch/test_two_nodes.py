@@ -17,6 +17,7 @@ from deadlines import deadline
 from small import assert_equal
 from started import GONE_SECONDS, Started, python
 
+pytestmark = pytest.mark.launch
 NEEDED = "TRAINWRIGHT_TEST_TWO_NODES"
 """Set where these tests have to run: then it is a failure that they cannot."""
 ADDRESSES = ("10.77.0.1", "10.77.0.2")

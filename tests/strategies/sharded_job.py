@@ -179,11 +179,18 @@ def refusals() -> None:
         trainer("ddp_sharded").fit(Closes(), loader(4, 1))
 
 
+def sharded_everyday(folder: Path) -> dict[str, Any]:
+    """Make the checks of every strategy."""
+    quiet()
+    return everyday("ddp_sharded", folder)
+
+
 def sharded(folder: Path) -> dict[str, Any]:
     """Make every check, on this rank."""
     quiet()
-    found: dict[str, Any] = {"everyday": everyday("ddp_sharded", folder)}
-    found["lr"] = {name: steps("ddp_sharded", 1, name, folder / f"{name}.ckpt") for name in OPTIMIZERS}
+    found: dict[str, Any] = {
+        "lr": {name: steps("ddp_sharded", 1, name, folder / f"{name}.ckpt") for name in OPTIMIZERS}
+    }
     leaves("ddp_sharded", 1, folder)
     for name in ("sgd", "adam", "signs"):
         resumed_steps(folder, name)

@@ -109,6 +109,7 @@ def test_low_precision(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
     assert all(value.dtype == torch.float32 for value in found.values() if value.is_floating_point())
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("strategy", PARALLEL)
 def test_failing_rank(strategy: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

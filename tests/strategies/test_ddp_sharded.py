@@ -12,7 +12,7 @@ import sharded_job
 import torch
 from everyday_job import Regresses, assert_everyday, assert_same_weights, loader, trainer
 from jobs import run_job
-from sharded_job import OPTIMIZERS, sharded
+from sharded_job import OPTIMIZERS, sharded, sharded_everyday
 
 from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
 
@@ -23,9 +23,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]],
     return run_job(sharded, 2, folder), folder
 
 
-def test_everyday(job: Any, tmp_path: Path) -> None:
-    ranks, folder = job
-    assert_everyday([rank["everyday"] for rank in ranks], everyday_job.alone(tmp_path), folder, tmp_path)
+@pytest.mark.slow
+def test_everyday(tmp_path: Path) -> None:
+    folder, alone = tmp_path / "ranks", tmp_path / "alone"
+    assert_everyday(run_job(sharded_everyday, 2, folder), everyday_job.alone(alone), folder, alone)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -9,7 +9,7 @@ import everyday_job
 import fsdp_job
 import pytest
 from everyday_job import assert_everyday, assert_same_weights
-from fsdp_job import fsdp, run_equal
+from fsdp_job import fsdp, fsdp_everyday, run_equal
 from jobs import run_alone, run_job
 
 import trainwright as tw
@@ -21,9 +21,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]],
     return run_job(fsdp, 2, folder), folder
 
 
-def test_everyday(job: Any, tmp_path: Path) -> None:
-    ranks, folder = job
-    assert_everyday([rank["everyday"] for rank in ranks], everyday_job.alone(tmp_path), folder, tmp_path)
+@pytest.mark.slow
+def test_everyday(tmp_path: Path) -> None:
+    folder, alone = tmp_path / "ranks", tmp_path / "alone"
+    assert_everyday(run_job(fsdp_everyday, 2, folder), everyday_job.alone(alone), folder, alone)
 
 
 def test_equal_to_one_process(job: Any, tmp_path: Path) -> None:

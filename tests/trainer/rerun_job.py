@@ -1,7 +1,7 @@
 """A script that is run again with ckpt_path="auto" until it has come to its end, each time in a process of its own.
 
-`python rerun_job.py FOLDER` runs it without interruption and then, in another folder, killed at random places; what both
-have left is for the test to compare. The processes are forked, so that torch is imported once.
+`python rerun_job.py FOLDER SEEDS` runs it without interruption and then, in a folder for each seed, killed at random places;
+what they have left is for the test to compare. The processes are forked, so that torch is imported once.
 """
 
 from __future__ import annotations
@@ -144,10 +144,10 @@ def fixed(number: int) -> int:
     return 0
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, seeds: int) -> None:
     torch.set_num_threads(1)
     assert attempt(folder / "whole") == 0
-    kills = [rerun(folder / f"killed-{seed}", seed) for seed in range(2)]
+    kills = [rerun(folder / f"killed-{seed}", seed) for seed in range(seeds)]
     again = attempt(folder / "whole")  # a finished run ends at once
     (folder / "told.json").write_text(
         json.dumps({"kills": kills, "again": again, "together": together(folder / "two")})
@@ -155,4 +155,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

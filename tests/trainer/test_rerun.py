@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
 import torch
-from deadlines import deadline
+from forked import run_python
 from small import assert_equal
 
 JOB = Path(__file__).with_name("rerun_job.py")
@@ -23,14 +22,9 @@ def newest(folder: Path) -> Path:
     return runs[-1]
 
 
-def test_killed_and_run_again(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(JOB), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=deadline(240),
-        check=False,
-    )
+@pytest.mark.parametrize("seeds", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_killed_and_run_again(seeds: int, tmp_path: Path) -> None:
+    done = run_python(JOB, tmp_path, seeds, seconds=240.0)
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads((tmp_path / "told.json").read_text())
     whole = tmp_path / "whole"
@@ -39,7 +33,7 @@ def test_killed_and_run_again(tmp_path: Path) -> None:
     kept = set(os.listdir(newest(whole) / "checkpoints"))
     assert min(told["kills"]) >= 2, told
     assert "was held by process" in done.stdout  # the lock of a killed run
-    for seed in range(2):
+    for seed in range(seeds):
         folder = tmp_path / f"killed-{seed}"
         assert (newest(folder) / "metrics.csv").read_bytes() == expected
         assert (newest(folder) / "hparams.json").exists() == (newest(whole) / "hparams.json").exists()

@@ -11,6 +11,7 @@ from trainwright.callbacks.prediction_writer import BasePredictionWriter
 from trainwright.callbacks.progress_bar import TQDMProgressBar
 from trainwright.callbacks.tensor_prediction_writer import TensorPredictionWriter, load_predictions
 from trainwright.callbacks.timer import Timer
+from trainwright.callbacks.trainer_protocol import TrainerProtocol
 
 __all__ = [
     "BasePredictionWriter",
@@ -25,5 +26,6 @@ __all__ = [
     "TQDMProgressBar",
     "TensorPredictionWriter",
     "Timer",
+    "TrainerProtocol",
     "load_predictions",
 ]

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override the hooks that are wanted; a hook is called on every rank."""
+    """Override the hooks you want; each is called on every rank.
+
+    What a hook may use of `trainer` is `TrainerProtocol`. The parameter is annotated with the Trainer, here and in the built-in
+    callbacks, since a type checker refuses an override whose parameter is narrower: yours may be annotated with either.
+    """
 
     runs_last = False
     """True: called after the others, and at an epoch's end after the module too (it judges what they logged)."""

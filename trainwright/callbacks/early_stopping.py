@@ -14,6 +14,7 @@ from torch import Tensor
 from trainwright.callbacks.base import Callback
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
     from trainwright.trainer.trainer import Trainer
 
@@ -127,7 +128,7 @@ class EarlyStopping(Callback):
         if stage == "fit":
             self._reset()
 
-    def _on_restored(self, trainer: Trainer) -> None:
+    def _on_restored(self, trainer: TrainerProtocol) -> None:
         """Let a run that had been ended stay so, unless what ended it would not end it now."""
         if not self._still_stops():
             self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
@@ -166,11 +167,11 @@ class EarlyStopping(Callback):
         if trainer.state.epoch_ended and (is_due or self.check_on_train_epoch_end):
             self._check(trainer)
 
-    def _check(self, trainer: Trainer) -> None:
+    def _check(self, trainer: TrainerProtocol) -> None:
         """Decide, alike on every rank. Collective."""
         if trainer.fast_dev_run:
             return
-        score = trainer.engine.ranks.decide(lambda: self._score(trainer), "the score of EarlyStopping")
+        score = trainer.ranks.decide(lambda: self._score(trainer), "the score of EarlyStopping")
         if score is None:
             return
         reason, message = self._judge(score)
@@ -186,7 +187,7 @@ class EarlyStopping(Callback):
         elif is_first and trainer.is_global_zero:
             print(message, file=sys.stderr)
 
-    def _score(self, trainer: Trainer) -> float | None:
+    def _score(self, trainer: TrainerProtocol) -> float | None:
         """Return the metric's value; None where it was not logged and need not be. Rank 0's: a step's value is its own."""
         if self.strict or self.monitor in trainer.callback_metrics:
             return float(trainer.monitored(self.monitor, "EarlyStopping"))

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from trainwright.callbacks.base import Callback
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
     from trainwright.trainer.trainer import Trainer
 
@@ -92,7 +93,7 @@ class LearningRateMonitor(Callback):
             self._write(trainer, self._pending)
             self._pending = {}
 
-    def _write(self, trainer: Trainer, values: dict[str, float]) -> None:
+    def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
         for name, value in values.items():
             if name in self.lrs:
                 self.lrs[name].append(value)
@@ -100,11 +101,11 @@ class LearningRateMonitor(Callback):
                 self.last_momentum_values[name] = value
             else:
                 self.last_weight_decay_values[name] = value
-        trainer.logbook.note(values)
+        trainer.record_metrics(values)
         for logger in trainer.loggers if values and trainer.is_global_zero else ():
             logger.log_metrics({"epoch": trainer.current_epoch, **values}, trainer.state.batches_that_stepped)
 
-    def _values(self, trainer: Trainer, interval: str) -> dict[str, float]:
+    def _values(self, trainer: TrainerProtocol, interval: str) -> dict[str, float]:
         """Return what is logged at this interval, by name."""
         values: dict[str, float] = {}
         for optimizer, names, own_interval in self._named(trainer):
@@ -120,7 +121,7 @@ class LearningRateMonitor(Callback):
                     values[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
         return values
 
-    def _named(self, trainer: Trainer) -> list[tuple[Optimizer, list[str], str | None]]:
+    def _named(self, trainer: TrainerProtocol) -> list[tuple[Optimizer, list[str], str | None]]:
         """Return each optimizer with the names of its groups and its scheduler's interval; None where it has none."""
         uses: list[tuple[Optimizer, str | None, str | None]] = []
         for config in trainer.lr_scheduler_configs:

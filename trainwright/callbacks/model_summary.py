@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +41,10 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         # On every rank: the forward of a sharded module is collective.
-        trainer.print(summarize(module, self.max_depth, partial(trainer.engine.run, module, "forward")))
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return trainer.strategy.run(module, "forward", args, kwargs)
+
+        trainer.print(summarize(module, self.max_depth, run))
 
 
 def summarize(

@@ -78,8 +78,7 @@ class BasePredictionWriter(Callback):
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Hand the batch on, or keep it; another rank's, which does not count, only for what communicates."""
-        indices, collector = trainer.batch_indices, trainer.logbook.collector
-        is_own = collector is None or not collector.silent
+        indices, is_own = trainer.batch_indices, not trainer.is_dummy_batch
         if self.write_interval != "epoch" and (is_own or self._communicates):
             before = collectives.count_issued() if batch_idx == 0 else None
             self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)

@@ -24,6 +24,7 @@ from trainwright.checkpoint.filesystem import resolve
 from trainwright.paths import absolute
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
     from trainwright.trainer.trainer import Trainer
 
@@ -73,7 +74,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         if trainer.is_global_zero:
             files.make_directories(path)
             is_taken = files.exists(f"{path}/{MANIFEST}")
-        self._run, is_taken = trainer.engine.broadcast((uuid.uuid4().hex[:8], is_taken))
+        self._run, is_taken = trainer.ranks.broadcast([uuid.uuid4().hex[:8], is_taken], "the start of predict")
         if is_taken:
             raise FileExistsError(
                 f"{self.dirpath} holds the predictions of another run, which are not overwritten; choose another dirpath, or "
@@ -122,7 +123,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         if stream.waiting_bytes >= self.file_bytes:
             self._write(trainer, stream)
 
-    def _keys(self, trainer: Trainer, indices: list[Any] | None, batch_idx: int, samples: int) -> Tensor:
+    def _keys(self, trainer: TrainerProtocol, indices: list[Any] | None, batch_idx: int, samples: int) -> Tensor:
         try:
             if indices is not None:
                 return torch.tensor([int(index) for index in indices], dtype=torch.int64)
@@ -131,7 +132,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         number = batch_idx * trainer.world_size + trainer.global_rank
         return torch.arange(samples, dtype=torch.int64) + (number << ROWS_BITS)
 
-    def _write(self, trainer: Trainer, stream: Stream) -> None:
+    def _write(self, trainer: TrainerProtocol, stream: Stream) -> None:
         if not stream.waiting:
             return
         files, path = resolve(self.dirpath)
@@ -147,7 +148,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         """Write the rest, then on rank 0 the manifest, which makes the predictions complete. Collective."""
         for stream in self._streams:
             self._write(trainer, stream)
-        ranks, call = trainer.engine.ranks, "the end of predict"
+        ranks, call = trainer.ranks, "the end of predict"
         written = ranks.exchange([[stream.nest, stream.files] for stream in self._streams], call)
         loaders = []
         for streams in zip(*written, strict=True):

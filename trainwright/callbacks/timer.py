@@ -11,6 +11,7 @@ from trainwright.callbacks.base import Callback
 from trainwright.duration import to_seconds
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
     from trainwright.trainer.trainer import Trainer
 
@@ -81,7 +82,7 @@ class Timer(Callback):
     def _has_asked_to_stop(self) -> bool:
         return self._is_over
 
-    def _on_restored(self, trainer: Trainer) -> None:
+    def _on_restored(self, trainer: TrainerProtocol) -> None:
         if self._duration is not None:
             self._decide(trainer)  # the run may have used up its time before
 
@@ -134,16 +135,16 @@ class Timer(Callback):
     def _begin(self, stage: str) -> None:
         self._start[stage], self._end[stage] = time.monotonic(), None
 
-    def _decide(self, trainer: Trainer) -> None:
+    def _decide(self, trainer: TrainerProtocol) -> None:
         """End the run at this boundary where rank 0's time is over. Collective."""
         duration = self._duration
         assert duration is not None
-        if trainer.engine.ranks.decide(lambda: self.time_elapsed() >= duration, "the look of Timer"):
+        if trainer.ranks.decide(lambda: self.time_elapsed() >= duration, "the look of Timer"):
             self._is_over = True
             trainer.should_stop = True
             self._tell(trainer)
 
-    def _tell(self, trainer: Trainer) -> None:
+    def _tell(self, trainer: TrainerProtocol) -> None:
         if self._verbose and trainer.is_global_zero:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
             print(f"the time limit of the training is reached after {elapsed}; the run ends.", file=sys.stderr)

@@ -17,6 +17,7 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.progress_bar import TQDMProgressBar
 from trainwright.data.datamodule import DataModule
 from trainwright.devices.abilities import has_pinned_memory
+from trainwright.distributed.ranks import Ranks
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
@@ -126,6 +127,11 @@ class Status:
     def is_global_zero(self) -> bool:
         """Return whether this is rank 0."""
         return self.engine.rank == 0
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return what the ranks agree on small values with."""
+        return self.engine.ranks
 
     # -- the parts ---------------------------------------------------------------------------------------------------
 
@@ -279,6 +285,12 @@ class Status:
     def is_last_batch(self) -> bool:
         """Return whether the training batch at hand is the epoch's last."""
         return self.run is not None and self.run.is_last_batch
+
+    @property
+    def is_dummy_batch(self) -> bool:
+        """Return whether the batch only keeps collectives in step with other ranks; its results are discarded."""
+        collector = self.logbook.collector
+        return collector is not None and collector.silent
 
     @property
     def is_within_window(self) -> bool:

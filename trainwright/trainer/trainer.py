@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from datetime import timedelta
@@ -476,6 +476,10 @@ class Trainer(Status):
                 "Log it with self.log, or change monitor."
             )
         return float(metrics[name])
+
+    def record_metrics(self, values: Mapping[str, float]) -> None:
+        """Add values, the same on every rank, to callback_metrics."""
+        self.logbook.note(values)
 
     @property
     def wants_to_stop(self) -> bool:

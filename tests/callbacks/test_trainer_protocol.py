@@ -1,0 +1,98 @@
+"""The contract of callbacks: the built-in ones use what TrainerProtocol names, the Trainer has it, and annotations fit."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deadlines import deadline
+from package import ROOT, tree_of
+from small import QUIET
+
+import trainwright as tw
+from trainwright.callbacks.trainer_protocol import Counters, TrainerProtocol
+from trainwright.trainer.state import TrainerState
+
+SAVES = ("checkpoint_", "model_checkpoint", "stopped_run")
+FILES = [path for path in sorted((ROOT / "callbacks").glob("*.py")) if not path.stem.startswith(SAVES)]
+
+
+def members(protocol: type) -> set[str]:
+    return {name for name in {**vars(protocol), **protocol.__annotations__} if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_built_in_callbacks_use_the_protocol_alone(path: Path) -> None:
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            if owner == "trainer":
+                assert node.attr in members(TrainerProtocol), f"{path.name}:{node.lineno}: trainer.{node.attr}"
+            elif owner == "trainer.state":
+                assert node.attr in members(Counters), f"{path.name}:{node.lineno}: trainer.state.{node.attr}"
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Name):
+            reads = node.func.id in ("getattr", "setattr", "vars") and ast.unparse(node.args[0]) == "trainer"
+            assert not reads, f"{path.name}:{node.lineno} reaches past the protocol"
+        elif isinstance(node, ast.Assign):
+            assert ast.unparse(node.value) != "trainer", f"{path.name}:{node.lineno} gives the trainer a second name"
+
+
+def test_each_member_is_used_and_the_trainer_has_it() -> None:
+    used = {
+        node.attr
+        for path in (ROOT / "callbacks").glob("*.py")
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("trainer", "trainer.state")
+    }
+    trainer = tw.Trainer(**QUIET)
+    assert members(TrainerProtocol) - used == set()
+    assert members(Counters) - used == set()
+    assert members(TrainerProtocol) - set(dir(trainer)) == set()
+    assert members(Counters) - set(dir(TrainerState())) == set()
+
+
+USERS = """
+import trainwright as tw
+from trainwright.callbacks import TrainerProtocol
+
+class Wide(tw.Callback):
+    def on_train_start(self, trainer: tw.Trainer, module: tw.Module) -> None:
+        trainer.print(trainer.global_step, trainer.settings)
+
+class Narrow(tw.Callback):
+    def on_train_start(self, trainer: TrainerProtocol, module: tw.Module) -> None:
+        trainer.should_stop = trainer.ranks.decide(lambda: trainer.current_epoch > 3, "a stop")
+
+class Bar(tw.TQDMProgressBar):
+    def get_metrics(self, trainer: tw.Trainer, module: tw.Module) -> dict[str, object]:
+        return {**super().get_metrics(trainer, module), "step": trainer.global_step}
+
+class Stopping(tw.EarlyStopping):
+    def on_validation_end(self, trainer: tw.Trainer, module: tw.Module) -> None:
+        super().on_validation_end(trainer, module)
+
+given: TrainerProtocol = tw.Trainer()
+"""
+REACHES = """
+    def on_train_end(self, trainer: TrainerProtocol, module: tw.Module) -> None:
+        trainer.logbook
+"""
+
+
+@pytest.mark.slow
+def test_annotations_of_a_users_callbacks_fit(tmp_path: Path) -> None:
+    def check(text: str) -> str:
+        (tmp_path / "users.py").write_text(text)
+        command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", tmp_path / "cache", tmp_path / "users.py"]
+        done = subprocess.run(
+            command, cwd=ROOT.parent, capture_output=True, text=True, timeout=deadline(800), check=False
+        )
+        return done.stdout + done.stderr
+
+    assert "Success: no issues found" in check(USERS)
+    found = check(USERS.replace("\nclass Bar", REACHES + "\nclass Bar"))
+    assert '"TrainerProtocol" has no attribute "logbook"' in found
+    assert "Found 1 error" in found

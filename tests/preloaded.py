@@ -1,0 +1,24 @@
+"""What the server of forked.py has loaded before it forks: what each job and each program would load again."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+
+import trainwright as tw
+
+MODULES = (
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.fsdp",
+    "torch.distributed.nn.functional",
+    "torch.distributed.tensor",
+    "torch.nn.parallel",
+    "torchmetrics.classification",  # and what it loads where that is installed, which takes longer than torch
+)
+for module in MODULES:
+    importlib.import_module(module)
+for name in tw.__all__:
+    getattr(tw, name)
+gc.collect()
+gc.freeze()  # so that a rank's collections leave it alone, and its pages stay shared

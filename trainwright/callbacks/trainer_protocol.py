@@ -1,0 +1,171 @@
+"""TrainerProtocol: the members of the Trainer that a callback may use, and all that the built-in callbacks use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from trainwright.callbacks.base import Callback
+    from trainwright.distributed.ranks import Ranks
+    from trainwright.engine.optimizers import SchedulerConfig
+    from trainwright.loggers.base import Logger
+    from trainwright.strategies import Strategy
+
+Batches = int | float
+"""A number of batches; math.inf if it is unknown until the loader ends."""
+
+
+class Counters(Protocol):
+    """The counters of a run that a checkpoint stores."""
+
+    @property
+    def batch(self) -> int:
+        """Batches that this rank has finished in the epoch."""
+
+    @property
+    def batches_that_stepped(self) -> int:
+        """Batches after which an optimizer stepped: the x axis of the loggers."""
+
+    @property
+    def epoch_ended(self) -> bool:
+        """True in on_train_epoch_end of a whole epoch, False if the run stops within it."""
+
+
+class TrainerProtocol(Protocol):
+    """What hooks get as `trainer`. A callback that uses nothing else keeps working when the Trainer's internals change.
+
+    Annotate the parameter with this class or with `tw.Trainer`, which has all of it: hooks of `Callback` accept both.
+    """
+
+    should_stop: bool
+    """Set it to True to end the run; see `Trainer.should_stop`."""
+    accumulate_grad_batches: int
+    """Batches of one optimizer step; may be changed at the start of an epoch."""
+
+    # -- the job --------------------------------------------------------------------------------------------------------
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this process in the job, from 0."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes of the job."""
+
+    @property
+    def is_global_zero(self) -> bool:
+        """True on rank 0."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """What the ranks agree on small values with, such as a decision of rank 0."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy: it runs the steps of a prepared module."""
+
+    # -- the parts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def callbacks(self) -> Sequence[Callback]:
+        """All callbacks of the run."""
+
+    @property
+    def loggers(self) -> Sequence[Logger]:
+        """The loggers; write to them on rank 0 only."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """What configure_optimizers returned."""
+
+    @property
+    def lr_scheduler_configs(self) -> Sequence[SchedulerConfig]:
+        """The schedulers and when they step."""
+
+    # -- the settings ---------------------------------------------------------------------------------------------------
+
+    @property
+    def fast_dev_run(self) -> bool | int:
+        """The batches of a trial run, which writes nothing; False in a real run."""
+
+    @property
+    def log_every_n_steps(self) -> int:
+        """Steps between two rows of step values; 0 for none."""
+
+    # -- the progress ---------------------------------------------------------------------------------------------------
+
+    @property
+    def current_epoch(self) -> int:
+        """The number of the epoch, from 0."""
+
+    @property
+    def state(self) -> Counters:
+        """The counters of the run."""
+
+    @property
+    def enable_validation(self) -> bool:
+        """True if this fit validates."""
+
+    @property
+    def sanity_checking(self) -> bool:
+        """True during the sanity check."""
+
+    @property
+    def is_mid_epoch_validation(self) -> bool:
+        """True during a validation within a training epoch."""
+
+    @property
+    def is_dummy_batch(self) -> bool:
+        """True if the batch only keeps collectives in step with other ranks: discard its results."""
+
+    @property
+    def batch_indices(self) -> list[Any] | None:
+        """In predict, the dataset's indices of the batch's samples; None if the loader has none."""
+
+    @property
+    def num_training_batches(self) -> Batches:
+        """Training batches of an epoch on this rank."""
+
+    @property
+    def num_val_batches(self) -> list[Batches]:
+        """Batches of each validation loader."""
+
+    @property
+    def num_sanity_val_batches(self) -> list[Batches]:
+        """Batches of each validation loader in the sanity check."""
+
+    @property
+    def num_test_batches(self) -> list[Batches]:
+        """Batches of each test loader."""
+
+    @property
+    def num_predict_batches(self) -> list[Batches]:
+        """Batches of each prediction loader."""
+
+    # -- the metrics ----------------------------------------------------------------------------------------------------
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """The latest value of every metric: over all ranks for an epoch, this rank's for a step."""
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The metrics logged with prog_bar=True. Reading them waits for the device."""
+
+    def monitored(self, name: str, asker: str) -> float:
+        """Return a metric that `asker` follows; ValueError naming the logged ones if it was not logged."""
+
+    def record_metrics(self, values: Mapping[str, float]) -> None:
+        """Add values to callback_metrics; they must be the same on every rank."""
+
+    # -- the actions -------------------------------------------------------------------------------------------------
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0, above a progress bar."""
+
+    def stop_soon(self) -> None:
+        """Stop all ranks at the same optimizer step; call it on any rank and from any thread."""
