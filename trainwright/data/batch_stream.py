@@ -56,8 +56,7 @@ class BatchStream(StreamShard):
         self.source = source
         self.seed_rank = seed_rank
         self.states = states
-        self.plan: Sequence[tuple[int, int]] = ()
-        """The batches of this rank after which the source's state is taken: pairs of an interval and one such batch."""
+        self._plan: Sequence[tuple[int, int]] = ()
         self._generator, self._draws = generator, draws
         self._from: SourceState | None = None
         """A state within the pass that the shard starts in, at the start or before it."""
@@ -84,6 +83,9 @@ class BatchStream(StreamShard):
         super().set_epoch(seed, epoch, start_batch, position)
         if self.states is not None:
             self._resume(self.states, state, position)
+
+    def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
+        self._plan = batches
 
     @property
     def source_length(self) -> int | None:
@@ -165,7 +167,7 @@ class BatchStream(StreamShard):
             self.source.dataset.set_pass(derive_seed(seed, self.seed_rank), self.epoch)
         isolated = IsolatedGenerators(seed) if self._draws else None
         if self.states is not None:
-            self.states.generators = isolated
+            self.states.read_with(isolated)
         return begin() if isolated is None else _read_isolated(isolated, begin)
 
     def _resume(self, states: SourceStates, state: SourceState | None, position: StreamPosition | None) -> None:
@@ -205,7 +207,7 @@ class BatchStream(StreamShard):
         """Yield the batches of a pass from `start` on, resuming the source from a state within this pass if there is one."""
         base, _, begun = next(each for each in reversed(self._begun) if each[1] == pass_number)
         ranks = self.world_size  # this rank counts rounds, and the source counts batches of all ranks
-        states.plan([(every * ranks, begun + (batch - base) * ranks) for every, batch in self.plan])
+        states.plan([(every * ranks, begun + (batch - base) * ranks) for every, batch in self._plan])
         state, why = self._from if pass_number == self.start_pass else None, self._why_reread
         if state is not None:
             batches = states.noting(self._opened(pass_number, lambda: states.open_within(state, self.epoch)))
@@ -219,8 +221,7 @@ class BatchStream(StreamShard):
             if not is_refused:
                 yield from islice(chain([] if first is END else [first], batches), start - state["items"], None)
                 return
-            states.is_trusted = False  # from now on checkpoints hold the state at the pass's start
-            states.end_workers()
+            states.distrust()
             states.begin_pass(pass_number, state.get("begun", {}))
         self._tell_reread(pass_number, start, why)
         yield from islice(

@@ -74,10 +74,10 @@ class ShardedCombination(StatefulLoader):
         self._refuse_what_cannot_be_combined()
         if self.combination == "max_size_cycle":
             for part in self.parts:
-                part.shard.cycles = True
+                part.shard.cycle()
         if any(part.exact_length is None for part in self.parts):
             for part in self.parts:
-                part.is_read_ahead = True  # the combination's end shows only when the next round is read
+                part.read_ahead()  # the combination's end shows only when the next round is read
 
     def begin(self, seed: int, epoch: int, start_batch: int, state: LoaderState) -> None:
         places, sources = state["places"], state["sources"]
@@ -97,13 +97,13 @@ class ShardedCombination(StatefulLoader):
             start = places[index]["batch"] if places else start
             own = LoaderState(places=places[index : index + 1], sources=sources[index : index + 1])
             part.begin(self._seed_of(index), epoch, start, own)
-            part.shard.most = None
+            part.shard.stop_before(None)
         if is_sequential:
             return
         end = self._combined([part.exact_length for part in self.parts])
         for part in self.parts:
             if end is not None and (part.shard.cycles or part.exact_length != end):
-                part.shard.most = end  # so that no worker reads further
+                part.shard.stop_before(end)  # so that no worker reads further
         if end is not None and self.world_size > 1 and self.mode == "train":
             self._plan(end)
 

@@ -38,6 +38,7 @@ class IndexStream(StreamShard):
         rank, world_size, mode: see stream_shard.py.
         seed_rank: the rank that seeds the batches, where the shard is not that rank's.
         same_on_ranks: whether every rank's source draws the same; False if the user gave each rank its own.
+        gives_seeds: whether items carry a seed for the worker that fetches them.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class IndexStream(StreamShard):
         mode: Mode,
         seed_rank: int | None = None,
         same_on_ranks: bool = True,
+        gives_seeds: bool = False,
     ) -> None:
         super().__init__(rank=rank, world_size=world_size, mode=mode)
         self.source = source
@@ -61,10 +63,8 @@ class IndexStream(StreamShard):
         """Samples missing from the batch at the start, because they were consumed."""
         self._resumed_at: StreamPosition | None = None
         """The position that was given for the start."""
-        self.gives_seeds = False
-        """Whether items carry a seed for the worker that fetches them."""
-        self.noted: deque[list[Any]] | None = None
-        """If set, iterations that begin from now on append the indices of each batch."""
+        self.gives_seeds = gives_seeds
+        self._noted: deque[list[Any]] | None = None
         self._refuse_too_few_batches()
 
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0, position: StreamPosition | None = None) -> None:
@@ -79,8 +79,13 @@ class IndexStream(StreamShard):
         self._digest.begin(self.start_pass, self.start_item, wanted)
 
     def __iter__(self) -> Iterator[Any]:
-        items = self.items() if self.noted is None else self._noting(self.items(), self.noted)
+        items = self.items() if self._noted is None else self._noting(self.items(), self._noted)
         return self._seeded(items) if self.gives_seeds else items
+
+    def note_indices(self) -> deque[list[Any]]:
+        """Return a queue to which iterations that begin from now on append the indices of each batch."""
+        self._noted = deque()
+        return self._noted
 
     def __len__(self) -> int:
         """Return the batches of this rank in an epoch; TypeError if the source has no length."""

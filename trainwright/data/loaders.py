@@ -159,9 +159,14 @@ class ShardedLoader(StatefulLoader):
                 _warn_of_kept_order(type(source.sampler if hasattr(source, "sampler") else source).__name__)
         same_on_ranks = self.is_sharded or self.world_size == 1
         stream = IndexStream(
-            source, batched=batched, mode=self.mode, seed_rank=self.rank, same_on_ranks=same_on_ranks, **self._ranks
+            source,
+            batched=batched,
+            mode=self.mode,
+            seed_rank=self.rank,
+            same_on_ranks=same_on_ranks,
+            gives_seeds=loader.num_workers > 0,
+            **self._ranks,
         )
-        stream.gives_seeds = loader.num_workers > 0
         clone.__dict__["batch_sampler" if batched else "sampler"] = stream
         return stream
 
@@ -233,8 +238,7 @@ class ShardedLoader(StatefulLoader):
 
     def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
         """Choose the batches of this rank after which the source's state is taken: pairs of an interval and one such batch."""
-        if isinstance(self.shard, BatchStream):
-            self.shard.plan = batches
+        self.shard.plan_states(batches)
 
     @property
     def starts_beyond(self) -> bool:
@@ -246,10 +250,7 @@ class ShardedLoader(StatefulLoader):
 
         Workers read ahead, so the queue may be some batches ahead too.
         """
-        if self.stream is None:
-            return None
-        self.stream.noted = deque()
-        return self.stream.noted
+        return None if self.stream is None else self.stream.note_indices()
 
     @property
     def length(self) -> int | None:

@@ -87,11 +87,9 @@ class SourceStates:
         self._end: SourceState | None = None
         self._first = 0
         """The number of the first worker in this pass."""
-        self.generators: IsolatedGenerators | None = None
-        """What the source draws from in this process; None if workers read it."""
-        self.end_workers = end_workers
-        self.is_trusted = True
-        """Whether the source has so far yielded the same batches from a state as it did before."""
+        self._generators: IsolatedGenerators | None = None
+        self._end_workers = end_workers
+        self._is_trusted = True
 
     # -- where a reading begins --------------------------------------------------------------------------------------
 
@@ -121,7 +119,7 @@ class SourceStates:
         self._has_ended = self._is_open = False
         self._states.clear()
         if self._is_persistent and not keeps_workers and (is_rotated or begun or items):
-            self.end_workers()  # running workers neither load a state nor change their numbers
+            self._end_workers()  # running workers neither load a state nor change their numbers
 
     def plan(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Choose the items of the pass after which the state is taken: pairs of an interval and one such item."""
@@ -134,7 +132,7 @@ class SourceStates:
             ending = self.ending()
             self._begun, follows = ({}, False) if ending is None else (ending["readers"], True)
             if self._first and self._is_persistent:
-                self.end_workers()  # their numbers are rotated, and the new pass starts at 0
+                self._end_workers()  # their numbers are rotated, and the new pass starts at 0
         self._begin_reading(passes, 0, dict(self._begun))
         self._first = 0
         if self._dataset is not None:
@@ -170,7 +168,16 @@ class SourceStates:
         self._states.clear()
         self._outdated.clear()
         if self._dataset is not None:
-            self._dataset.plan.set(items, self._plan if self.is_trusted else ())
+            self._dataset.plan.set(items, self._plan if self._is_trusted else ())
+
+    def read_with(self, generators: IsolatedGenerators | None) -> None:
+        """Note what the source draws from in this process; None if workers read it."""
+        self._generators = generators
+
+    def distrust(self) -> None:
+        """Use no state of this source again: it has yielded other batches from one than it did before."""
+        self._is_trusted = False
+        self._end_workers()
 
     # -- while it is read --------------------------------------------------------------------------------------------
 
@@ -186,7 +193,7 @@ class SourceStates:
             if self._states and self._states[-1]["items"] == self._read and self._states[-1]["following"] is None:
                 self._states[-1]["following"] = fingerprint(content)
             self._read += 1
-            if is_known or (self.is_trusted and not self._num_workers and self._is_due(self._read)):
+            if is_known or (self._is_trusted and not self._num_workers and self._is_due(self._read)):
                 self._keep()
             yield content
         self._has_ended = True
@@ -219,7 +226,7 @@ class SourceStates:
             "items": self._read,
             "readers": dict(self._readers),
             "latest": self._latest,
-            "generators": self.generators.state if self.generators is not None else None,
+            "generators": self._generators.state if self._generators is not None else None,
             "ended": ended,
         }
 
@@ -241,7 +248,7 @@ class SourceStates:
                 return {**ending, "passes": passes, "items": 0}
             if ending is not None:  # a round with fewer batches than ranks counts as a full one
                 return {**ending, "items": items}
-        if not self.is_trusted:  # re-reading from the start of the pass is always right
+        if not self._is_trusted:  # re-reading from the start of the pass is always right
             return self._beginning()
         is_here = self._is_open and self._read == items and not self._num_workers and not self._has_ended
         if is_here and not (self._states and self._states[-1]["items"] == self._read):

@@ -19,7 +19,7 @@ there are now, so every item comes once at any world size. Its batches keep the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, count, islice
 from typing import Any, Literal, TypedDict
 
@@ -61,9 +61,7 @@ class StreamShard:
         self.epoch = 0
         self.start_batch = 0
         self.cycles = False
-        """Whether another pass follows when the source ends."""
-        self.most: int | None = None
-        """The batch number to stop before; None for no limit."""
+        self._most: int | None = None
         self.uneven: dict[int, list[int]] = {}
         """Samples per rank of each uneven round drawn so far, by batch number."""
         self.cuts: dict[int, list[int]] = {}
@@ -100,6 +98,17 @@ class StreamShard:
         self.starts_beyond = most is not None and self.start_item > most
         if position is not None and not self.starts_beyond:
             self._warn_of_another_order(position)
+
+    def cycle(self) -> None:
+        """Let another pass follow whenever the source ends."""
+        self.cycles = True
+
+    def stop_before(self, batch: int | None) -> None:
+        """End the epoch before a batch number; None for the end of the data."""
+        self._most = batch
+
+    def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
+        """Choose after which batches of this rank the source's state is taken, if it has one."""
 
     def _cut(self, start_batch: int) -> tuple[int, int]:
         """Return the pass and the item that a batch begins with if the world size never changed."""
@@ -254,7 +263,7 @@ class StreamShard:
     def items(self) -> Iterator[Any]:
         """Yield this rank's items, from `start_batch` on."""
         items = self._cycled() if self.cycles else self._dealt(self.drawn(0, self.start_item), self._base)
-        left = None if self.most is None else max(0, self.most - self.start_batch)
+        left = None if self._most is None else max(0, self._most - self.start_batch)
         return islice(items, self._unread, None if left is None else self._unread + left)
 
     def _dealt(self, items: Iterator[Any], number: int) -> Iterator[Any]:
