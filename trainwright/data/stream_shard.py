@@ -51,7 +51,7 @@ class StreamShard:
 
     Args:
         rank, world_size: this rank, and how many there are.
-        mode: how items are dealt to the ranks (see the module).
+        mode: which items are this rank's (see the module).
     """
 
     def __init__(self, *, rank: int, world_size: int, mode: Mode) -> None:
@@ -262,11 +262,11 @@ class StreamShard:
 
     def items(self) -> Iterator[Any]:
         """Yield this rank's items, from `start_batch` on."""
-        items = self._cycled() if self.cycles else self._dealt(self.drawn(0, self.start_item), self._base)
+        items = self._cycled() if self.cycles else self._of_this_rank(self.drawn(0, self.start_item), self._base)
         left = None if self._most is None else max(0, self._most - self.start_batch)
         return islice(items, self._unread, None if left is None else self._unread + left)
 
-    def _dealt(self, items: Iterator[Any], number: int) -> Iterator[Any]:
+    def _of_this_rank(self, items: Iterator[Any], number: int) -> Iterator[Any]:
         if self.world_size == 1:
             return items
         return self._every_nth(items) if self.evaluates else self._rounds(items, number)
@@ -274,8 +274,8 @@ class StreamShard:
     def _cycled(self) -> Iterator[Any]:
         """Return this rank's items pass after pass; whole passes before the start are skipped."""
         if self.evaluates:
-            return self._dealt(self._passes(lambda items, number: items), self._base)
-        return self._passes(self._dealt)
+            return self._of_this_rank(self._passes(lambda items, number: items), self._base)
+        return self._passes(self._of_this_rank)
 
     def _passes(self, cut: Callable[[Iterator[Any], int], Iterator[Any]]) -> Iterator[Any]:
         number = self._base
