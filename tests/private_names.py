@@ -28,14 +28,14 @@ TORCH = (
     Use(
         "torch",
         "_foreach_copy_",
-        "keep what a step wrote into gathered parameters in one call (strategies/written_shards.py)",
+        "keep what a step wrote into gathered parameters in one call (strategies/shard_write_back.py)",
     ),
     Use("torch._C", "DisableTorchFunctionSubclass", "look at a tensor subclass without its own __torch_function__"),
     Use("torch._C", "_get_privateuse1_backend_name", "name the out-of-tree backend that `accelerator=` accepts"),
     Use(
         "torch._dynamo",
         "disable",
-        "keep fsdp's checks for writes out of a compiled graph (strategies/written_shards.py)",
+        "keep fsdp's checks for writes out of a compiled graph (strategies/shard_write_back.py)",
     ),
     Use("torch._dynamo.eval_frame.OptimizedModule", "_orig_mod", "keep what torch.compile wraps under its plain names"),
     Use(
@@ -100,7 +100,7 @@ TORCH = (
     Use(
         "torch.distributed",
         "_broadcast_coalesced",
-        "send rank 0's buffers in few messages (strategies/shared_buffers.py)",
+        "send rank 0's buffers in few messages (strategies/synced_buffers.py)",
     ),
     Use(
         "torch.distributed.distributed_c10d",
@@ -138,13 +138,13 @@ TORCH = (
     Use(
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
         "_fsdp_param_groups",
-        "keep what a step wrote into gathered parameters (strategies/written_shards.py)",
+        "keep what a step wrote into gathered parameters (strategies/shard_write_back.py)",
         instead="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group",
     ),
     Use(
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
         "_fsdp_param_group",
-        "keep what a step wrote into gathered parameters, on torch 2.11 (strategies/written_shards.py)",
+        "keep what a step wrote into gathered parameters, on torch 2.11 (strategies/shard_write_back.py)",
         instead="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups",
     ),
     Use(
@@ -155,17 +155,17 @@ TORCH = (
     Use(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
         "_reshard_after_forward_event",
-        "let what a step wrote be in the shards before they are gathered (strategies/written_shards.py)",
+        "let what a step wrote be in the shards before they are gathered (strategies/shard_write_back.py)",
     ),
     Use(
         "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
         "_sharded_param_data _unsharded_param _orig_size _contiguous_orig_stride",
-        "keep what a step wrote into gathered parameters (strategies/written_shards.py)",
+        "keep what a step wrote into gathered parameters (strategies/shard_write_back.py)",
     ),
     Use(
         "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
         "_param_fqn _module_info",
-        "name the parameter that was written in a low precision (strategies/written_shards.py)",
+        "name the parameter that was written in a low precision (strategies/shard_write_back.py)",
     ),
     Use(
         "torch.distributed.fsdp._fully_shard._fully_shard",
@@ -350,7 +350,7 @@ DEEPSPEED = (
     Use(
         ZERO_3,
         "_grad_acc_hooks _leaf_module_hooks ipg_buckets",
-        "free an engine's buffers with its module (strategies/zero_traces.py)",
+        "free an engine's buffers with its module (strategies/zero_cleanup.py)",
     ),
     Use(
         "deepspeed.utils.mixed_precision_linkage",
@@ -381,12 +381,12 @@ DEEPSPEED = (
     Use(
         "deepspeed.runtime.zero.parameter_offload",
         "FWD_MODULE_STACK",
-        "let DeepSpeed go of a module that is not trained any more (strategies/zero_traces.py)",
+        "let DeepSpeed go of a module that is not trained any more (strategies/zero_cleanup.py)",
     ),
     Use(
         "deepspeed.runtime.zero.partitioned_param_coordinator",
         "PartitionedParameterCoordinator",
-        "let DeepSpeed go of a module that is not trained any more (strategies/zero_traces.py)",
+        "let DeepSpeed go of a module that is not trained any more (strategies/zero_cleanup.py)",
     ),
 )
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from jobs import run_job
+from test_architecture import LAYERS
 from torch import nn
 from torch.distributed.run import get_args_parser
 from torch.utils.data import DataLoader, TensorDataset
@@ -324,6 +325,15 @@ def test_what_a_page_names_exists(page: Path) -> None:
         assert f'"{option}"' in SOURCES, option
     for name in set(re.findall(r"\btw\.(\w+)", text)):
         assert hasattr(tw, name), name
+
+
+def test_the_architecture_is_the_one_that_is_held() -> None:
+    """The floors are those of the test of imports, and each file that is named is there."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    (floors,) = re.findall(r"^```\n(errors,.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert [set(line.split(", ")) for line in floors.splitlines()] == LAYERS
+    there = {path.name for folder in ("trainwright", "tests") for path in (ROOT / folder).rglob("*.py")}
+    assert set(re.findall(r"\b\w+\.py\b", text)) - there == set()
 
 
 # -- docstrings ------------------------------------------------------------------------------------------------------

@@ -23,16 +23,17 @@ TRAINER = """accelerator strategy devices num_nodes precision logger callbacks f
     barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir enable_autolog_hparams
     compile fused_optimizers unknown"""
 METHODS = {
-    tw.Engine: """backward barrier broadcast close finish_save follow_parameters gather load open prepare_loader
-        prepare_module prepare_optimizers rank_zero_first reduce run save step sync_gradients take_seed verified""",
+    tw.Engine: """backward barrier broadcast close finish_save gather load open prepare_loader
+        prepare_module prepare_optimizers rank_zero_first reduce refresh_trainable run save step sync_gradients
+        take_seed verified""",
     tw.Accelerator: """accumulate autocast backward broadcast clip_grad_norm_ clip_grad_value_ finish_save gather
         gather_for_metrics load_state local_main_process_first main_process_first prepare print reduce save_state
         split_between_processes step unwrap_model wait_for_everyone""",
     tw.Strategy: """after_load after_run allocate_optimizer_state backward before_evaluation check clip_gradients close connect
-        describe_optimizer finalize finalize_gradients follow_parameters follow_toggle model_pieces optimizer_pieces piece
-        place release run settle setup_module setup_optimizers step sync_gradients""",
-    tw.Precision: """backward backward_context check convert_batch convert_module follow forward_context init_context
-        load_state_dict release reset state_dict step step_context unscale""",
+        describe_optimizer finalize finalize_gradients model_pieces move_to_device optimizer_pieces piece refresh_toggled
+        refresh_trainable release resolve run setup_module setup_optimizers step sync_gradients""",
+    tw.Precision: """backward backward_context check convert_batch convert_module forward_context init_context
+        load_state_dict release reset state_dict step step_context track unscale""",
     tw.Trainer: """agree_on_stop clip_gradients fit init_module manual_backward monitored predict print
         record_metrics save_checkpoint save_waiting stop_soon sync_point test validate""",
     tw.DataModule: """load_state_dict on_after_batch_transfer on_before_batch_transfer on_exception predict_dataloader

@@ -183,8 +183,8 @@ def public_names() -> list[str]:
 # -- the floors of trainer/ ----------------------------------------------------------------------------------------------
 
 FLOORS = [
-    "checkpoint_choice clock hooks inputs locks log_rules settings state steps stop table uneven_round",
-    "logged_value optimization own_rounds parts",
+    "checkpoint_choice clock inputs locks log_rules phase settings steps table uneven_round",
+    "hooks logged_value optimization own_rounds parts state stop",
     "metric_objects",
     "metric_merging metrics",
     "reduction",
@@ -258,6 +258,7 @@ PACKAGE_LINES = [
     (36_115, "the package when this ratchet was written; goal: 33,948"),
     (184, "callbacks/trainer_protocol.py: the members of the Trainer that a callback may use"),
     (44, "sync points, ranks and the loaders' own positions, while some of what they replace is still there"),
+    (130, "the phase of a run and the window, while some of what they replace is still there"),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 
@@ -273,7 +274,7 @@ def test_lines_of_the_package() -> None:
 # -- the walk of a checkpoint (that of a batch is test_call_budget.py's) ----------------------------------------------------
 
 MOST_CALLS_OF_A_SAVE = 2_000  # goal: 1,000
-MOST_FILES_OF_A_SAVE = 34  # goal: 20
+MOST_FILES_OF_A_SAVE = 35  # goal: 20
 
 
 def test_the_walk_of_a_checkpoint(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
                 if parameter not in own and parameter not in self._toggled:
                     self._toggled[parameter] = parameter.requires_grad
                     parameter.requires_grad = False
-        self.trainer.strategy.follow_toggle()
+        self.trainer.strategy.refresh_toggled()
 
     def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:
         """Give back what `toggle_optimizer` has taken."""
@@ -263,7 +263,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         for parameter, required in self._toggled.items():
             parameter.requires_grad = required
         self._toggled.clear()
-        self.trainer.strategy.follow_toggle()
+        self.trainer.strategy.refresh_toggled()
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:

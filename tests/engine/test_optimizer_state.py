@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.checkpoint.contents import describe_optimizer, restore_optimizer
 from trainwright.checkpoint.tensors import TensorEntry
-from trainwright.strategies.base import STORED_NEVER
+from trainwright.strategies.base import UNSAVED_KEYS
 
 META = torch.device("meta")
 
@@ -43,7 +43,7 @@ def stepped(kind: type[Optimizer], dtype: torch.dtype = torch.float32) -> tuple[
     for _ in range(2):
         optimizer.step(closure)  # type: ignore[arg-type]
     names = {parameter: name for name, parameter in net.named_parameters()}
-    described = decode(*encode(describe_optimizer(optimizer, names, STORED_NEVER)))
+    described = decode(*encode(describe_optimizer(optimizer, names, UNSAVED_KEYS)))
     model = {name: TensorEntry(tuple(each.shape), each.dtype, ()) for name, each in net.named_parameters()}
     return optimizer, described, model
 

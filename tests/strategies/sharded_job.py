@@ -159,7 +159,7 @@ def two_models(path: Path) -> Tensor:
             optimizer.step()
             optimizer.zero_grad()
     used.save_state(str(path))
-    with pytest.raises(RuntimeError, match=r"ddp_sharded deals the parameters out.*groups cannot be added later"):
+    with pytest.raises(RuntimeError, match=r"ddp_sharded assigns parameters to ranks.*groups cannot be added later"):
         first.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     together = [torch.cat([p.detach().reshape(-1) for p in each.parameters()]) for each in (maker, judge)]
     return torch.stack(together)

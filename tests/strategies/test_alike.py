@@ -96,8 +96,8 @@ REFUSED = {
     "strategy='ddp_sharded' trains one model; use strategy='ddp', or delete that attribute.",
     "apart fsdp": "ValueError: Apart._ddp_params_and_buffers_to_ignore leaves 'own' to each rank, but strategy='fsdp'",
     "fit 32-true": "ValueError: fsdp gathers the weights of Other in bfloat16, as an earlier run has sharded it, and this one "
-    "is in 32-true; go on in that run's precision, take the whole copy that tw.gather_module(module, all_ranks=True) gives, or "
-    "make the module anew and load a checkpoint.",
+    "is in 32-true; continue in that run's precision, take the whole copy that tw.gather_module(module, all_ranks=True) gives, "
+    "or create the module again and load a checkpoint.",
     "copy": "RuntimeError: a module that fsdp has sharded cannot be copied: each rank holds a part of it. tw.gather_module(",
     "copy of stage 3": "RuntimeError: a parameter that ZeRO stage 3 has sharded cannot be copied: each rank holds a part of "
     "it. tw.gather_module(module)",

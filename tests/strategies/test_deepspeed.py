@@ -144,14 +144,14 @@ def test_settings_are_checked(options: dict[str, Any], kind: type[Exception], te
 
 def test_a_damaged_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{'stage': 2}")
-    with pytest.raises(ValueError, match=r"config.json' is no JSON .*; mend the file"):
+    with pytest.raises(ValueError, match=r"config.json' is not JSON .*; correct the file"):
         DeepSpeedStrategy(config=tmp_path / "config.json")
 
 
 def test_batch_sizes_that_leave_the_accumulation_open() -> None:
     strategy = DeepSpeedStrategy(config={"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2})
     with pytest.raises(ValueError, match=r"leave the accumulation to be worked out; give gradient_accumulation_steps"):
-        strategy.settle(Optimization())
+        strategy.resolve(Optimization())
 
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:

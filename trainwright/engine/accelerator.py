@@ -92,7 +92,7 @@ class Accelerator:
             accelerator="cpu" if cpu else accelerator,
             num_nodes=num_nodes,
         )
-        self._settled = self.engine.strategy.settle(Optimization(accumulate=gradient_accumulation_steps))
+        self._settled = self.engine.strategy.resolve(Optimization(accumulate=gradient_accumulation_steps))
         """How it is optimized: a strategy's own configuration may say otherwise than was asked for."""
         self.step_count = 0
         """Optimizer steps made, those of every optimizer, the skipped ones among them."""
@@ -245,7 +245,7 @@ class Accelerator:
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, length: int) -> None:
         _check_length(length)
-        self._windows.set_length(self.engine.strategy.settle(Optimization(accumulate=length)).accumulate)
+        self._windows.set_length(self.engine.strategy.resolve(Optimization(accumulate=length)).accumulate)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -472,7 +472,7 @@ class Accelerator:
     def _admit(self, optimizer: Optimizer) -> None:
         """Let a group that was added to a prepared optimizer be trained on all ranks alike. Collective."""
         self._refuse_strangers(optimizer, optimizer.param_groups)
-        self.engine.follow_parameters(if_changed=True)
+        self.engine.refresh_trainable(if_changed=True)
 
     def _tell_norm(self, norm: float | None) -> None:
         settled = self._settled.clip_norm

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from trainwright.devices import accelerator
 from trainwright.engine.engine import Engine
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.sharing import ALONE, SHARING, WHOLLY_SHARED, Sharing
+from trainwright.strategies.memory_plan import ALONE, FULLY_SHARDED, MEMORY_PLANS, MemoryPlan
 
 MOST_USED = 0.8
 """The part of a device's memory that may be spoken for; activations need the rest."""
@@ -61,12 +61,12 @@ class MemoryEstimate:
         fitting = next((name for name in self.per_device if self.fits(name)), None)
         if fitting is not None:
             return f"strategy={fitting!r} would need {_size(self.per_device[fitting])} of the {_size(self.available)}."
-        whole = SHARING[WHOLLY_SHARED].bytes_on_device(
+        whole = MEMORY_PLANS[FULLY_SHARDED].bytes_on_device(
             parameters=self.parameters, gradients=self.gradients, optimizer=self.optimizer, masters=0, num_devices=1
         )
         devices = math.ceil(whole / (MOST_USED * self.available))
         return (
-            f"no strategy fits it on {self.num_devices} device(s) of {_size(self.available)}: strategy={WHOLLY_SHARED!r} would "
+            f"no strategy fits it on {self.num_devices} device(s) of {_size(self.available)}: strategy={FULLY_SHARDED!r} would "
             f"need {devices} of them."
         )
 
@@ -113,12 +113,12 @@ def estimate_memory(
     parameters = _bytes(module.parameters()) + _bytes(module.buffers())
     gradients, masters = _bytes(trained), 4 * sum(each.numel() for each in trained)
 
-    def on_device(sharing: Sharing) -> int:
-        return sharing.bytes_on_device(
+    def on_device(plan: MemoryPlan) -> int:
+        return plan.bytes_on_device(
             parameters=parameters, gradients=gradients, optimizer=state, masters=masters, num_devices=num_devices
         )
 
-    kinds = {ALONE: Sharing()} if num_devices == 1 else SHARING
+    kinds = {ALONE: MemoryPlan()} if num_devices == 1 else MEMORY_PLANS
     return MemoryEstimate(
         parameters=parameters,
         gradients=gradients,
@@ -126,7 +126,7 @@ def estimate_memory(
         is_assumed=is_assumed,
         num_devices=num_devices,
         available=available_memory() if available_bytes is None else available_bytes,
-        per_device={name: on_device(sharing) for name, sharing in kinds.items()},
+        per_device={name: on_device(plan) for name, plan in kinds.items()},
     )
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.stand_in import users_own
+from trainwright.strategies.optimizer_proxy import unwrap_optimizer
 
 INTERVALS = ("epoch", "step", "validation")
 ACCEPTED = (
@@ -78,7 +78,7 @@ class SchedulerConfig:
     def is_of(self, optimizer: Optimizer) -> bool:
         """Return whether the scheduler sets the rates of an optimizer; a strategy may have put that in the user's place."""
         own = getattr(self.scheduler, "optimizer", None)
-        return own is optimizer or own is users_own(optimizer)
+        return own is optimizer or own is unwrap_optimizer(optimizer)
 
 
 def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:

@@ -162,7 +162,7 @@ class PreparedOptimizer(Optimizer):
         ]
         for parameter in frozen:
             parameter.requires_grad_(False)
-        self._engine.strategy.follow_toggle()
+        self._engine.strategy.refresh_toggled()
         if not sync_grad:
             self._engine.sync_gradients(False)
         try:
@@ -170,7 +170,7 @@ class PreparedOptimizer(Optimizer):
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(True)
-            self._engine.strategy.follow_toggle()
+            self._engine.strategy.refresh_toggled()
             if not sync_grad:
                 self._engine.sync_gradients(True)
 

@@ -48,7 +48,7 @@ class PreparedLoader:
         if self._is_begun:  # the epoch before was left in its middle
             self._leave_epoch()
         self._is_begun, self.is_at_end = True, False
-        self._engine.follow_parameters(if_changed=True)
+        self._engine.refresh_trainable(if_changed=True)
         device = self._engine.device
         self._sharded.set_epoch(self._engine.seed, self.epoch, self._batch)
         length, on_host = self._sharded.exact_length, device.type == "cpu"

@@ -24,7 +24,7 @@ OTHER_WORDS = {
     "half": "16-true",
     "bfloat16": "bf16-mixed",
 }
-"""Names that are not accepted, and what to say to who uses one."""
+"""Names that are not accepted, and the ones to suggest."""
 
 
 def resolve_precision(precision: str | int | Precision | None, device_type: str) -> Precision:

@@ -1,7 +1,7 @@
-"""The precision contract, with full 32-bit precision as its default.
+"""The precision contract; the base class is full 32-bit precision.
 
-A precision says in which context a forward runs, how a loss is sent backward and how an optimizer is stepped. It knows
-nothing of processes: what ranks have to do together is the strategy's.
+A precision decides the context of a forward, how the backward runs and how an optimizer steps. It knows nothing about
+processes: what ranks do together is the strategy's.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Sender = Callable[..., Any]
-"""Sends a loss backward in place of `loss.backward`: called with the loss and with backward's keyword arguments."""
+"""Runs the backward in place of `loss.backward`; called with the loss and backward's keyword arguments."""
 Closure = Callable[[], Any]
-"""Computes the loss and its gradients anew, for an optimizer that looks at them several times in a step."""
+"""Recomputes the loss and its gradients, for an optimizer that evaluates them several times in a step."""
 
-Agree = Callable[[Tensor], Any]
-"""Puts the maximum over the ranks into a tensor, in place."""
+ReduceMax = Callable[[Tensor], Any]
+"""Replaces a tensor by its maximum over the ranks, in place."""
 
 
 class Precision:
@@ -28,7 +28,7 @@ class Precision:
 
     name = "32-true"
     param_dtype: torch.dtype | None = None
-    """The dtype that floating-point parameters and buffers are converted to; None where they keep their own."""
+    """The dtype that parameters and buffers are converted to; None keeps their own."""
     autocast_dtype: torch.dtype | None = None
     """The dtype that autocast computes in; None without autocast."""
     has_scaler = False
@@ -44,17 +44,13 @@ class Precision:
         return self.autocast_dtype or self.param_dtype
 
     def check(self, device: torch.device) -> None:
-        """Refuse a device that does not compute in this precision's dtype.
-
-        Raises:
-            ValueError: which dtype it is, and which precisions the device has.
-        """
+        """Raise ValueError for a device that cannot compute in this precision, naming the precisions that it has."""
 
     def convert_module(self, module: nn.Module) -> None:
-        """Give a module's parameters and buffers the dtype that it is trained in; nothing here."""
+        """Convert a module's parameters and buffers to the dtype that it is trained in; nothing here."""
 
     def convert_batch(self, batch: Any) -> Any:
-        """Return a batch, already on its device, in the dtype that the module takes; here as it is."""
+        """Convert a batch, already on its device, to the dtype that the module takes; unchanged here."""
         return batch
 
     def init_context(self) -> AbstractContextManager[Any]:
@@ -62,19 +58,19 @@ class Precision:
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
-        """Return the context that a forward runs in, entered anew for each; None where there is none."""
+        """Return the context to enter for each forward, or None."""
         return None
 
     def backward_context(self) -> AbstractContextManager[Any] | None:
-        """Return the context of a backward, the same whether it is sent within a forward or after it; None for none."""
+        """Return the context of a backward, whether it runs inside a forward or after it, or None."""
         return None
 
     def step_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which nothing of `forward_context` holds, even within it: for an optimizer's arithmetic."""
+        """Return a context that undoes `forward_context`, even inside it, for an optimizer's arithmetic."""
         return nullcontext()
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
-        """Send the loss backward: by `send(loss, **options)` where it is given, else by `loss.backward(**options)`."""
+        """Run `send(loss, **options)` if given, otherwise `loss.backward(**options)`."""
         if send is None:
             loss.backward(**options)  # type: ignore[no-untyped-call]
         else:
@@ -88,25 +84,24 @@ class Precision:
             optimizer.step(closure)
         return False
 
-    def unscale(self, optimizer: Optimizer, agree: Agree | None = None) -> None:
-        """Divide the gradients of this optimizer by the loss scale, once until the next backward; nothing here.
+    def unscale(self, optimizer: Optimizer, reduce_max: ReduceMax | None = None) -> None:
+        """Divide the optimizer's gradients by the loss scale, once per backward; nothing here.
 
-        `agree` is for ranks that hold different gradients: it is given a tensor that is 1 where one of this rank's is not
-        finite, and leaves in it the maximum over the ranks.
+        Ranks that hold different gradients pass `reduce_max`, so that all of them skip the step if one found an inf.
         """
 
     def release(self, optimizer: Optimizer) -> None:
-        """Let this optimizer's unscaled gradients go: they were discarded without a step; nothing here."""
+        """Note that the optimizer's unscaled gradients were discarded without a step; nothing here."""
 
-    def follow(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take note of all optimizers that will be stepped, whose gradients a loss scale has to keep to; nothing here."""
+    def track(self, optimizers: Sequence[Optimizer]) -> None:
+        """Register all optimizers, so that pending gradients can follow a change of the loss scale; nothing here."""
 
     def reset(self) -> None:
-        """Begin anew, as a run does; nothing here."""
+        """Return to the initial state at the start of a run; nothing here."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on with the same scale."""
+        """Return what a resumed run needs to continue with the same scale."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Load what `state_dict` returned."""

@@ -1,4 +1,4 @@
-"""The fast path of torch's attention: one kernel for a layer in evaluation, and nested tensors where samples are padded."""
+"""Torch's attention fast path: one kernel per layer in evaluation, with nested tensors for padded samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class NoFastPath(AbstractContextManager[None]):
-    """Attention as in training, where the fast path cannot work; it may be entered within itself."""
+    """Disables the fast path where it cannot work; reentrant."""
 
     def __init__(self) -> None:
         self._before: list[bool] = []

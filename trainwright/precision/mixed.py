@@ -1,4 +1,4 @@
-"""Mixed precision: the forward in float16 or bfloat16 under torch.autocast, the weights in float32."""
+"""Mixed precision: float32 weights, with the forward in float16 or bfloat16 under torch.autocast."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainwright.devices.abilities import autocasts, scales_losses
-from trainwright.precision.base import Agree, Closure, Precision, Sender
+from trainwright.precision.base import Closure, Precision, ReduceMax, Sender
 from trainwright.precision.fast_path import NoFastPath
 
 DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 Found = dict[Any, Tensor]
-"""By device a tensor that is 1 where a gradient was not finite."""
+"""By device, a tensor that is 1 if a gradient was not finite."""
 
 
 @dataclass
-class Looked:
+class Unscaled:
     """An optimizer whose gradients were divided by the loss scale."""
 
     optimizer: Optimizer
     found: Found = field(default_factory=dict)
     is_divided: bool = True
-    """False from a further backward on, before which they were multiplied again."""
+    """False once they were multiplied by the scale again, for a further backward to add to them."""
     has_stepped: bool = False
-    is_told: bool = False
-    """Whether the scale has heard, or is going to hear, of what was found."""
+    is_recorded: bool = False
+    """Whether `found` was already counted for the scale."""
 
 
 class MixedPrecision(Precision):
@@ -59,11 +59,11 @@ class MixedPrecision(Precision):
         self._first_state = self.scaler.state_dict() if self.scaler is not None else {}
         self._device_type = device_type
         self._autocast = _Autocast(device_type, self.autocast_dtype)
-        self._looked: dict[int, Looked] = {}
-        self._told: dict[int, Found] = {}
-        """What was found in gradients that were stepped with or dropped, until the scale has heard of it."""
+        self._unscaled: dict[int, Unscaled] = {}
+        self._found: dict[int, Found] = {}
+        """By optimizer, the infs of gradients that were stepped with or discarded, until the scale is updated."""
         self._has_scaled = False
-        self._followed: Sequence[Optimizer] = ()
+        self._tracked: Sequence[Optimizer] = ()
         _see_every_step()
 
     def check(self, device: torch.device) -> None:
@@ -82,15 +82,15 @@ class MixedPrecision(Precision):
         return self._autocast
 
     def step_context(self) -> AbstractContextManager[Any]:
-        return _Outside(self._device_type)
+        return _NoAutocast(self._device_type)
 
     def backward_context(self) -> AbstractContextManager[Any] | None:
-        # Its operations have the dtypes that the forward has chosen; what is computed again enters autocast by itself.
-        return _Outside(self._device_type) if torch.is_autocast_enabled(self._device_type) else None
+        # Backward runs in the dtypes of the forward; recomputed activations enter autocast by themselves.
+        return _NoAutocast(self._device_type) if torch.is_autocast_enabled(self._device_type) else None
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         if self.scaler is not None:
-            self._take_along()
+            self._rescale()
             self._has_scaled = True
             loss = self.scaler.scale(loss)
         context = self.backward_context()
@@ -100,35 +100,37 @@ class MixedPrecision(Precision):
             with context:
                 super().backward(loss, send, **options)
 
-    def unscale(self, optimizer: Optimizer, agree: Agree | None = None) -> None:
+    def unscale(self, optimizer: Optimizer, reduce_max: ReduceMax | None = None) -> None:
         if self.scaler is None or not self._has_scaled:
             return
-        looked = self._looked.get(id(optimizer))
-        if looked is not None and looked.is_divided:
+        unscaled = self._unscaled.get(id(optimizer))
+        if unscaled is not None and unscaled.is_divided:
             return
-        looked = looked or Looked(optimizer)
-        self._looked[id(optimizer)] = looked
-        looked.is_divided = True
+        unscaled = unscaled or Unscaled(optimizer)
+        self._unscaled[id(optimizer)] = unscaled
+        unscaled.is_divided = True
         for part, device in _by_kind(optimizer):
             with self._scale_on(device):
                 self.scaler.unscale_(part)
             for place, value in self.scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].items():
-                looked.found[place] = torch.maximum(looked.found[place], value) if place in looked.found else value
-        if agree is not None:
-            # One tensor: a rank without a gradient of its own does not know where the others' lie.
-            any_found = looked.found.pop(self._scale.device, None)
+                unscaled.found[place] = (
+                    torch.maximum(unscaled.found[place], value) if place in unscaled.found else value
+                )
+        if reduce_max is not None:
+            # One tensor, because a rank without gradients does not know on which devices the others have theirs.
+            any_found = unscaled.found.pop(self._scale.device, None)
             if any_found is None:
                 any_found = torch.zeros_like(self._scale).reshape(1)
-            for value in looked.found.values():
+            for value in unscaled.found.values():
                 any_found = torch.maximum(any_found, value.to(any_found.device))
-            agree(any_found)
-            looked.found = {any_found.device: any_found}
+            reduce_max(any_found)
+            unscaled.found = {any_found.device: any_found}
 
     @contextmanager
     def _scale_on(self, device: torch.device) -> Iterator[None]:
-        """Let the scaler divide gradients that lie elsewhere than its scale (in host memory, offloaded) by a copy of it.
+        """Let the scaler divide offloaded gradients by a copy of its scale on their device.
 
-        By itself it would copy its scale to the host without waiting for the copy, and the division would not wait either.
+        NOTE: torch copies the scale to the host without waiting, so the division would read it too early.
         """
         scale = self._scale
         if device == scale.device:
@@ -142,10 +144,10 @@ class MixedPrecision(Precision):
             self.scaler._scale = scale
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
-        """Unscale, and step unless a gradient is not finite; outside of autocast, in which a closure runs as before.
+        """Unscale, and step outside of autocast unless a gradient is not finite; a closure still runs inside of it.
 
-        With a loss scale the closure is called once, before all this: what the optimizer made of a later call would be
-        scaled. NOTE: the one host-device sync is here: the host has to know whether to step.
+        With a loss scale the closure runs once, before unscaling, because an optimizer would use scaled gradients from a
+        later call. NOTE: this is the one host-device sync of a step: the host decides whether to step.
         """
         if not torch.is_autocast_enabled(self._device_type):
             return self._step(optimizer, closure)
@@ -156,7 +158,7 @@ class MixedPrecision(Precision):
         def call() -> Any:
             with self._autocast:
                 loss = closure()
-            torch.clear_autocast_cache()  # the optimizer may change the weights before it calls again
+            torch.clear_autocast_cache()  # the optimizer may change the weights before its next call
             return loss
 
         return call
@@ -170,39 +172,39 @@ class MixedPrecision(Precision):
         if not self._has_scaled:
             return super().step(optimizer)
         self.unscale(optimizer)
-        looked = self._looked[id(optimizer)]
-        skipped = any(bool(value.item()) for value in looked.found.values())
+        unscaled = self._unscaled[id(optimizer)]
+        skipped = any(bool(value.item()) for value in unscaled.found.values())
         if not skipped:
             optimizer.step()
-        looked.has_stepped = True
-        self._tell(looked)
+        unscaled.has_stepped = True
+        self._record(unscaled)
         return skipped
 
-    def _take_along(self) -> None:
-        """Adapt the scale; multiply the gradients that were divided already and to which the next backward adds."""
+    def _rescale(self) -> None:
+        """Update the scale, and scale unscaled gradients again, because the next backward adds scaled ones to them."""
         present: list[list[Tensor]] = []
-        for number, looked in list(self._looked.items()):
+        for number, unscaled in list(self._unscaled.items()):
             gradients = [
-                p.grad for group in looked.optimizer.param_groups for p in group["params"] if p.grad is not None
+                p.grad for group in unscaled.optimizer.param_groups for p in group["params"] if p.grad is not None
             ]
             if not gradients:  # dropped, in whatever way
-                self._tell(looked)
-                del self._looked[number]
-            elif looked.is_divided:
+                self._record(unscaled)
+                del self._unscaled[number]
+            elif unscaled.is_divided:
                 present.append(gradients)
-                looked.is_divided = False
-                if looked.has_stepped:
-                    looked.found, looked.has_stepped, looked.is_told = {}, False, False
-        if self._told:
+                unscaled.is_divided = False
+                if unscaled.has_stepped:
+                    unscaled.found, unscaled.has_stepped, unscaled.is_recorded = {}, False, False
+        if self._found:
             self._adapt([id(each) for gradients in present for each in gradients])
         for gradient in (each for gradients in present for each in gradients):
             self._multiply(gradient, self._scale)
 
     def _adapt(self, divided: Collection[int]) -> None:
-        """Adapt the scale, and with it the gradients that wait for a step, but those that are divided by it."""
+        """Update the scale, and rescale pending gradients except the unscaled ones."""
         before = self._scale.clone()
         self._update_scale()
-        parameters = [p for each in self._followed for group in each.param_groups for p in group["params"]]
+        parameters = [p for each in self._tracked for group in each.param_groups for p in group["params"]]
         waiting = {id(p.grad): p.grad for p in parameters if p.grad is not None and id(p.grad) not in divided}
         for gradient in waiting.values():
             self._multiply(gradient, self._scale / before)
@@ -218,23 +220,23 @@ class MixedPrecision(Precision):
         local = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # a shard, under fsdp
         local.mul_(factor.to(local.device))
 
-    def _tell(self, looked: Looked) -> None:
-        if looked.found and not looked.is_told:
-            self._told[id(looked.optimizer)] = looked.found
-            looked.is_told = True
+    def _record(self, unscaled: Unscaled) -> None:
+        if unscaled.found and not unscaled.is_recorded:
+            self._found[id(unscaled.optimizer)] = unscaled.found
+            unscaled.is_recorded = True
 
     def _update_scale(self) -> None:
-        """Adapt the scale to what the steps found.
+        """Update the scale from what the steps found.
 
-        Done before the next loss is scaled, not after each step: two optimizers that step after one backward are then
-        unscaled by the scale that their loss was scaled with.
+        It happens before the next loss is scaled, not after each step, so that two optimizers that step after one backward
+        both divide by the scale of their loss.
         """
-        if self.scaler is None or not self._told:
+        if self.scaler is None or not self._found:
             return
-        for number, found in self._told.items():
+        for number, found in self._found.items():
             self.scaler._per_optimizer_states[number]["found_inf_per_device"] = found
         self.scaler.update()
-        self._told.clear()
+        self._found.clear()
 
     def state_dict(self) -> dict[str, Any]:
         if self.scaler is None:
@@ -246,39 +248,37 @@ class MixedPrecision(Precision):
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
             self.scaler._per_optimizer_states.clear()
-            self._looked.clear()  # what steps before the load found is no longer due
-            self._told.clear()
+            self._unscaled.clear()  # infs found before the load do not count
+            self._found.clear()
 
     def release(self, optimizer: Optimizer) -> None:
-        """Let what was found in the discarded gradients count for the scale, as after a step."""
-        looked = self._looked.pop(id(optimizer), None)
-        if looked is not None:
-            self._tell(looked)
+        """Count the infs of discarded gradients for the scale, as after a step."""
+        unscaled = self._unscaled.pop(id(optimizer), None)
+        if unscaled is not None:
+            self._record(unscaled)
 
-    def follow(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take note of the optimizers whose gradients may wait for a step while another's step changes the scale."""
-        self._followed = tuple(optimizers)
+    def track(self, optimizers: Sequence[Optimizer]) -> None:
+        self._tracked = tuple(optimizers)
 
     def reset(self) -> None:
         self.load_state_dict(self._first_state)
 
 
 class _Autocast(AbstractContextManager[None]):
-    """An autocast that is entered again and again, since building one costs more than entering it.
+    """A reusable autocast, because building one costs more than entering it.
 
-    torch.autocast keeps what it has to restore in itself, so within one that is open another is built. Where no gradients are
-    wanted weights are converted at each use, and not kept: nobody tells when they change, as in a step that evaluates an
-    average of them too.
+    torch.autocast stores what to restore in itself, so a nested entry builds another. Without gradients the weight cache is
+    off: weights may change between two evaluations (an average of them, say), and nothing clears the cache in between.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         self._arguments = (device_type, dtype)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a dtype that the device does not have, which `check` refuses
+            warnings.simplefilter("ignore")  # about unsupported dtypes, which `check` refuses
             self._keeping = torch.autocast(device_type, dtype)
             self._converting = torch.autocast(device_type, dtype, cache_enabled=False)
         self._open: list[torch.autocast] = []
-        # Which torch itself leaves out under a GPU's autocast, and under that alone.
+        # Under a GPU's autocast torch itself leaves the fast path out.
         self._attention = NoFastPath() if device_type == "cpu" else None
 
     def __enter__(self) -> None:
@@ -297,8 +297,8 @@ class _Autocast(AbstractContextManager[None]):
             self._attention.__exit__(*error)
 
 
-class _Outside(AbstractContextManager[None]):
-    """No autocast, in whatever it is entered; afterwards weights are converted anew, as they may have changed."""
+class _NoAutocast(AbstractContextManager[None]):
+    """Disables autocast, and clears its weight cache afterwards, because a step may have changed the weights."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -321,7 +321,7 @@ def _mixes(name: str, device: torch.device) -> bool:
 
 
 def _by_kind(optimizer: Optimizer) -> list[tuple[Any, torch.device]]:
-    """Return what the scaler divides at a time, and where it lies: DTensors apart from other gradients."""
+    """Return what the scaler can unscale in one call, with its device: DTensors apart from other gradients."""
     held = [(p, grad) for group in optimizer.param_groups for p in group["params"] if (grad := p.grad) is not None]
     kind, device = (type(held[0][1]), held[0][1].device) if held else (None, None)
     if device is not None and all(type(grad) is kind and grad.device == device for _, grad in held):
@@ -338,10 +338,10 @@ _hooked: list[Any] = []
 
 
 def _see_every_step() -> None:
-    """Have every optimizer's step, of whoever made it, end the use of weights that autocast has converted before it."""
+    """Clear autocast's weight cache after every optimizer's step, including optimizers unknown to the framework."""
     if not _hooked:
-        _hooked.append(register_optimizer_step_post_hook(_convert_anew))
+        _hooked.append(register_optimizer_step_post_hook(_clear_cache))
 
 
-def _convert_anew(*_: Any) -> None:
+def _clear_cache(*_: Any) -> None:
     torch.clear_autocast_cache()

@@ -22,9 +22,9 @@ DTYPES = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch
 
 
 class SingleDtypePrecision(Precision):
-    """The module's floating-point parameters and buffers, and the batches' tensors, in one dtype.
+    """Floating-point parameters, buffers and batches in one dtype.
 
-    The states of torchmetrics objects keep their own dtype: a sum in half precision would soon stand still.
+    States of torchmetrics objects keep their own dtype, because a sum in half precision soon stops growing.
 
     Args:
         name: "64-true", "16-true" or "bf16-true".
@@ -49,9 +49,9 @@ class SingleDtypePrecision(Precision):
             )
 
     def convert_module(self, module: nn.Module) -> None:
-        """Convert floating-point parameters and buffers in place; complex ones and integers stay.
+        """Convert floating-point parameters and buffers in place, except those on the meta device.
 
-        What is on the meta device waits until it has values, which it draws in the dtype that it was made in.
+        Meta tensors draw their values in the dtype that they were created in, and are converted afterwards.
         """
         if is_metric(module):
             return
@@ -99,9 +99,8 @@ class SingleDtypePrecision(Precision):
         return self._context
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        return (
-            self._context
-        )  # activation checkpointing runs parts of the forward again, and keeps no default dtype itself
+        # Activation checkpointing reruns parts of the forward in backward, and does not restore the default dtype.
+        return self._context
 
     def step_context(self) -> AbstractContextManager[Any]:
         return self._context.outside()
@@ -129,7 +128,7 @@ class SingleDtypePrecision(Precision):
 
 
 class _DefaultDtype(AbstractContextManager[None]):
-    """Tensors that are made within are of this dtype; it may be entered within itself."""
+    """Sets the default dtype of new tensors; reentrant."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -140,7 +139,7 @@ class _DefaultDtype(AbstractContextManager[None]):
         return bool(self._before)
 
     def outside(self) -> AbstractContextManager[None]:
-        """Return a context of the default dtype as it was before this one was entered first."""
+        """Return a context with the default dtype from before this one was first entered."""
         return _DefaultDtype(self._before[0] if self._before else torch.get_default_dtype())
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""DDP: each rank holds the whole model, gradients are averaged during backward (torch DistributedDataParallel)."""
+"""DDP: each rank holds the whole model, and backward averages gradients (torch DistributedDataParallel)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from trainwright.strategies.base import (
     StepResult,
     Strategy,
     broadcast_tensors,
-    common,
-    own_to_each_rank,
+    rank_local_names,
     refuse_lazy,
     refuse_row_norms,
+    replicated,
     trained,
 )
 
@@ -48,17 +48,17 @@ class DDPStrategy(Strategy):
     """Data parallelism over the ranks of a job, on one process too.
 
     Args:
-        find_unused_parameters: look for parameters that a step did not use; costs a walk over the graph each step. Always
-            on under manual optimization, where one loss seldom uses every parameter.
-        static_graph: promise that each step uses the same parameters in the same way; automatic optimization only. A run that
-            is resumed on three and more ranks may then differ in the last bits, with a warning.
-        gradient_as_bucket_view: let gradients be views into the communication buckets, saving one copy of them.
-        bucket_cap_mb: size of a bucket in MiB; None is torch's own default.
-        comm_hook: how gradients travel: "fp16" or "bf16" (half the bytes), "power_sgd" (low-rank factors), or a function of
-            (state, bucket) that torch's register_comm_hook takes; None sends them as they are.
-        comm_state: the state of a function; for "power_sgd" a dict of the arguments of torch's PowerSGDState, such as
-            {"matrix_approximation_rank": 2, "start_powerSGD_iter": 100}. A checkpoint holds no hook's state: a resumed run
-            begins with a new one, with a warning.
+        find_unused_parameters: find parameters that a step did not use, by walking the graph each step. Always on under
+            manual optimization, where one loss seldom uses every parameter.
+        static_graph: promise that each step uses the same parameters in the same way; automatic optimization only. A run
+            resumed on three or more ranks may then differ in the last bits, with a warning.
+        gradient_as_bucket_view: make gradients views into the communication buckets, which saves a copy.
+        bucket_cap_mb: size of a bucket in MiB; None is torch's default.
+        comm_hook: how gradients are sent: "fp16" or "bf16" (half the bytes), "power_sgd" (low-rank factors), or a function of
+            (state, bucket) for torch's register_comm_hook; None sends them unchanged.
+        comm_state: the function's state; for "power_sgd" a dict of arguments for torch's PowerSGDState, such as
+            {"matrix_approximation_rank": 2, "start_powerSGD_iter": 100}. Checkpoints do not store it: a resumed run starts
+            with a new one, with a warning.
         timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
 
     Raises:
@@ -97,16 +97,16 @@ class DDPStrategy(Strategy):
         self._orders: dict[nn.Module, ReadyOrder] = {}
         self._trained: dict[nn.Module, list[str]] = {}
         self._to_check = False
-        """Whether the first step has yet to show that every parameter is used."""
+        """Whether no step has shown yet that every parameter is used."""
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        self.place(module)
+        self.move_to_device(module)
         if self.world_size == 1:
             return
         refuse_lazy(module, self.name)
         if optimization is None:
-            broadcast_tensors(common(module, module.named_parameters()))
-            broadcast_tensors(common(module, module.named_buffers()))
+            broadcast_tensors(replicated(module, module.named_parameters()))
+            broadcast_tensors(replicated(module, module.named_buffers()))
             return
         refuse_row_norms(module, self.name)
         self._automatic = optimization.automatic
@@ -119,14 +119,14 @@ class DDPStrategy(Strategy):
 
     def _wrap(self, module: nn.Module) -> None:
         self._trained[module] = trained(module)
-        left_out = own_to_each_rank(module)
-        broadcast_tensors(common(module, module.named_buffers()))
-        self.buffers.follow(module, left_out)
+        left_out = rank_local_names(module)
+        broadcast_tensors(replicated(module, module.named_buffers()))
+        self.buffers.track(module, left_out)
         if not self._trained[module]:
-            broadcast_tensors(common(module, module.named_parameters()))
+            broadcast_tensors(replicated(module, module.named_parameters()))
             return
         forward: Any = StepForward(module)
-        # Buffers too: those that DDP would send are the ones that were there when it was made (see SharedBuffers).
+        # Buffers too: DDP would broadcast those that it found when it was made (see SyncedBuffers).
         not_ddps = (*left_out, *(name for name, _ in module.named_buffers()))
         forward._ddp_params_and_buffers_to_ignore = [f"module.{name}" for name in not_ddps]
         self.wrapped[module] = DistributedDataParallel(
@@ -138,32 +138,31 @@ class DDPStrategy(Strategy):
         )
         if self.comm_hook is not None:
             state, hook = resolve_comm_hook(self.comm_hook, self.comm_state)
-            # Around the function, because torch refuses one whose annotations are strings, and its own for bfloat16 under
-            # gloo, which can send it.
+            # Wrapped, because torch refuses hooks with string annotations, and its own bf16 hook under gloo, where it works.
             self.wrapped[module].register_comm_hook(state, lambda state, bucket: hook(state, bucket))
         self._orders[module] = ReadyOrder(self.wrapped[module])
         self._to_check = not self.wrapped[module].find_unused_parameters and not self.static_graph
 
-    def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
-        """Wrap a module anew where parameters were frozen or unfrozen since: its reducer knows those of then."""
+    def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
+        """Wrap a module again if parameters were frozen or unfrozen, because a reducer's parameters are fixed."""
         for module in modules:
             if module not in self._trained:
                 continue
-            self.buffers.follow(module, own_to_each_rank(module))
+            self.buffers.track(module, rank_local_names(module))
             if trained(module) == self._trained[module]:
                 continue
             if module in self.wrapped:
                 self._orders.pop(module).close()
                 del self.wrapped[module]
-                gc.collect()  # a reducer hooks into backward until it is gone
+                gc.collect()  # a reducer's backward hooks live as long as it does
             self._wrap(module)
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as the wrapper's forward while training.
 
-        Without gradients the wrapper is left out: it would broadcast buffers, and ranks evaluate unequal numbers of
-        batches. So it is under manual optimization, where `backward` prepares the reducer (a backward inside the wrapper's
-        forward comes before the wrapper prepares it, and its gradients would silently not be averaged).
+        Evaluation bypasses the wrapper, which would broadcast buffers while ranks have unequal numbers of batches. So does
+        manual optimization: a backward inside the wrapper's forward runs before the wrapper prepares its reducer, so its
+        gradients would silently not be averaged; `backward` prepares it instead.
         """
         self.buffers.begin_step(module)
         wrapped = self.wrapped.get(module)
@@ -193,10 +192,10 @@ class DDPStrategy(Strategy):
 
     def sync_gradients(self, enabled: bool) -> None:
         super().sync_gradients(enabled)
-        # The switch behind DDP.no_sync, without a context: forward and backward both read it.
+        # The flag behind DDP.no_sync, which both forward and backward read.
         for wrapped in self.wrapped.values():
-            # NOTE: a static graph is learned in the first backward, which has to be a synchronised one; averaging that
-            # batch's gradients beforehand leaves the window's average as it is.
+            # NOTE: DDP learns a static graph in the first backward, which must be synchronised. Averaging that batch's
+            # gradients early does not change the window's average.
             is_learning = wrapped.static_graph and not wrapped._static_graph_delay_allreduce_enqueued
             wrapped.require_backward_grad_sync = enabled or is_learning
 
@@ -208,7 +207,7 @@ class DDPStrategy(Strategy):
         return super().step(optimizer, clipping, closure)
 
     def _refuse_unused(self) -> None:
-        """Say at the first step what torch would say in the forward after it (RuntimeError): that step is not averaged."""
+        """Raise RuntimeError before the first step, whose gradients would not be averaged; torch only raises after it."""
         for module, order in self._orders.items():
             missing = order.missing
             if order.indices and missing:
@@ -228,11 +227,11 @@ class DDPStrategy(Strategy):
     def after_load(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
     ) -> None:
-        """Lay out the buckets as they were, so that three and more ranks sum in the order of the saved run."""
+        """Restore the layout of the buckets, so that three or more ranks sum in the order of the saved run."""
         if self.wrapped and (self.comm_hook == "power_sgd" or self.comm_state is not None):
             rank_zero_warn(
                 f"comm_hook={self.comm_hook!r} keeps a state of its own (for power_sgd, what compression has left out so far), "
-                "which no checkpoint holds: the run goes on with a new one, so close to an uninterrupted run but not bit for "
+                "which no checkpoint stores: the run resumes with a new one, close to an uninterrupted run but not bit for "
                 "bit. For that, choose 'fp16', 'bf16' or no comm_hook.",
                 stacklevel=2,
             )
@@ -254,7 +253,7 @@ class DDPStrategy(Strategy):
 
 
 def resolve_comm_hook(hook: str | CommHook, state: Any) -> tuple[Any, CommHook]:
-    """Return the state and the function to send with; ValueError or TypeError where there is none."""
+    """Return a communication hook's state and function, or raise ValueError or TypeError."""
     if callable(hook):
         return state, hook
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
@@ -280,7 +279,7 @@ def resolve_comm_hook(hook: str | CommHook, state: Any) -> tuple[Any, CommHook]:
 
 
 def seconds_of(timeout: float | timedelta | None) -> float | None:
-    """Return a timeout in seconds; ValueError or TypeError where it is none."""
+    """Return a timeout in seconds, or raise ValueError or TypeError."""
     if timeout is None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -292,7 +291,11 @@ def seconds_of(timeout: float | timedelta | None) -> float | None:
 
 
 class ReadyOrder:
-    """The order in which gradients get ready in a module's first backward, by which DDP lays out its buckets anew."""
+    """Records the order in which gradients get ready in the first backward, and replays it in a resumed run.
+
+    DDP rebuilds its buckets by that order after the first backward. A resumed run has other parameters in a bucket until then,
+    so three or more ranks would sum its first gradients in another order, and differ in the last bits.
+    """
 
     def __init__(self, wrapped: DistributedDataParallel) -> None:
         self.indices: list[int] = []
@@ -315,7 +318,7 @@ class ReadyOrder:
 
     @property
     def missing(self) -> list[int]:
-        """Return which parameters have had no gradient yet."""
+        """Return the parameters without a gradient so far."""
         return [index for index in range(len(self._parameters)) if index not in self._seen]
 
     def close(self) -> None:
@@ -325,7 +328,7 @@ class ReadyOrder:
         self._handles.clear()
 
     def replay(self, indices: Sequence[int]) -> None:
-        """Make an empty backward in a recorded order, before the first real one; the next forward lays out the buckets."""
+        """Run a backward of zeros in a recorded order, after which the next forward rebuilds the buckets."""
         wrapped = self._wrapped
         if (
             sorted(indices) != list(range(len(self._parameters)))
@@ -346,7 +349,7 @@ class ReadyOrder:
 
 @contextmanager
 def without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Leave out the hooks of these parameters' gradients: what goes backward here is no gradient."""
+    """Disable the parameters' gradient hooks for a backward of zeros."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     # Emptied in place, since autograd holds the dicts themselves.
     found = [each for p in parameters for kind in kinds if (each := getattr(p, kind, None))]

@@ -1,8 +1,7 @@
-"""ddp_sharded: each rank holds the whole model, and the optimizer state of a part of it (FairScale's OSS and ShardedDDP).
+"""ddp_sharded: each rank holds the whole model, and the optimizer state of its tensors (FairScale's OSS and ShardedDDP).
 
-Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", in FairScale's form: a tensor
-belongs to one rank as a whole. FairScale is developed no longer; its last version, 0.4.13, was tested with
-torch 2.13.
+Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", but each tensor belongs whole
+to one rank. FairScale is no longer developed; its last version, 0.4.13, was tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -27,34 +26,34 @@ from trainwright.strategies.base import (
     StepResult,
     Strategy,
     broadcast_tensors,
-    check_alike,
+    refuse_unreplicable,
     scale_and_clip_value,
     with_gradients,
 )
-from trainwright.strategies.late_reduction import LateReduction
-from trainwright.strategies.reached_parameters import ReachedParameters
+from trainwright.strategies.deferred_all_reduce import DeferredAllReduce
+from trainwright.strategies.optimizer_proxy import OptimizerProxy, unwrap_optimizer
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
-from trainwright.strategies.stand_in import StandIn, users_own
 from trainwright.strategies.step_probe import refuse_uneven_steps
+from trainwright.strategies.used_parameters import UsedParameters
 
 
-class ShardedOptimizer(StandIn):
-    """The user's optimizer with all of the parameters, of which each rank steps its own and sends them to the others.
+class ShardedOptimizer(OptimizerProxy):
+    """Shows all parameters; the user's optimizer steps this rank's, which are then broadcast.
 
     Args:
-        own: the user's own; from here on its groups hold this rank's parameters only.
+        own: the user's optimizer; its groups keep this rank's parameters only.
     """
 
     def __init__(self, own: Optimizer) -> None:
         everyones = [list(group["params"]) for group in own.param_groups]
         self.oss = _make_oss(own)
         super().__init__(own, everyones)
-        self.reached = ReachedParameters()
-        self.reached.follow(parameter for parameters in everyones for parameter in parameters)
+        self.used = UsedParameters()
+        self.used.track(parameter for parameters in everyones for parameter in parameters)
         self.wrapped_module: Any = None
         """FairScale's ShardedDDP around the module, under automatic optimization."""
         self.shares_module = False
-        """Whether other optimizers step parameters of that module too."""
+        """Whether other optimizers step that module's parameters too."""
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -67,17 +66,17 @@ class ShardedOptimizer(StandIn):
         return result
 
     def owner_of(self, parameter: Tensor) -> int:
-        """Return the rank that steps a parameter."""
+        """Return the rank that owns a parameter."""
         return int(self.oss._param_to_rank[parameter])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients; those that lie in ShardedDDP's buckets stay there, as zeros."""
-        self.reached.forget()
+        """Discard the gradients; those in ShardedDDP's buckets become zeros."""
+        self.used.clear()
         wrapped, bucketed = self.wrapped_module, set()
         if wrapped is not None and not self.shares_module:
             wrapped.zero_grad(set_to_none=True)
             return
-        if wrapped is not None:  # its own zero_grad would drop what the module's other optimizers have yet to step with
+        if wrapped is not None:  # its zero_grad would discard the gradients of the module's other optimizers
             flags = wrapped._should_bucket_grad
             bucketed = {p for p, flag in zip(wrapped._trainable_params, flags, strict=False) if flag}
         for parameter in (p for group in self.param_groups for p in group["params"]):
@@ -87,12 +86,12 @@ class ShardedOptimizer(StandIn):
                 parameter.grad = None
 
     @contextmanager
-    def without_left_out(self) -> Iterator[None]:
-        """Take the gradients of parameters that no loss has reached away for the context: zeros, in ShardedDDP's buckets."""
+    def without_unused(self) -> Iterator[None]:
+        """Hide the gradients of unused parameters, which are zeros in ShardedDDP's buckets, from the step."""
         left_out = [
             (parameter, parameter.grad)
             for parameter in (p for group in self.own.param_groups for p in group["params"])
-            if parameter.grad is not None and self.reached.has_left_out(parameter, parameter.grad)
+            if parameter.grad is not None and self.used.is_unused(parameter, parameter.grad)
         ]
         for parameter, _ in left_out:
             parameter.grad = None
@@ -101,17 +100,17 @@ class ShardedOptimizer(StandIn):
         finally:
             for parameter, gradient in left_out:
                 parameter.grad = gradient
-        self.reached.forget()
+        self.used.clear()
 
     def send(self) -> None:
-        """Send this rank's parameters to the others. Collective."""
+        """Broadcast this rank's parameters. Collective."""
         self.oss._broadcast_params()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the parameters are dealt out by now."""
+        """Raise RuntimeError, because each parameter has its rank by now."""
         raise RuntimeError(
-            "ddp_sharded deals the parameters out when the optimizer is prepared, so groups cannot be added later; give "
-            "them to the optimizer in configure_optimizers, frozen if need be."
+            "ddp_sharded assigns parameters to ranks when the optimizer is prepared, so groups cannot be added later; give "
+            "them to the optimizer in configure_optimizers, frozen if necessary."
         )
 
 
@@ -119,12 +118,12 @@ def _make_oss(own: Optimizer) -> Any:
     from fairscale.optim import OSS
 
     class BalancedOSS(OSS):  # type: ignore[misc]
-        """OSS that deals the largest tensors out first, so that no rank has much more than its share."""
+        """OSS that assigns the largest tensors first, so that the ranks hold about the same."""
 
         _partition_parameters: list[list[dict[str, Any]]]
 
         def partition_parameters(self) -> list[list[dict[str, Any]]]:
-            if not self._partition_parameters:  # FairScale empties it where it is to be made anew
+            if not self._partition_parameters:  # FairScale empties it to have it rebuilt
                 ordered = sorted(
                     (p for group in self.param_groups for p in group["params"]),
                     key=lambda p: (not p.requires_grad, -p.numel()),
@@ -143,7 +142,7 @@ def _make_oss(own: Optimizer) -> Any:
             return self._partition_parameters
 
     def take_own(groups: list[dict[str, Any]], **_: Any) -> Optimizer:
-        # Not a new one, as OSS has it: nobody knows its constructor's arguments, and schedulers and hooks are bound to it.
+        # OSS would construct a new one, but its arguments are unknown, and schedulers and hooks are bound to this one.
         mine = {p for group in groups for p in group["params"]}
         own.param_groups = groups
         for parameter in [p for p in own.state if p not in mine]:
@@ -157,7 +156,7 @@ def _make_wrapper(*args: Any, **options: Any) -> Any:
     from fairscale.nn.data_parallel import ShardedDataParallel
 
     class FollowingDDP(ShardedDataParallel):  # type: ignore[misc]
-        """ShardedDDP that takes note of a change of what is trained once, not before each forward from then on."""
+        """ShardedDDP that handles a change of what is trained once, not before each forward from then on."""
 
         _grad_to_be_reduced: list[bool]
 
@@ -165,23 +164,23 @@ def _make_wrapper(*args: Any, **options: Any) -> Any:
             has_changed: bool = super()._detect_train_change()
             if has_changed:
                 self._reference_trainable_mask = [p.requires_grad for p in self._all_params]
-                self._grad_to_be_reduced = []  # else it warns of parameters that the last step did not use
+                self._grad_to_be_reduced = []  # otherwise it warns about parameters that the last step did not use
                 for frozen in (p for p in self._all_params if not p.requires_grad):
-                    frozen.grad = None  # else momentum and decay would go on with it
+                    frozen.grad = None  # otherwise momentum and decay would keep changing it
             return has_changed
 
     return FollowingDDP(*args, **options)
 
 
 class ShardedDDPStrategy(Strategy):
-    """Data parallelism whose optimizer state is dealt out over the ranks, tensor by tensor.
+    """Data parallelism with optimizer state sharded over the ranks, tensor by tensor.
 
-    For any module whose parameters have one dtype, and any optimizer that steps each parameter by itself. Optimizers may not
-    call closures. Gradients that this rank does not step are undefined after a backward.
+    Parameters must have one dtype, and the optimizer must step each of them independently, without a closure. Gradients of
+    other ranks' parameters are undefined after a backward.
 
     Args:
-        reduce_buffer_size: elements of a bucket in which small gradients are sent together.
-        reduce_fp16: send gradients in float16; it does without buckets.
+        reduce_buffer_size: elements of a bucket of small gradients.
+        reduce_fp16: send gradients in float16, without buckets.
 
     Raises:
         ImportError: FairScale is not installed.
@@ -203,7 +202,7 @@ class ShardedDDPStrategy(Strategy):
         self.reduce_buffer_size = 0 if reduce_fp16 else reduce_buffer_size
         self.reduce_fp16 = reduce_fp16
         self._optimizers: dict[int, ShardedOptimizer] = {}
-        self._late = LateReduction()
+        self._deferred = DeferredAllReduce()
         self._automatic = True
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
@@ -211,20 +210,20 @@ class ShardedDDPStrategy(Strategy):
             rank_zero_info("strategy='ddp_sharded' has nothing to share on one process; it runs as 'single_device'.")
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        self.place(module)
+        self.move_to_device(module)
         if self.world_size == 1:
             return
-        check_alike(module, self.name, optimization)
+        refuse_unreplicable(module, self.name, optimization)
         refuse_sparse_weights(module, self.name, optimization)
         broadcast_tensors((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic
-        self.wrapped[module] = None  # until its optimizers are there
-        self.buffers.follow(module)
+        self.wrapped[module] = None  # until it has optimizers
+        self.buffers.track(module)
 
-    def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
+    def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
         for module in modules if self.world_size > 1 else ():
-            self.buffers.follow(module)
-            refuse_sparse_weights(module, self.name, True)  # one may have been unfrozen
+            self.buffers.track(module)
+            refuse_sparse_weights(module, self.name, True)  # an embedding may have been unfrozen
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
@@ -244,11 +243,11 @@ class ShardedDDPStrategy(Strategy):
         else:
             for each in self._optimizers.values():
                 trained = [p for group in each.param_groups for p in group["params"]]
-                self._late.follow(trained, {p: each.owner_of(p) for p in trained})
+                self._deferred.track(trained, {p: each.owner_of(p) for p in trained})
         return sharded
 
     def _wrap(self, modules: Sequence[nn.Module]) -> None:
-        """Put ShardedDDP around the modules whose optimizers are there and that have none yet."""
+        """Wrap the modules that have optimizers and no ShardedDDP yet."""
         for module in modules:
             own = set(module.parameters())
             theirs = [
@@ -261,7 +260,7 @@ class ShardedDDPStrategy(Strategy):
             self.wrapped[module] = _make_wrapper(
                 StepForward(module),
                 [each.oss for each in theirs],
-                broadcast_buffers=False,  # see SharedBuffers
+                broadcast_buffers=False,  # see SyncedBuffers
                 sync_models_at_startup=False,  # done already
                 reduce_buffer_size=self.reduce_buffer_size,
                 reduce_fp16=self.reduce_fp16,
@@ -273,7 +272,7 @@ class ShardedDDPStrategy(Strategy):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the step as ShardedDDP's forward while training; without gradients, or under manual optimization, without it."""
+        """Run the step as ShardedDDP's forward; evaluation and manual optimization bypass it."""
         self.buffers.begin_step(module)
         wrapped = self.wrapped.get(module)
         if wrapped is None or not torch.is_grad_enabled():
@@ -286,7 +285,7 @@ class ShardedDDPStrategy(Strategy):
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         for optimizer in (each for each, is_final in self.finalized.items() if is_final):
-            self._late.reopen(optimizer)
+            self._deferred.reopen(optimizer)
         super().backward(loss, send, **options)
         self.buffers.end_backward()
 
@@ -299,13 +298,13 @@ class ShardedDDPStrategy(Strategy):
     def finalize_gradients(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, ShardedOptimizer):
             return super().finalize_gradients(optimizer)
-        self._late.reduce(optimizer)
-        # Only this rank's gradients count; FairScale's own scaler would do nothing on the CPU.
+        self._deferred.reduce(optimizer)
+        # Only this rank's gradients count. FairScale's own scaler does nothing on the CPU.
         self.precision.unscale(optimizer.own, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
 
     def release(self, optimizer: Optimizer) -> None:
         self.finalized.pop(optimizer, None)
-        self.precision.release(users_own(optimizer))
+        self.precision.release(unwrap_optimizer(optimizer))
 
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
@@ -313,7 +312,7 @@ class ShardedDDPStrategy(Strategy):
         if not isinstance(optimizer, ShardedOptimizer):
             return super().step(optimizer, clipping, closure)
         self.finalize(optimizer)
-        with optimizer.without_left_out():
+        with optimizer.without_unused():
             with self.precision.step_context():
                 norm = None if clipping is None else self.clip_gradients(optimizer, clipping)
             skipped = self.precision.step(optimizer.own)
@@ -352,14 +351,14 @@ class ShardedDDPStrategy(Strategy):
     def allocate_optimizer_state(
         self, optimizer: Optimizer, names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry]
     ) -> None:
-        own = users_own(optimizer)
+        own = unwrap_optimizer(optimizer)
         super().allocate_optimizer_state(own, names, entries)
 
     def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
         described = super().describe_optimizer(optimizer, names)
         if isinstance(optimizer, ShardedOptimizer):
             mine = {names[p] for group in optimizer.own.param_groups for p in group["params"]}
-            # A load has given this rank the others' too, as they were then.
+            # A load has given this rank the other ranks' state too, which goes stale.
             described["plain"] = {name: state for name, state in described["plain"].items() if name in mine}
         return described
 
@@ -371,14 +370,14 @@ class ShardedDDPStrategy(Strategy):
         for optimizer in self._optimizers.values():
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 parameter.grad = None  # it may lie in a bucket
-            optimizer.reached.close()
+            optimizer.used.close()
         super().close()
         self._optimizers.clear()
-        self._late.clear()
+        self._deferred.clear()
 
 
 def _refuse_mixed(optimizer: Optimizer) -> None:
-    """Refuse parameters of several dtypes: FairScale keeps a rank's in one buffer (ValueError)."""
+    """Raise ValueError for parameters of several dtypes, because FairScale keeps a rank's in one buffer."""
     dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     if len(dtypes) > 1:
         told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

@@ -24,7 +24,7 @@ from trainwright.precision import resolve_precision
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.precision.fast_path import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies import deepspeed_config, zero_gradients, zero_state, zero_traces
+from trainwright.strategies import deepspeed_config, zero_cleanup, zero_gradients, zero_state
 from trainwright.strategies.base import (
     Clipping,
     Optimization,
@@ -32,17 +32,17 @@ from trainwright.strategies.base import (
     Strategy,
     broadcast_tensors,
     call_step,
-    check_alike,
+    refuse_unreplicable,
     trained,
 )
 from trainwright.strategies.deepspeed_engine import make_engine, refuse_other_dtype, scale_losses
 from trainwright.strategies.deepspeed_package import check_supported
-from trainwright.strategies.master_optimizer import MasterOptimizer, Share
+from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.state_entries import state_tensors
 from trainwright.strategies.step_probe import refuse_uneven_steps
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, part_of
-from trainwright.strategies.zero_writes import ZeroWrites, paused, settle_shares
+from trainwright.strategies.zero_write_back import ZeroWriteBack, paused, update_masters
 
 STAGES = (1, 2, 3)
 
@@ -117,9 +117,9 @@ class DeepSpeedStrategy(Strategy):
         self._engines: dict[ZeroOptimizer, Any] = {}
         self._parts: dict[nn.Module, list[Any]] = {}
         self._trained: dict[nn.Module, list[str]] = {}
-        self._traces: list[zero_traces.ZeroTraces] = []
-        self._writes = ZeroWrites()
-        self._left: dict[Any, list[Share]] = {}
+        self._added: list[zero_cleanup.AddedAttributes] = []
+        self._write_back = ZeroWriteBack()
+        self._left: dict[Any, list[Shard]] = {}
         """The shares of engines whose module is the user's own again; what they hold can still be saved."""
 
     # -- before a run ------------------------------------------------------------------------------------------------
@@ -157,8 +157,8 @@ class DeepSpeedStrategy(Strategy):
     def _scalers(self) -> list[Any]:
         return [engine.optimizer.loss_scaler for engine in self._engines.values()]
 
-    def settle(self, optimization: Optimization) -> Optimization:
-        return deepspeed_config.settle(self.own_config, optimization)
+    def resolve(self, optimization: Optimization) -> Optimization:
+        return deepspeed_config.resolve(self.own_config, optimization)
 
     @property
     def _offloads(self) -> bool:
@@ -166,17 +166,17 @@ class DeepSpeedStrategy(Strategy):
         return (self.offload_optimizer and self.device.type != "cpu") or asked.get("device", "none") != "none"
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        check_alike(module, self.name, optimization if self.world_size > 1 else None)
+        refuse_unreplicable(module, self.name, optimization if self.world_size > 1 else None)
         refuse_sparse_weights(module, self.name, optimization)
         sharded = {name: p for name, p in module.named_parameters() if hasattr(p, "ds_id")}
         if self.stage < 3 or not sharded:
-            self.place(module)
+            self.move_to_device(module)
         else:
             refuse_other_dtype(sharded, self.precision)
         whole = [p for p in module.parameters() if not hasattr(p, "ds_id")]
         broadcast_tensors((*whole, *module.buffers()))
         self.wrapped[module] = None
-        self.buffers.follow(module)
+        self.buffers.track(module)
         if self.stage == 3 and zero_state.warn_of_shards not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(zero_state.warn_of_shards)  # type: ignore[no-untyped-call]
         if optimization is None and self.stage == 3 and any(True for _ in module.parameters()):
@@ -235,9 +235,9 @@ class DeepSpeedStrategy(Strategy):
         zero, strays = engine.optimizer, list(engine.module.strays)
         if strays:
             strays[0].all_gather(strays)  # small ones stay gathered from their first use on, which no hook would see
-        master.take(zero_state.shares_of(zero, self.stage, self.rank))
+        master.take(zero_state.shards_of(zero, self.stage, self.rank))
         refresh = partial(zero_state.refresh_from_masters, zero, self.stage)
-        facade = ZeroOptimizer(master, engine, self._writes.settle, refresh)
+        facade = ZeroOptimizer(master, engine, self._write_back.settle, refresh)
         self._engines[facade] = engine
         for module in owners:
             self._parts.setdefault(module, []).append(engine)
@@ -257,11 +257,11 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def _initialize(self, part: Part, optimizer: MasterOptimizer | None, trained: Any = None) -> Any:
-        self._traces.append(zero_traces.ZeroTraces(list(part.members)))
-        with self._traces[-1]:
+        self._added.append(zero_cleanup.AddedAttributes(list(part.members)))
+        with self._added[-1]:
             config = self._config(part.parameters())
             engine = make_engine(part, optimizer, trained, config, self.device, self._refuse_optimizer)
-        self._writes.follow(engine.optimizer, self.stage, self.rank, part, self.wrapped)
+        self._write_back.track(engine.optimizer, self.stage, self.rank, part, self.wrapped)
         if self.precision.autocast_dtype == torch.float16 and (optimizer is not None or trained is not None):
             scale_losses(engine)
         return engine
@@ -270,15 +270,15 @@ class DeepSpeedStrategy(Strategy):
         assert isinstance(optimizer, ZeroOptimizer)
         return optimizer
 
-    def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
+    def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
         """Refuse a change of what is trained (RuntimeError): DeepSpeed has laid out its buffers by then."""
         for module in modules:
-            self.buffers.follow(module)
+            self.buffers.track(module)
             now = trained(module)
             if changed := sorted(set(now) ^ set(self._trained.get(module, now))):
                 raise RuntimeError(
-                    f"{changed[0]!r} of {type(module).__name__} was frozen or unfrozen after its optimizer was made, which "
-                    "DeepSpeed cannot follow. Freeze before fit and go on from a checkpoint in a second fit, or choose 'ddp'."
+                    f"{changed[0]!r} of {type(module).__name__} was frozen or unfrozen after its optimizer was prepared, which "
+                    "DeepSpeed cannot follow. Freeze before fit and resume from a checkpoint in a second fit, or choose 'ddp'."
                 )
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class DeepSpeedStrategy(Strategy):
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step: Callable[[], Any] = partial(call_step, module, name, args, kwargs)
         self.buffers.begin_step(module)
-        self._writes.check()
+        self._write_back.check()
         for engine in self._parts.get(module, []):
             # Not engine(...): it would hang its own prologue on what the step returns, and a manual backward runs before.
             step = partial(engine.module, step)
@@ -315,7 +315,7 @@ class DeepSpeedStrategy(Strategy):
         facade = self._taken(optimizer)
         engine, master, zero = facade.engine, facade.master, facade.engine.optimizer
         zero_gradients.fill_missing_gradients(zero, self.stage)
-        self._writes.settle()
+        self._write_back.settle()
         zero.clip_grad = 0.0
         if clipping is not None:
             if clipping.value is not None or clipping.scale != 1.0:
@@ -328,14 +328,14 @@ class DeepSpeedStrategy(Strategy):
         engine.enable_backward_allreduce = True
         norm = torch.as_tensor(zero._global_grad_norm) * master.rescale if zero.clip_grad else None
         self.finalized.pop(facade, None)
-        master.forget()
+        master.clear()
         return StepResult(norm, bool(zero.overflow))
 
     def clip_gradients(self, optimizer: Optimizer, clipping: Clipping) -> Tensor | None:
         facade, (norm, value, scale) = self._taken(optimizer), clipping
         self.finalize(facade)
         if self._offloads and norm is None:
-            facade.master.put_off(value, scale)
+            facade.master.defer_clipping(value, scale)
             return None
         if self._offloads:
             raise RuntimeError(
@@ -350,15 +350,15 @@ class DeepSpeedStrategy(Strategy):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
-        self._writes.settle()
-        settle_shares(share for shares in self._left.values() for share in shares)
-        shares = {share.parameter: share for engine in self._engines.values() for share in self._shares(engine)}
+        self._write_back.settle()
+        update_masters(shard for shares in self._left.values() for shard in shares)
+        shares = {shard.parameter: shard for engine in self._engines.values() for shard in self._shares(engine)}
         pieces = []
         for name, value in state_tensors(module):
             if value in shares:
-                share = shares[value]
-                part = share.flat.detach().narrow(0, share.offset, share.numel)
-                pieces.append(Piece(clean_name(name), share.shape, share.start, part, self.rank))
+                shard = shares[value]
+                part = shard.flat.detach().narrow(0, shard.offset, shard.numel)
+                pieces.append(Piece(clean_name(name), shard.shape, shard.start, part, self.rank))
             elif hasattr(value, "ds_tensor"):  # not trained: no float32 master, its partition counts
                 pieces.append(zero_state.partition_piece(clean_name(name), value, self.rank))
             else:
@@ -384,7 +384,7 @@ class DeepSpeedStrategy(Strategy):
     def after_load(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
     ) -> None:
-        stepped = {share.parameter for engine in self._engines.values() for share in self._shares(engine)}
+        stepped = {shard.parameter for engine in self._engines.values() for shard in self._shares(engine)}
         for facade in self._engines:
             zero_state.place_plain(facade.master)
         with paused():
@@ -400,28 +400,28 @@ class DeepSpeedStrategy(Strategy):
         schedulers = [engine.lr_scheduler for engine in self._engines.values()]
         return {"lr_schedulers": [None if each is None else each.state_dict() for each in schedulers]}
 
-    def _shares(self, engine: Any) -> Iterable[Share]:
+    def _shares(self, engine: Any) -> Iterable[Shard]:
         left = self._left.get(engine)
-        return zero_state.shares_of(engine.optimizer, self.stage, self.rank) if left is None else left
+        return zero_state.shards_of(engine.optimizer, self.stage, self.rank) if left is None else left
 
     def after_run(self) -> None:
-        self._writes.settle(refuses=sys.exc_info()[0] is None)
+        self._write_back.settle(refuses=sys.exc_info()[0] is None)
         if self.stage < 3:  # a sharded module can still be called, for which the engine gathers it
             self._left = {engine: list(self._shares(engine)) for engine in self._engines.values()}
             self._let_go()
         else:
-            zero_traces.end_training(self._parts.values())
+            zero_cleanup.end_training(self._parts.values())
 
     def _let_go(self) -> None:
         """Take everything of the engines off the modules. What stage 3 has sharded stays so: whole, it might not fit."""
-        zero_traces.destroy(self._parts.values())
+        zero_cleanup.destroy(self._parts.values())
         for facade in self._engines:
             facade.master.close()
-        for traces in reversed(self._traces):
-            traces.remove()
+        for added in reversed(self._added):
+            added.remove()
         self._parts.clear()
-        self._traces.clear()
-        self._writes.clear()
+        self._added.clear()
+        self._write_back.clear()
 
     def close(self) -> None:
         """Give the engines back; what stage 3 has sharded stays so."""

@@ -13,7 +13,7 @@ import torch
 from trainwright.precision.base import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Optimization
-from trainwright.strategies.sharing import LARGEST_BUCKET
+from trainwright.strategies.memory_plan import LARGEST_BUCKET
 
 AUTO = "auto"
 """What a configuration says where it leaves a value to the framework."""
@@ -40,7 +40,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
                 "contents as a dict."
             ) from None
         except ValueError as error:
-            raise ValueError(f"config={os.fspath(config)!r} is no JSON ({error}); mend the file.") from error
+            raise ValueError(f"config={os.fspath(config)!r} is not JSON ({error}); correct the file.") from error
         config = loaded
     if not isinstance(config, Mapping):
         raise TypeError(
@@ -116,7 +116,7 @@ def low_precision(config: Mapping[str, Any]) -> str | None:
     return "32-true" if told.get("fp16") is False and told.get("bf16") is False else None
 
 
-def settle(config: Mapping[str, Any], optimization: Optimization) -> Optimization:
+def resolve(config: Mapping[str, Any], optimization: Optimization) -> Optimization:
     """Return the optimization with what the configuration says in place of the caller's, and warn where the two differ.
 
     Raises:

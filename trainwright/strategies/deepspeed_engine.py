@@ -106,8 +106,8 @@ def refuse_other_dtype(sharded: Mapping[str, Any], precision: Precision) -> None
         if parameter.ds_tensor.dtype != low and (low is not None or is_low):
             raise ValueError(
                 f"parameter {name!r} was sharded by a run in another precision, and this one is in {precision.name}; "
-                "go on in that precision, take the whole copy that tw.gather_module(module, all_ranks=True) gives, or make the "
-                "module anew and load a checkpoint."
+                "continue in that precision, take the whole copy that tw.gather_module(module, all_ranks=True) gives, or "
+                "create the module again and load a checkpoint."
             )
 
 

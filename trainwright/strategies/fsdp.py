@@ -32,27 +32,27 @@ from trainwright.strategies.base import (
     StepResult,
     Strategy,
     broadcast_tensors,
-    check_alike,
+    refuse_unreplicable,
     scale_and_clip_value,
     with_gradients,
 )
-from trainwright.strategies.late_reduction import LateReduction
-from trainwright.strategies.low_layers import Float32, allow_float32, find_float32
+from trainwright.strategies.deferred_all_reduce import DeferredAllReduce
+from trainwright.strategies.low_precision_layers import Float32, allow_float32, find_float32
 from trainwright.strategies.materialize import innermost_first, materialize
-from trainwright.strategies.parted_groups import by_kind, parted_groups
 from trainwright.strategies.placement import move
 from trainwright.strategies.row_probe import refuse_sharded_steps
-from trainwright.strategies.sharded_access import explain, open_methods, refuse_sharded_loss
-from trainwright.strategies.sharded_root import ROOT, Root, gather_for_call, let_go_after_call, refuse_copy
-from trainwright.strategies.sparse_gradients import refuse_sparse_weights
-from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, choose_groups
-from trainwright.strategies.written_shards import (
-    follow_shards,
-    keep_writes,
-    keep_writes_after,
-    note_gathered,
-    note_gathered_before,
+from trainwright.strategies.shard_write_back import (
+    record_versions,
+    record_versions_before,
+    write_back,
+    write_back_after,
+    write_through_data,
 )
+from trainwright.strategies.sharded_access import explain, open_methods, refuse_sharded_loss
+from trainwright.strategies.sharded_root import ROOT, Root, refuse_copy, reshard_after_call, unshard_for_call
+from trainwright.strategies.sparse_gradients import refuse_sparse_weights
+from trainwright.strategies.split_groups import by_kind, split_groups
+from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, choose_groups
 
 UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
 """The optimizers of torch that compute on no DTensors; of others the first step tells."""
@@ -112,14 +112,14 @@ class FSDPStrategy(Strategy):
         self.mixed_precision = mixed_precision
         self.sync_every_batch = sync_every_batch
         self._float32 = Float32()
-        self._late = LateReduction()
+        self._deferred = DeferredAllReduce()
         self._automatic = True
         self._tried: list[Optimizer] = []
 
     # -- before a run ------------------------------------------------------------------------------------------------
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        check_alike(module, self.name, optimization if self.world_size > 1 else None)
+        refuse_unreplicable(module, self.name, optimization if self.world_size > 1 else None)
         refuse_sparse_weights(module, self.name, optimization)
         self._automatic = optimization is None or optimization.automatic
         if ROOT in module.__dict__:
@@ -127,14 +127,14 @@ class FSDPStrategy(Strategy):
         else:
             self._shard(module)
         self.wrapped[module] = module.__dict__[ROOT]
-        self._late.follow(p for p in module.parameters() if not isinstance(p, DTensor))
-        self.buffers.follow(module)
+        self._deferred.track(p for p in module.parameters() if not isinstance(p, DTensor))
+        self.buffers.track(module)
 
     def _shard(self, module: nn.Module) -> None:
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise ValueError(
                 f"{type(module).__name__} holds sharded parameters already, of torch's fully_shard; leave the sharding to the "
-                "strategy, or make the module anew."
+                "strategy, or create the module again."
             )
         groups = choose_groups(module, self.auto_wrap_policy, self.min_parameters)
         to_checkpoint = self._to_checkpoint(module, groups)
@@ -170,11 +170,11 @@ class FSDPStrategy(Strategy):
             each.forward = partial(checkpoint, each.forward, use_reentrant=False)
         is_float32 = module in self._float32.groups  # a layer by itself
         self._shard_group(root, mesh, MixedPrecisionPolicy() if is_float32 else low, is_root=True)
-        follow_shards()
+        write_through_data()
         module.__dict__[ROOT] = root  # not as a submodule
         module.__dict__["__deepcopy__"] = partial(refuse_copy, module)
-        module.register_forward_pre_hook(gather_for_call)
-        module.register_forward_hook(let_go_after_call, always_call=True)
+        module.register_forward_pre_hook(unshard_for_call)
+        module.register_forward_hook(reshard_after_call, always_call=True)
 
     def _refuse_other_precision(self, module: nn.Module) -> None:
         """Refuse what an earlier run has sharded to be gathered in another low precision (ValueError)."""
@@ -182,8 +182,9 @@ class FSDPStrategy(Strategy):
         if gathered not in (None, asked):
             raise ValueError(
                 f"fsdp gathers the weights of {type(module).__name__} in {str(gathered).removeprefix('torch.')}, as an earlier "
-                f"run has sharded it, and this one is in {self.precision.name}; go on in that run's precision, take the whole "
-                "copy that tw.gather_module(module, all_ranks=True) gives, or make the module anew and load a checkpoint."
+                f"run has sharded it, and this one is in {self.precision.name}; continue in that run's precision, take the "
+                "whole copy that tw.gather_module(module, all_ranks=True) gives, or create the module again and load a "
+                "checkpoint."
             )
 
     def _to_checkpoint(self, module: nn.Module, groups: list[nn.Module]) -> list[nn.Module]:
@@ -220,7 +221,7 @@ class FSDPStrategy(Strategy):
             parameter.data = parameter.data.contiguous()
         offload = self.cpu_offload and self.device.type != "cpu"
         if not is_root:  # whose forward does it
-            group.register_forward_hook(keep_writes_after)
+            group.register_forward_hook(write_back_after)
         fully_shard(
             group,
             mesh=mesh,
@@ -231,7 +232,7 @@ class FSDPStrategy(Strategy):
         )
         type(group).__deepcopy__ = refuse_copy  # type: ignore[attr-defined]
         if not is_root:
-            group.register_forward_pre_hook(note_gathered_before)
+            group.register_forward_pre_hook(record_versions_before)
 
     def _refuse_mixed(self, group: nn.Module, whole: list[nn.Parameter]) -> None:
         dtypes = {parameter.dtype for parameter in whole if parameter.requires_grad}
@@ -243,13 +244,13 @@ class FSDPStrategy(Strategy):
                 "or put those of another into a submodule that is a group of its own (auto_wrap_policy)."
             )
 
-    def follow_parameters(self, modules: Sequence[nn.Module]) -> None:
+    def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
         """Follow parameters that were made after the module was sharded: whole on each rank, and averaged before each step."""
         for module in modules:
-            made = [p for p in module.parameters() if not isinstance(p, DTensor) and not self._late.follows(p)]
+            made = [p for p in module.parameters() if not isinstance(p, DTensor) and not self._deferred.tracks(p)]
             broadcast_tensors(made)
-            self._late.follow(made)
-            self.buffers.follow(module)
+            self._deferred.track(made)
+            self.buffers.track(module)
             refuse_sparse_weights(module, self.name, True)  # one may have been unfrozen
 
     def setup_optimizers(
@@ -261,7 +262,7 @@ class FSDPStrategy(Strategy):
         for optimizer in (each for each in optimizers if each not in self._tried):
             refuse_sharded_steps(optimizer, init_device_mesh(self.device.type, (self.world_size,)), self.name)
             self._tried.append(optimizer)
-        self.follow_parameters(modules)  # configure_optimizers may have made some
+        self.refresh_trainable(modules)  # configure_optimizers may have made some
         return list(optimizers)
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
@@ -290,7 +291,7 @@ class FSDPStrategy(Strategy):
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         refuse_sharded_loss(loss, next(iter(self.wrapped), None))
-        self._keep_writes()
+        self._write_back()
         if self._automatic:
             super().backward(loss, send, **options)
             self.buffers.end_backward()
@@ -315,16 +316,16 @@ class FSDPStrategy(Strategy):
                 root.set_requires_gradient_sync(enabled)
 
     def finalize_gradients(self, optimizer: Optimizer) -> None:
-        self._late.reduce(optimizer)
+        self._deferred.reduce(optimizer)
         self.precision.unscale(optimizer, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
 
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
     ) -> StepResult:
         self.finalize(optimizer)
-        self._keep_writes()
+        self._write_back()
         try:
-            with parted_groups(optimizer):
+            with split_groups(optimizer):
                 result = super().step(optimizer, clipping, closure)
         except (RuntimeError, NotImplementedError) as error:
             if "DTensor" in str(error) or "placement" in str(error):
@@ -334,10 +335,10 @@ class FSDPStrategy(Strategy):
             self._gather_roots()
         return result
 
-    def follow_toggle(self) -> None:
+    def refresh_toggled(self) -> None:
         # The optimizers hold the shards, and a step uses what was gathered of them.
         if any(root.depth > 0 for root in self.wrapped.values()):
-            self._keep_writes()
+            self._write_back()
             self._gather_roots()
 
     def clip_gradients(self, optimizer: Optimizer, clipping: Clipping) -> Tensor | None:
@@ -357,7 +358,7 @@ class FSDPStrategy(Strategy):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
-        self._keep_writes()
+        self._write_back()
         self._reshard_roots()
         return super().model_pieces(module)
 
@@ -377,10 +378,10 @@ class FSDPStrategy(Strategy):
 
     def close(self) -> None:
         """Give back what is held; the modules stay sharded."""
-        self._keep_writes()
+        self._write_back()
         self._reshard_roots()
         super().close()
-        self._late.clear()
+        self._deferred.clear()
         self._tried.clear()
 
     def _roots(self) -> Iterator[FSDPModule]:
@@ -396,14 +397,14 @@ class FSDPStrategy(Strategy):
         for root in self._roots():
             root.reshard()
             root.unshard()
-            note_gathered(root)
+            record_versions(root)
 
-    def _keep_writes(self) -> None:
+    def _write_back(self) -> None:
         for root in self._roots():
             stays = root.modules() if not self.reshard_after_forward else (root,)  # type: ignore[attr-defined]
             for group in stays:
                 if isinstance(group, FSDPModule):
-                    keep_writes(group)
+                    write_back(group)
 
 
 def _no_shards(optimizer: Optimizer) -> str:

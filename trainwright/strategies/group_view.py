@@ -1,4 +1,4 @@
-"""Group view: a parameter group as the user made it, over one that an engine has changed."""
+"""Group view: a parameter group with the user's parameters, over the group that an engine steps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from torch import Tensor
 
 
 class GroupView(UserDict[str, Any]):
-    """The group that is stepped, with the user's parameters in place of those that stand in it.
-
-    What a scheduler or a load sets in the one is set in the other.
+    """Shares all options with the stepped group, so that schedulers and loads reach the step, but not its tensors.
 
     Args:
         stepped: the group that the engine's step reads.

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.strategies.base import place_of_state
+from trainwright.strategies.base import state_location
 from trainwright.strategies.group_view import GroupView
-from trainwright.strategies.reached_parameters import ReachedParameters
+from trainwright.strategies.used_parameters import UsedParameters
 
 
-class Share(NamedTuple):
+class Shard(NamedTuple):
     """This rank's share of a parameter: one range of it, which lies somewhere in a flat master.
 
     `offset` is the range's beginning in the master, `start` that in the parameter, of which `numel` elements are this
@@ -36,7 +36,7 @@ class Share(NamedTuple):
 class MasterView:
     """A share as the user's optimizer steps it: a view of the flat master, with the parameter's name for its state."""
 
-    share: Share
+    shard: Shard
     tensor: Tensor
 
     def is_part(self, key: str, value: Tensor) -> bool:
@@ -81,47 +81,47 @@ class MasterOptimizer(Optimizer):
         """What the next step multiplies gradients by."""
         self.largest: float | None = None
         self._of: dict[Tensor, list[MasterView]] = {}
-        self._reached = ReachedParameters()
+        self._used = UsedParameters()
 
-    def take(self, shares: Iterable[Share]) -> None:
+    def take(self, shares: Iterable[Shard]) -> None:
         """Give the user's optimizer views of the masters that DeepSpeed has made, with the state that it had before.
 
         Raises:
             ValueError: its state was made from parameters that an earlier run has left sharded.
         """
-        for share in shares:
-            self._reached.follow([share.parameter])
-            if share.numel:
-                part = share.flat.detach().narrow(0, share.offset, share.numel).requires_grad_()
-                self.views[share.parameter] = MasterView(share, part)
-                self._of.setdefault(share.flat, []).append(self.views[share.parameter])
+        for shard in shares:
+            self._used.track([shard.parameter])
+            if shard.numel:
+                part = shard.flat.detach().narrow(0, shard.offset, shard.numel).requires_grad_()
+                self.views[shard.parameter] = MasterView(shard, part)
+                self._of.setdefault(shard.flat, []).append(self.views[shard.parameter])
         for group, given in zip(self.own.param_groups, self.given, strict=True):
             before = {p: self.own.state.pop(p) for p in given if p in self.own.state}
             mine = [self.views[p] for p in given if p in self.views]
             group["params"] = [view.tensor for view in mine]
             for view in mine:
-                if view.share.parameter in before:
-                    self.own.state[view.tensor] = self._cut(view, before[view.share.parameter], group)
+                if view.shard.parameter in before:
+                    self.own.state[view.tensor] = self._cut(view, before[view.shard.parameter], group)
 
     def _cut(self, view: MasterView, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a whole parameter's state."""
-        share, cut = view.share, {}
+        shard, cut = view.shard, {}
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 cut[key] = value
-            elif tuple(value.shape) == share.shape and key != "step":
-                part = value.detach().reshape(-1)[share.start : share.start + share.numel]
-                dtype = view.tensor.dtype if value.dtype == share.parameter.dtype else value.dtype
+            elif tuple(value.shape) == shard.shape and key != "step":
+                part = value.detach().reshape(-1)[shard.start : shard.start + shard.numel]
+                dtype = view.tensor.dtype if value.dtype == shard.parameter.dtype else value.dtype
                 cut[key] = part.to(view.tensor.device, dtype, copy=True)
             elif value.numel() == 0 and key == "sum" and isinstance(self.own, torch.optim.Adagrad):
                 cut[key] = torch.full_like(view.tensor, group["initial_accumulator_value"], requires_grad=False)
             elif value.numel() == 0:
                 raise ValueError(
                     f"{type(self.own).__name__} makes its state ({key!r}) when it is constructed, and an earlier run has left "
-                    "the parameters sharded by then. Make the module anew and load a checkpoint."
+                    "the parameters sharded by then. Create the module again and load a checkpoint."
                 )
             else:  # the master may lie elsewhere than the parameter did
-                cut[key] = value.to(*place_of_state(view.tensor, key, value.dtype, group))
+                cut[key] = value.to(*state_location(view.tensor, key, value.dtype, group))
         return cut
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -136,11 +136,11 @@ class MasterOptimizer(Optimizer):
                 view.tensor.grad = None
 
     def _gradient(self, view: MasterView) -> Tensor | None:
-        share = view.share
-        if share.flat.grad is None:
+        shard = view.shard
+        if shard.flat.grad is None:
             return None
-        gradient = share.flat.grad.narrow(0, share.offset, share.numel)
-        if self._reached.has_left_out(share.parameter, gradient):
+        gradient = shard.flat.grad.narrow(0, shard.offset, shard.numel)
+        if self._used.is_unused(shard.parameter, gradient):
             return None
         if self.rescale != 1.0:
             gradient.mul_(self.rescale)
@@ -156,21 +156,21 @@ class MasterOptimizer(Optimizer):
         finally:
             groups[:], group["params"] = kept, params
 
-    def put_off(self, value: float | None, scale: float) -> None:
+    def defer_clipping(self, value: float | None, scale: float) -> None:
         """Multiply gradients by `scale` and clip their elements at `value` in the next step, where nothing earlier can."""
         self.rescale *= scale
         self.largest = None if self.largest is None else self.largest * scale
         if value is not None:
             self.largest = value if self.largest is None else min(self.largest, value)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Take note that the gradients of this window have been stepped with or dropped."""
-        self._reached.forget()
+        self._used.clear()
         self.rescale, self.largest = 1.0, None
 
     def close(self) -> None:
         """Let go of the parameters."""
-        self._reached.close()
+        self._used.close()
 
 
 class StateByParameter(MutableMapping[Any, Any]):

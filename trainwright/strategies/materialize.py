@@ -1,4 +1,4 @@
-"""Materialize: real values for modules that were made on the meta device, by the resets that their constructors called."""
+"""Materialize: initialises modules that were created on the meta device, by their constructors' resets."""
 
 from __future__ import annotations
 
@@ -12,29 +12,23 @@ from torch.distributed.tensor import DTensor
 REMEDY = "Give its module a reset_parameters() that sets it, or make the module on a real device."
 
 Places = dict[Tensor, list[tuple[dict[str, Any], str]]]
-"""Where each meta tensor stands: in which tables of which modules, by which name."""
+"""The occurrences of each meta tensor: a module's table, and the name in it."""
 
 
 def materialize(module: nn.Module, parts: Sequence[nn.Module] | None = None) -> bool:
-    """Replace the module's meta tensors by real ones in host memory, initialised as its constructors would have.
+    """Replace a module's meta tensors by real ones, initialised as its constructors would; return whether there were any.
 
-    Returns whether there was any.
-
-    They are drawn on the host whatever device they go to: the numbers of its generator are those of a module that was made on
-    the host, and every device draws others.
-
-    Each submodule's own `reset_parameters` is called, innermost first, which draws the numbers in the order in which
-    constructors draw them, as long as modules are registered as they are made; copies of a module draw numbers of their
-    own. What else was done to a tensor on the meta device is lost there, so it is refused: torch counts
-    how often a tensor was changed in place, and both counts have to agree. Tied tensors stay tied, with the values of the
-    first module that has them.
+    Values are drawn on the host, whose generator gives the numbers of a module that was created there. Each submodule's
+    `reset_parameters` runs innermost first, which is the order of the constructors if modules are registered as they are
+    created. Other writes to a meta tensor are lost, so they are refused: torch's count of in-place writes must equal that of
+    the reset. Tied tensors stay tied, with the values of the first module that has them.
 
     Args:
-        module: what the tensors are named after, and where tied ones are looked for.
-        parts: the submodules whose own tensors are replaced, in that order; all of them where it is not given.
+        module: names the tensors; tied ones are searched in it.
+        parts: the submodules to initialise, in order; all of them by default.
 
     Raises:
-        ValueError: a tensor that no reset gives its values; it is named.
+        ValueError: no reset initialises a tensor.
     """
     places: Places = {}
     for each in module.modules():
@@ -61,7 +55,7 @@ def materialize(module: nn.Module, parts: Sequence[nn.Module] | None = None) -> 
 
 
 def _initialise(module: nn.Module, places: Places) -> Iterator[tuple[Tensor, Tensor]]:
-    """Replace one module's own meta tensors wherever they stand, and reset it; yield the old and new ones."""
+    """Replace one module's own meta tensors at all their occurrences, and reset it; yield the old and new ones."""
     made: list[tuple[Tensor, Tensor]] = []
     others: list[tuple[dict[str, Any], str, Tensor]] = []
     for table, name, tensor in list(_own_tensors(module)):
@@ -73,7 +67,7 @@ def _initialise(module: nn.Module, places: Places) -> Iterator[tuple[Tensor, Ten
             others.append((table, name, tensor))
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if made and callable(reset):
-        for table, name, tensor in others:  # tied to a module before, or real: what a reset draws for it is dropped
+        for table, name, tensor in others:  # real, or tied to an earlier module: discard what the reset draws
             table[name] = _empty(tensor)
         reset()
         for table, name, tensor in others:
@@ -94,7 +88,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tenso
 
 
 def innermost_first(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and all in it, each after what it holds: as their constructors end."""
+    """Yield a module and its submodules, children first, as their constructors finish."""
     seen: set[nn.Module] = set()
 
     def walk(each: nn.Module) -> Iterator[nn.Module]:

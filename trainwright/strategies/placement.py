@@ -1,4 +1,4 @@
-"""Placement: a module onto a device, with what its parts share still shared there."""
+"""Placement: moves a module to a device and keeps tied tensors tied."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from torch.nn.parameter import is_lazy
 
 
 def move(module: nn.Module, device: torch.device, stays: Callable[[Tensor], bool] | None = None) -> None:
-    """Move a module to a device in place, without what `stays`; a tensor that stands at several places of it stays one.
+    """Move a module to a device in place, except tensors that `stays` selects.
 
-    torch swaps a parameter's memory where the host and the device allow it, as CUDA does, and makes a new parameter for each
-    place where they do not, as for backends outside torch; of buffers it makes new ones always. Tied weights would be tied no
-    longer, and trained apart; and what has no shape yet would be none that gets one.
+    Tied weights stay tied: torch moves a parameter in place only where the backend allows it (as CUDA does), and otherwise
+    creates a new one for each occurrence, as it always does for buffers. Lazy tensors stay lazy.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
-    kept = []  # an id is its tensor's while that lives
+    kept = []  # keeps the ids unique
     for owner, name, tensor in _tensors(module):
         places.setdefault(id(tensor), []).append((owner, name))
         kept.append(tensor)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from trainwright.strategies.written_shards import keep_writes, note_gathered
+from trainwright.strategies.shard_write_back import record_versions, write_back
 
 CHAIN = re.compile(r"\b([A-Za-z_]\w*)((?:\.\w+|\[\d+\])+)")
 PART = re.compile(r"\.(\w+)|\[(\d+)\]")
@@ -56,9 +56,9 @@ def open_methods(module: nn.Module, kind: type[nn.Module], is_within_step: Calla
 def _keeping(module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
-        note_gathered(module)
+        record_versions(module)
         output = plain(*args, **kwargs)
-        keep_writes(module)
+        write_back(module)
         return output
 
     return call

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainwright.strategies.base import StepForward
-from trainwright.strategies.written_shards import keep_writes, note_gathered
+from trainwright.strategies.shard_write_back import record_versions, write_back
 
 ROOT = "_fsdp_root"
 """Where a sharded module keeps the wrapper that is FSDP's root, for the next run with it."""
@@ -26,37 +26,37 @@ class Root(StepForward):
 
     def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         self.depth += 1
-        note_gathered(self)
+        record_versions(self)
         try:
             output = super().forward(name, *args, **kwargs)
-            keep_writes(self)
+            write_back(self)
             return output
         finally:
             self.depth -= 1
 
 
-def gather_for_call(module: nn.Module, args: Any) -> None:
+def unshard_for_call(module: nn.Module, args: Any) -> None:
     """Gather the root's own parameters for a call of the module outside of a step, as after a fit. Collective."""
     root = module.__dict__.get(ROOT)
     if root is None or root.depth > 0:
         return
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{type(module).__name__} is sharded by fsdp, and was called outside of a step with gradients, which nobody would "
-            "reduce; call it under torch.no_grad(), on every rank, train it by a Trainer or an Accelerator, or take the whole "
+            f"{type(module).__name__} is sharded by fsdp, and was called outside of a step with gradients, which would not be "
+            "reduced; call it under torch.no_grad(), on every rank, train it by a Trainer or an Accelerator, or take the whole "
             "copy that tw.gather_module(module) gives."
         )
     root.depth, root.is_called_alone = 1, True
     root.unshard()
-    note_gathered(root)
+    record_versions(root)
 
 
-def let_go_after_call(module: nn.Module, args: Any, output: Any) -> None:
+def reshard_after_call(module: nn.Module, args: Any, output: Any) -> None:
     """Let go of what was gathered for a call outside of a step, with what it has written."""
     root = module.__dict__.get(ROOT)
     if root is not None and root.is_called_alone:
         root.depth, root.is_called_alone = 0, False
-        keep_writes(root)
+        write_back(root)
         root.reshard()
 
 

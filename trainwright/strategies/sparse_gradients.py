@@ -1,4 +1,4 @@
-"""Sparse gradients: the layers that give them, and their refusal where they cannot be reduced."""
+"""Sparse gradients: finds the layers that produce them, and refuses them where they cannot be reduced."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 
 def sparse_weights(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Yield the weights that get sparse gradients, each with the name of its embedding, and the embedding.
+    """Yield the name, the embedding and its weight for each weight with sparse gradients.
 
-    Not those that another layer holds too: a sparse and a dense gradient add up to a dense one.
+    A weight tied to another layer is left out, because a sparse and a dense gradient add up to a dense one.
     """
     embeddings: list[tuple[str, nn.Module, Tensor]] = []
     elsewhere: set[Tensor] = set()
@@ -24,7 +24,7 @@ def sparse_weights(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Modul
 
 
 def refuse_sparse_weights(module: nn.Module, name: str, is_trained: object) -> None:
-    """Refuse to train layers with sparse gradients, which the strategy's reduction does not take (ValueError)."""
+    """Raise ValueError for trained layers with sparse gradients, which the strategy cannot reduce."""
     for layer_name, layer, weight in sparse_weights([module] if is_trained else []):
         if weight.requires_grad:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""State entries: the tensors of a module's state_dict, those in use and those that are computed for it."""
+"""State entries: the tensors of a module's state_dict, in use by the module or computed for it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ if TYPE_CHECKING:
 
 
 def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a module's state_dict by their names there: those in use, which a load may write into.
+    """Yield the tensors of a module's state_dict by name, as the tensors in use, which a load may write into.
 
-    What a layer computes for its state_dict comes as it is. What is lazy is left out: it has no shape yet (see
-    engine/lazy_tensors.py).
+    Computed entries come unchanged; lazy ones, which have no shape, are left out (see engine/lazy_tensors.py).
     """
     yield from ((name, value) for name, value, _ in _entries(module))
 
 
 def computed_entries(strategy: Strategy, module: nn.Module) -> list[str]:
-    """Return the names of what a module computes for its state_dict, so that no load can write into it.
+    """Return the names of computed state_dict entries, which no load can write into.
 
     Raises:
-        CheckpointError: there is some, and the module is not whole on each rank.
+        CheckpointError: there are some, and the module is sharded.
     """
     names = [clean_name(name) for name, _, is_in_use in _entries(module) if not is_in_use]
     if names and not strategy.holds_modules:
@@ -45,8 +44,8 @@ def computed_entries(strategy: Strategy, module: nn.Module) -> list[str]:
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield the tensors of a module's state_dict, each with its name and whether it is one in use."""
-    state = module.state_dict(keep_vars=True)  # first: its hooks may exchange parameters, as FSDP's do for their shards
+    """Yield each tensor of a module's state_dict with its name and whether it is in use."""
+    state = module.state_dict(keep_vars=True)  # first, because FSDP's hooks replace parameters by their shards
     in_use: dict[Any, Tensor] = {}
     for each in (*module.buffers(), *module.parameters()):
         in_use[each] = in_use[_memory(each)] = each
@@ -66,7 +65,7 @@ def _entries(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 
 
 def _memory(tensor: Tensor) -> Any:
-    """Return what tells where a tensor's elements lie; unlike any other's where it has none of its own."""
+    """Return a key that is equal for tensors over the same memory, and unique for those without memory."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if is_lazy(local) or local.layout is not torch.strided or local.is_meta or local.numel() == 0:
         return ("none", id(tensor))

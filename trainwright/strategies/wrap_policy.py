@@ -1,4 +1,4 @@
-"""Wrap policy: which submodules are sharded as groups of their own, gathered when they are called and let go afterwards."""
+"""Wrap policy: which submodules are sharded as separate groups, gathered for a call and resharded after it."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import Tensor, nn
 
 MIN_PARAMETERS = 1_000_000
-"""Parameters from which on a block is worth a group of its own: below it, many small collectives cost more than memory."""
+"""The smallest block worth a group: for smaller ones the extra collectives cost more than the memory saved."""
 
 WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-"""Modules that use the weights of what is in them without calling it."""
+"""Modules that use their children's weights without calling the children."""
 
 WrapPolicy = Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
-"""Classes, or a function that says of a module whether it is to be a group."""
+"""Module classes, or a function that returns whether a module is a group."""
 
 
 def choose_groups(
     module: nn.Module, policy: WrapPolicy | None, min_parameters: int = MIN_PARAMETERS
 ) -> list[nn.Module]:
-    """Return the submodules to be groups, the inner ones before those that hold them; the rest is the root's group.
+    """Return the submodules that become groups, innermost first; everything else is the root's group.
 
-    By default these are blocks (modules with a forward and children) with at least `min_parameters` parameters that no inner
-    group has. A parameter that is also used from outside of a block (a tied weight) keeps the block from being one.
+    By default these are blocks (modules with a forward and children) with at least `min_parameters` parameters outside inner
+    groups, unless one of their parameters is tied to a module outside.
 
     Raises:
-        ValueError: the policy names a module whose parameters are tied to others outside of it, one that cannot be called,
-            or none at all.
+        ValueError: the policy selects nothing, a module that cannot be called, or one with tied parameters.
     """
     owners: dict[Tensor, set[nn.Module]] = {}
     for each in module.modules():
@@ -36,7 +35,7 @@ def choose_groups(
         return list(_by_size(module, owners, min_parameters, {}))
     is_wanted = policy if callable(policy) and not isinstance(policy, type) else _is_one_of(policy)
     modules = list(module.modules())
-    # A Linear by its class, which attention reads the weight of and never calls.
+    # Attention reads the weight of its out_proj, a Linear by class, but never calls it.
     uncalled = {each.out_proj for each in modules if isinstance(each, nn.MultiheadAttention)}
     groups = [each for each in reversed(modules) if each is not module and each not in uncalled and is_wanted(each)]
     if not groups:
@@ -93,6 +92,6 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def _tied(module: nn.Module, owners: dict[Tensor, set[nn.Module]]) -> str | None:
-    """Return the name of a parameter in a module that others outside of it use too."""
+    """Return the name of a parameter that is tied to a module outside."""
     inside = set(module.modules())
     return next((name for name, parameter in module.named_parameters() if owners[parameter] - inside), None)

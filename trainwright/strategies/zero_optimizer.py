@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from trainwright.precision.base import Precision, Sender
 from trainwright.strategies.master_optimizer import MasterOptimizer, StateByParameter
-from trainwright.strategies.stand_in import StandIn
-from trainwright.strategies.zero_writes import paused
+from trainwright.strategies.optimizer_proxy import OptimizerProxy
+from trainwright.strategies.zero_write_back import paused
 
 
 class Part(nn.Module):
@@ -29,7 +29,7 @@ class Part(nn.Module):
         return step()
 
 
-class ZeroOptimizer(StandIn):
+class ZeroOptimizer(OptimizerProxy):
     """The user's optimizer with the module's own parameters in its groups, while DeepSpeed steps flat masters.
 
     Args:
@@ -62,7 +62,7 @@ class ZeroOptimizer(StandIn):
         """Drop the gradients that wait in DeepSpeed's buckets; no parameter has one of its own."""
         zero = self.engine.optimizer
         zero.zero_grad()
-        self.master.forget()
+        self.master.clear()
         if hasattr(zero, "all_grad_tensors"):  # stages 1 and 2
             zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
             zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)

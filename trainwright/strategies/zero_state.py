@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from trainwright.checkpoint.contents import placed
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import made_state
-from trainwright.strategies.master_optimizer import MasterOptimizer, Share
+from trainwright.strategies.base import new_state
+from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
 
 
-def shares_of(zero: Any, stage: int, rank: int) -> Iterator[Share]:
+def shards_of(zero: Any, stage: int, rank: int) -> Iterator[Shard]:
     """Yield this rank's share of each parameter that a ZeRO optimizer steps."""
     if stage == 3:
         groups, flats = zero.fp16_groups, zero.fp32_partitioned_groups_flat
@@ -27,21 +27,21 @@ def shares_of(zero: Any, stage: int, rank: int) -> Iterator[Share]:
                 _, offset, padded = zero.grad_position[zero.get_param_id(parameter)]
                 start = min(padded * rank, parameter.ds_numel)
                 numel = min(padded, parameter.ds_numel - start)
-                yield Share(parameter, flat, offset, start, numel, tuple(parameter.ds_shape), 0)
+                yield Shard(parameter, flat, offset, start, numel, tuple(parameter.ds_shape), 0)
             elif parameter._hp_mapping is None:  # all of it is others'
-                yield Share(parameter, flat, 0, 0, 0, tuple(parameter.shape), 0)
+                yield Shard(parameter, flat, 0, 0, 0, tuple(parameter.shape), 0)
             else:
                 mine = parameter._hp_mapping.lp_fragment_address
                 there = parameter._hp_mapping.hp_fragment_address
                 first = (rank * flat.numel() + there.start - mine.start) // flat.numel()
-                yield Share(parameter, flat, there.start, mine.start, mine.numel, tuple(parameter.shape), first)
+                yield Shard(parameter, flat, there.start, mine.start, mine.numel, tuple(parameter.shape), first)
 
 
 def partition_piece(name: str, parameter: Any, rank: int) -> Piece:
     """Return this rank's share of a parameter that stage 3 has sharded and that has no master."""
     start = min(parameter.ds_tensor.numel() * rank, parameter.ds_numel)
-    share = parameter.ds_tensor.detach()[: min(parameter.ds_tensor.numel(), parameter.ds_numel - start)]
-    return Piece(name, tuple(parameter.ds_shape), start, share, rank)
+    shard = parameter.ds_tensor.detach()[: min(parameter.ds_tensor.numel(), parameter.ds_numel - start)]
+    return Piece(name, tuple(parameter.ds_shape), start, shard, rank)
 
 
 def optimizer_pieces(master: MasterOptimizer, names: Mapping[Tensor, str], rank: int) -> Iterator[Piece]:
@@ -50,9 +50,9 @@ def optimizer_pieces(master: MasterOptimizer, names: Mapping[Tensor, str], rank:
         for key, value in master.own.state.get(view.tensor, {}).items():
             name = f"{names[parameter]}/{key}"
             if isinstance(value, Tensor) and view.is_part(key, value):
-                yield Piece(name, view.share.shape, view.share.start, value.detach(), rank)
+                yield Piece(name, view.shard.shape, view.shard.start, value.detach(), rank)
             elif isinstance(value, Tensor):  # ranks without a share of the parameter have none
-                yield Piece(name, tuple(value.shape), 0, value.detach(), view.share.first)
+                yield Piece(name, tuple(value.shape), 0, value.detach(), view.shard.first)
 
 
 def allocate(master: MasterOptimizer, names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry]) -> None:
@@ -64,12 +64,12 @@ def allocate(master: MasterOptimizer, names: Mapping[Tensor, str], entries: Mapp
     master.own.state.clear()
     for group, given in zip(master.own.param_groups, master.given, strict=True):
         for view in (master.views[p] for p in given if p in master.views):
-            for key, entry in by_name.get(names[view.share.parameter], {}).items():
+            for key, entry in by_name.get(names[view.shard.parameter], {}).items():
                 state = master.own.state[view.tensor]
-                is_part = tuple(entry.shape) == view.share.shape and key != "step"
-                if is_part and entry.dtype == view.share.parameter.dtype:
+                is_part = tuple(entry.shape) == view.shard.shape and key != "step"
+                if is_part and entry.dtype == view.shard.parameter.dtype:
                     entry = replace(entry, dtype=view.tensor.dtype)  # what is like its parameter is like its master
-                state[key] = made_state(view.tensor, key, entry, group, is_part)
+                state[key] = new_state(view.tensor, key, entry, group, is_part)
 
 
 def place_plain(master: MasterOptimizer) -> None:

@@ -1,7 +1,7 @@
-"""Low layers: whose weights may be gathered in a mixed precision's low dtype, since autocast computes with them in it anyway.
+"""Low-precision layers: their weights may be gathered in the low dtype, because autocast computes in it anyway.
 
-All other parameters stay float32, as on one process: norms, embeddings, recurrent nets, what weights are computed from
-(parametrizations, weight_norm), and a module's own bare parameters, of which nobody knows what is done with them.
+All other parameters stay float32, as on one process: norms, embeddings, recurrent nets, parametrizations, and a module's bare
+parameters, whose use is unknown.
 """
 
 from __future__ import annotations
@@ -17,52 +17,30 @@ from torch.nn.utils.parametrize import is_parametrized
 from trainwright.strategies.wrap_policy import has_forward
 
 SMALL = 100_000
-"""Elements of a layer up to which its float32 parameters are kept whole on each rank: sharing them would cost more."""
-FORWARDS = frozenset(
-    kind.forward
-    for kind in (
-        nn.Linear,
-        nn.Conv1d,
-        nn.Conv2d,
-        nn.Conv3d,
-        nn.ConvTranspose1d,
-        nn.ConvTranspose2d,
-        nn.ConvTranspose3d,
-        nn.MultiheadAttention,
-    )
-)
-NAMES = frozenset(
-    [
-        "weight",
-        "bias",
-        "in_proj_weight",
-        "in_proj_bias",
-        "q_proj_weight",
-        "k_proj_weight",
-        "v_proj_weight",
-        "bias_k",
-        "bias_v",
-    ]
-)
-"""What parameters such layers have; one with others computes its weights from them."""
+"""Up to this many elements a layer's float32 parameters stay whole on each rank, because sharding costs more."""
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+FORWARDS = frozenset(kind.forward for kind in (nn.Linear, nn.MultiheadAttention, *CONVOLUTIONS))
+PROJECTIONS = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+NAMES = frozenset(["weight", "bias", "bias_k", "bias_v", *PROJECTIONS])
+"""The parameters of such layers; a layer with others computes its weights from them."""
 
 
 def is_low(module: nn.Module) -> bool:
-    """Return whether autocast computes with this layer's own parameters in the low dtype."""
+    """Return whether autocast uses this layer's own parameters in the low dtype."""
     return type(module).forward in FORWARDS and module._parameters.keys() <= NAMES and not is_parametrized(module)
 
 
 @dataclass
 class Float32:
-    """What of a module is to stay float32."""
+    """Parts of a module that stay float32."""
 
     whole: set[tuple[nn.Module, str]] = field(default_factory=set)
-    """Parameters that each rank keeps, by the module that they stand in."""
+    """Parameters that stay whole on each rank, by their module and name."""
     groups: set[nn.Module] = field(default_factory=set)
-    """Modules whose parameters are sharded as a group of their own."""
+    """Modules that are sharded as a separate group."""
 
     def parameters(self, module: nn.Module) -> Iterator[Any]:
-        """Yield those parameters within a module that each rank keeps."""
+        """Yield the parameters within a module that stay whole on each rank."""
         for each in module.modules():
             for name, parameter in each._parameters.items():
                 if parameter is not None and (each, name) in self.whole:
@@ -70,10 +48,10 @@ class Float32:
 
 
 def find_float32(module: nn.Module) -> Float32:
-    """Return what of a module is to stay float32.
+    """Return the parts of a module that stay float32.
 
-    A parameter of more than SMALL elements that is tied to a low layer, or that stands bare in a module with layers in it, can
-    be neither kept nor gathered by itself, and is left to the group that it is in.
+    A parameter of more than SMALL elements that is tied to a low-precision layer, or is bare in a module with children, can
+    neither stay whole nor be gathered alone, so it stays in its group.
     """
     owners: dict[Tensor, list[nn.Module]] = {}
     for each in module.modules():
@@ -104,7 +82,7 @@ def find_float32(module: nn.Module) -> Float32:
 
 
 def allow_float32(module: nn.Module) -> None:
-    """Let the low layers in a module be called where autocast is off, in float32, as a user's own context may have it."""
+    """Let low-precision layers run in float32 inside a user's context that turns autocast off."""
     for each in module.modules():
         if is_low(each) and _as_float32 not in each._forward_pre_hooks.values():
             each.register_forward_pre_hook(_as_float32)
@@ -119,7 +97,7 @@ def _as_float32(module: nn.Module, args: Any) -> Any:
     if not torch.is_autocast_enabled(device):
         module.__dict__["_gathered"] = dict(gathered)
         gathered.update({name: each.float() for name, each in gathered.items() if _is_half(each)})  # type: ignore[union-attr, misc]
-        # Inputs that were made in the dtype of `layer.weight` are float32 on one process.
+        # Inputs created in the dtype of `layer.weight` would be float32 on one process.
         return tuple(each.float() if isinstance(each, Tensor) and _is_half(each) else each for each in args)
     return None
 

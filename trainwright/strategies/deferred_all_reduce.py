@@ -1,4 +1,4 @@
-"""Late reduction: gradients that no engine reduces in backward, averaged over the ranks once before they are used."""
+"""Deferred all-reduce: averages gradients that no engine reduces in backward, once before they are used."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
-class LateReduction:
-    """Averages the gradients of the parameters that it follows, when a step's gradients are finalized.
+class DeferredAllReduce:
+    """Averages the gradients of registered parameters when a step's gradients are finalized.
 
-    A parameter that no rank used keeps no gradient; where only some ranks used it, it counts as zero on the others.
+    A parameter that no rank used keeps no gradient; if only some ranks used it, it counts as zero on the others.
     """
 
     def __init__(self) -> None:
         self._parameters: dict[Tensor, int | None] = {}
 
-    def follow(self, parameters: Iterable[nn.Parameter], owners: Mapping[Tensor, int] | None = None) -> None:
-        """Reduce these parameters' gradients; with `owners` each to its rank only, and the other ranks drop it."""
+    def track(self, parameters: Iterable[nn.Parameter], owners: Mapping[Tensor, int] | None = None) -> None:
+        """Register parameters; with `owners` each gradient is reduced to its rank, and discarded on the others."""
         for parameter in parameters:
             self._parameters[parameter] = None if owners is None else owners[parameter]
 
-    def follows(self, parameter: Tensor) -> bool:
-        """Return whether a parameter's gradients are reduced here."""
+    def tracks(self, parameter: Tensor) -> bool:
+        """Return whether a parameter is registered."""
         return parameter in self._parameters
 
     def clear(self) -> None:
-        """Follow no parameter any more."""
+        """Unregister all parameters."""
         self._parameters.clear()
 
     def reopen(self, optimizer: Optimizer) -> None:
-        """Let a backward add to an optimizer's averaged gradients, which are averaged again with what it adds."""
+        """Undo the mean of gradients with an owner, before a backward adds to them."""
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            # Of one that has an owner the others hold nothing of the average, so that a mean would take a part of it.
+            # The other ranks discarded theirs, so the next mean would divide this one by the world size again.
             if parameter.grad is not None and self._parameters.get(parameter) is not None:
                 parameter.grad.mul_(dist.get_world_size())
 

@@ -1,4 +1,4 @@
-"""Parted groups: shards and whole parameters of an optimizer, apart, since torch's kernels over many tensors take one kind."""
+"""Split groups: separates an optimizer's shards from its whole parameters, because foreach kernels take one kind."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 OWN = ("params", "param_names")
-"""What a group keeps of its own, whatever a step writes into it."""
+"""Keys that a group keeps, whatever a step writes into it."""
 
 
 @contextmanager
-def parted_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Let each group that holds both kinds be two in the optimizer's steps, with the same options; what they write is kept.
+def split_groups(optimizer: Optimizer) -> Iterator[None]:
+    """Split each group that holds both kinds in two while the optimizer steps; what the step writes into them is kept.
 
-    They are whole again in the hooks of a step, but for those of a step that a subclass's own step calls.
+    Step hooks see whole groups, except those of a base class's step inside a subclass's.
     """
     if not any(map(_is_mixed, optimizer.param_groups)):
         yield
         return
-    parting = _Parting(optimizer)
+    split = _Split(optimizer)
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):  # it has never called torch's constructor
-        parting.part()
+        split.part()
         try:
             yield
         finally:
-            parting.end()
+            split.end()
         return
-    before, after = optimizer.register_step_pre_hook(parting.part), optimizer.register_step_post_hook(parting.join)
+    before, after = optimizer.register_step_pre_hook(split.part), optimizer.register_step_post_hook(split.join)
     optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined] # an OrderedDict
     try:
         yield
     finally:
         before.remove()
         after.remove()
-        parting.end()  # of a step that has raised
+        split.end()  # of a step that has raised
 
 
-class _Parting:
+class _Split:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._depth = 0  # a subclass's step calls that of its base, with the hooks around both
@@ -68,7 +68,7 @@ class _Parting:
 
 
 def _is_mixed(group: dict[str, Any]) -> bool:
-    """Return whether a group holds both kinds, and may be stepped by a kernel over many tensors."""
+    """Return whether a group holds both kinds, and a foreach or fused kernel may step it."""
     parameters = group["params"]
     return len({isinstance(each, DTensor) for each in parameters}) > 1 and bool(
         group.get("foreach") or group.get("fused") or any(each.device.type != "cpu" for each in parameters)

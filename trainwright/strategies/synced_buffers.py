@@ -1,4 +1,4 @@
-"""Shared buffers: rank 0's on every rank where a training step begins, so that what steps write and read stays one model."""
+"""Synced buffers: every training step starts with rank 0's buffers, so that all ranks train one model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.nn.parameter import is_lazy
 BROADCAST_BYTES = 32 * 1024 * 1024
 
 
-class SharedBuffers:
-    """Sends rank 0's buffers before the first training forward after a backward that ended a window.
+class SyncedBuffers:
+    """Broadcasts rank 0's buffers before the first training forward after a backward that ended a window.
 
-    A forward is not always followed by a backward at once (two forwards of one loss), and what is changed in between would be
-    missing in that backward. Nothing is sent for modules without buffers, or without parameters that are trained.
+    It does not do so before every forward: two forwards may share one backward, which fails if a buffer changed in between.
+    Modules without buffers or without trained parameters send nothing.
     """
 
     def __init__(self) -> None:
@@ -25,9 +25,9 @@ class SharedBuffers:
         self.ends_window = True
         """Whether the backward that follows ends an accumulation window."""
 
-    def follow(self, module: nn.Module, left_out: Collection[str] = ()) -> None:
-        """Send this module's buffers from its next step on, but for those named; called again, as they are by then."""
-        # Places, not tensors: a step may put another tensor there.
+    def track(self, module: nn.Module, left_out: Collection[str] = ()) -> None:
+        """Broadcast a module's buffers from its next step on, except those in `left_out`; call again after changes."""
+        # Owners and names, not tensors: a step may replace a buffer.
         slots = [
             (owner, name)
             for path, owner in module.named_modules()
@@ -41,7 +41,7 @@ class SharedBuffers:
             self._due.add(module)
 
     def begin_step(self, module: nn.Module) -> None:
-        """Send where it is due. Collective: call before each forward; one without gradients is left out."""
+        """Broadcast if due. Collective: call before each forward; it does nothing without gradients."""
         if module not in self._due or not torch.is_grad_enabled():
             return
         self._due.discard(module)
@@ -49,19 +49,19 @@ class SharedBuffers:
         broadcast_tensors(each for each in present if isinstance(each, Tensor) and not is_lazy(each))
 
     def end_backward(self) -> None:
-        """Take note of a backward."""
+        """Note a backward, after which a broadcast may be due."""
         if self.ends_window:
             self._due.update(self._slots)
 
     def clear(self) -> None:
-        """Follow no module any more."""
+        """Stop broadcasting."""
         self._slots.clear()
         self._due.clear()
         self.ends_window = True
 
 
 def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
-    """Give every rank rank 0's values, in place. Collective: call on every rank."""
+    """Replace tensors by rank 0's, in place. Collective: call on every rank."""
     present = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
     if present and dist.is_initialized() and dist.get_world_size() > 1:
         group = dist.group.WORLD

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from trainwright.strategies.base import with_gradients
-from trainwright.strategies.parted_groups import by_kind, parted_groups
+from trainwright.strategies.split_groups import by_kind, split_groups
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_step_of_both_kinds_is_that_of_whole_parameters(mesh: DeviceMesh) -> N
             return 0.0
 
         for _ in range(3):
-            with parted_groups(optimizer):
+            with split_groups(optimizer):
                 optimizer.step(closure)
             scheduler.step()
         assert seen == [2 if where is None else 3] * 3
@@ -81,7 +81,7 @@ def test_what_a_step_writes_into_its_groups_is_kept(mesh: DeviceMesh) -> None:
     own = parameters(mesh)
     optimizer = Counting([(str(place), each) for place, each in enumerate(own)], 0.1, foreach=True)
     for _ in range(2):
-        with parted_groups(optimizer):
+        with split_groups(optimizer):
             optimizer.step()
     (group,) = optimizer.param_groups
     assert group["steps"] == 2
@@ -104,7 +104,7 @@ def test_the_hooks_of_a_step_see_whole_groups(mesh: DeviceMesh) -> None:
     optimizer.register_step_post_hook(look)
     optimizer.register_step_post_hook(add)
     before = [each.detach().clone() for each in own]
-    with parted_groups(optimizer):
+    with split_groups(optimizer):
         optimizer.step()
     assert seen == [1, 1]
     assert [len(group["params"]) for group in optimizer.param_groups] == [len(own), 1]
@@ -130,7 +130,7 @@ def test_an_optimizer_without_torchs_hooks(mesh: DeviceMesh) -> None:
     own = parameters(mesh)
     around = Around(torch.optim.SGD(own, 0.1, foreach=True))
     groups = around.param_groups
-    with parted_groups(around):
+    with split_groups(around):
         around.step()
     assert around.param_groups is groups
 
@@ -143,7 +143,7 @@ def test_a_step_that_raises_leaves_whole_groups(mesh: DeviceMesh) -> None:
         assert len(optimizer.param_groups) == 2
         raise ArithmeticError
 
-    with pytest.raises(ArithmeticError), parted_groups(optimizer):
+    with pytest.raises(ArithmeticError), split_groups(optimizer):
         optimizer.step(closure)
     assert optimizer.param_groups is groups
 
@@ -152,7 +152,7 @@ def test_groups_of_one_kind_and_those_stepped_one_by_one_stay_as_they_are(mesh: 
     for foreach, where in ((True, None), (False, mesh), (None, mesh)):
         optimizer = torch.optim.AdamW(parameters(where), foreach=foreach)
         groups = optimizer.param_groups
-        with parted_groups(optimizer):
+        with split_groups(optimizer):
             assert optimizer.param_groups is groups
             optimizer.step()
 

@@ -1,4 +1,4 @@
-"""An optimizer that stands in for the user's own where that one steps other tensors than the module's parameters."""
+"""A proxy for the user's optimizer, whose groups show the module's parameters while the engine steps other tensors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from torch.optim import Optimizer
 from trainwright.strategies.group_view import GroupView
 
 
-class StandIn(Optimizer):
-    """An optimizer with the module's own parameters in its groups, in place of the user's, which the engine steps.
-
-    What else the user's class has (methods such as `train` and `eval`) it has too.
+class OptimizerProxy(Optimizer):
+    """Shows the module's own parameters in its groups; other attributes (such as `train` and `eval`) are the user's.
 
     Args:
         own: the user's optimizer.
@@ -39,9 +37,9 @@ class StandIn(Optimizer):
 
     @abstractmethod
     def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the user's optimizer, and let all that it has changed be seen. Collective."""
+        """Call a method of the user's optimizer, and publish the weights that it changed. Collective."""
 
 
-def users_own(optimizer: Optimizer) -> Optimizer:
-    """Return the user's optimizer of one that the engine holds."""
-    return optimizer.own if isinstance(optimizer, StandIn) else optimizer
+def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the user's optimizer behind a proxy."""
+    return optimizer.own if isinstance(optimizer, OptimizerProxy) else optimizer

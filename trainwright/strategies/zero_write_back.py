@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainwright.strategies.master_optimizer import Share
+from trainwright.strategies.master_optimizer import Shard
 
 ENGINES = ("deepspeed", "trainwright")
 """Whose code writes a parameter's `.data` for the engine, and not for a user."""
@@ -42,7 +42,7 @@ def paused() -> Iterator[None]:
         _paused.pop()
 
 
-class ZeroWrites:
+class ZeroWriteBack:
     """Keeps what is written into the parameters of a strategy's engines."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class ZeroWrites:
         self._views: list[WholeView] = []
         self._flats: list[tuple[Any, Any]] = []
 
-    def follow(self, zero: Any, stage: int, rank: int, part: nn.Module, modules: Iterable[nn.Module]) -> None:
+    def track(self, zero: Any, stage: int, rank: int, part: nn.Module, modules: Iterable[nn.Module]) -> None:
         """Keep what is written into an engine's parameters.
 
         Args:
@@ -89,7 +89,7 @@ class ZeroWrites:
         for low, master in self._flats:
             # Where the masters are in host memory the whole copy would cost as much as their step.
             if low is not None and low.numel() == master.numel() and (low.device == master.device or is_written):
-                settle_master(master.detach(), low)
+                update_master(master.detach(), low)
 
     def clear(self) -> None:
         """Follow no engine any more."""
@@ -98,7 +98,7 @@ class ZeroWrites:
         self._flats.clear()
 
 
-def settle_master(master: Tensor, low: Tensor) -> None:
+def update_master(master: Tensor, low: Tensor) -> None:
     """Let a float32 master be what its weights show, where they do not show the master itself."""
     if master.data_ptr() == low.data_ptr():
         return
@@ -109,11 +109,11 @@ def settle_master(master: Tensor, low: Tensor) -> None:
         master.copy_(torch.where(low == master.to(low.dtype), master, low.to(master.dtype)))
 
 
-def settle_shares(shares: Iterable[Share]) -> None:
+def update_masters(shares: Iterable[Shard]) -> None:
     """Let masters be what the parameters show, which an engine has given back."""
     for share in shares:
         whole = share.parameter.detach().reshape(-1)
-        settle_master(
+        update_master(
             share.flat.detach().narrow(0, share.offset, share.numel), whole.narrow(0, share.start, share.numel)
         )
 

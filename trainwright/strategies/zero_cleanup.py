@@ -13,7 +13,7 @@ ADDED_LATER = ("pre_bwd_fn", "post_bwd_fn", "ds_grads_remaining", "applied_pre_b
 """What the first forward and backward add to a module."""
 
 
-class ZeroTraces:
+class AddedAttributes:
     """Notes, as a context around the making of an engine, what that adds to modules and parameters, to take it off again.
 
     Args:
@@ -58,7 +58,7 @@ class Bottom(nn.Module):
         self._external_params: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
 
 
-def let_go_of(module: nn.Module) -> None:
+def release_module(module: nn.Module) -> None:
     """Take a module, and what is in it, out of what DeepSpeed holds for the whole process; a module that is called works on.
 
     Stage 3 puts the module of each engine on its list of the modules in a forward for good, a forward that fails leaves its own
@@ -84,7 +84,7 @@ def end_training(engines: Iterable[Sequence[Any]]) -> None:
     torch keeps the hooks of gradients where Python's garbage collection does not look, so an engine would outlive its module.
     """
     for engine in _each(engines):
-        let_go_of(engine.module)
+        release_module(engine.module)
         if hasattr(engine.optimizer, "ipg_buckets"):  # an evaluation's has no optimizer
             for hook in (*engine.optimizer._grad_acc_hooks, *engine.optimizer._leaf_module_hooks):
                 hook.remove()
@@ -95,7 +95,7 @@ def destroy(engines: Iterable[Sequence[Any]]) -> None:
     """Take engines off their modules."""
     for engine in _each(engines):
         engine.destroy()
-        let_go_of(engine.module)
+        release_module(engine.module)
 
 
 def _each(engines: Iterable[Sequence[Any]]) -> Iterable[Any]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 _PLAIN_DATA: Any = Tensor.data
 
 
-def follow_shards() -> None:
+def write_through_data() -> None:
     """Let `parameter.data = tensor` write the shard of a parameter, of which a DTensor by itself takes no notice."""
     if "data" not in vars(DTensor):
         DTensor.data = property(lambda shard: _PLAIN_DATA.__get__(shard), _set_data)  # type: ignore[assignment]
@@ -36,14 +36,14 @@ def _layout(sharded: DTensor) -> tuple[Any, ...]:
     return sharded.shape, sharded.dtype, sharded.placements
 
 
-def note_gathered(group: Any) -> None:
+def record_versions(group: Any) -> None:
     """Take note of a group's own parameters as they have just been gathered."""
     for part in _gathered(group):
         part.shard_version = part._sharded_param_data._version
         part.whole_version = _version(part._unsharded_param)
 
 
-def keep_writes(group: Any) -> None:
+def write_back(group: Any) -> None:
     """Copy what was written into a group's own gathered parameters into this rank's shards.
 
     Raises:
@@ -68,7 +68,7 @@ def keep_writes(group: Any) -> None:
     if shards:
         with torch.no_grad():
             torch._foreach_copy_(shards, rows)
-        note_gathered(group)
+        record_versions(group)
         if shards[0].device.type != "cpu":
             _let_gathering_wait(group)
 
@@ -107,20 +107,20 @@ def _same_own_rows(part: Any, whole: Tensor, shard: Tensor, gathered: Tensor) ->
     return rows
 
 
-def keep_writes_after(group: nn.Module, args: Any, output: Any) -> None:
+def write_back_after(group: nn.Module, args: Any, output: Any) -> None:
     """Keep writes, as a hook of a group's forward that comes before FSDP's own."""
     if torch.compiler.is_compiling():
-        torch._dynamo.disable(keep_writes)(group)  # type: ignore[no-untyped-call]
+        torch._dynamo.disable(write_back)(group)  # type: ignore[no-untyped-call]
     else:
-        keep_writes(group)
+        write_back(group)
 
 
-def note_gathered_before(group: nn.Module, args: Any) -> None:
+def record_versions_before(group: nn.Module, args: Any) -> None:
     """Take note of what was gathered, as a hook of a group's forward that comes after FSDP's own."""
     if torch.compiler.is_compiling():
-        torch._dynamo.disable(note_gathered)(group)  # type: ignore[no-untyped-call]
+        torch._dynamo.disable(record_versions)(group)  # type: ignore[no-untyped-call]
     else:
-        note_gathered(group)
+        record_versions(group)
 
 
 def _refuse_low(part: Any, is_elsewhere: bool, mine: Tensor, shard: Tensor) -> None:

@@ -1,0 +1,64 @@
+"""Memory plans: what each strategy, by name, shards over the devices, and what it adds; for memory estimates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LARGEST_BUCKET = 500_000_000
+"""The most elements of DeepSpeed's buffer for reducing gradients; smaller models get a smaller one."""
+MOST_GATHERED = 1_000_000_000
+"""DeepSpeed's stage 3 keeps up to this many gathered elements instead of gathering them again."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Which parts of a model's training memory are sharded over the devices."""
+
+    parameters: bool = False
+    gradients: bool = False
+    optimizer: bool = False
+    has_buckets: bool = False
+    """Whether gradients are copied into communication buckets."""
+    has_masters: bool = False
+    """Whether each device keeps float32 masters of its shard of the trained parameters."""
+    reduces: str = ""
+    """The dtype of the reduction buffer: "float32", "gradients" (theirs), or "" without one."""
+    gathers: bool = False
+    """Whether gathered parameters stay whole on each device until the step ends."""
+
+    def bytes_on_device(
+        self, *, parameters: int, gradients: int, optimizer: int, masters: int, num_devices: int
+    ) -> int:
+        """Return one device's bytes from the whole model's; `masters` are its trained parameters in float32."""
+        trained = masters // 4
+        reduced = {"float32": masters, "gradients": gradients, "": 0}[self.reduces]
+
+        def part(size: int, is_divided: bool) -> int:
+            return -(-size // num_devices) if is_divided else size
+
+        return (
+            part(parameters, self.parameters)
+            + part(gradients, self.gradients)
+            + part(optimizer, self.optimizer)
+            + (gradients if self.has_buckets else 0)
+            + (part(masters, True) if self.has_masters else 0)
+            + (reduced if trained <= LARGEST_BUCKET else reduced * LARGEST_BUCKET // trained)
+            + (min(parameters, MOST_GATHERED * (gradients // trained if trained else 4)) if self.gathers else 0)
+        )
+
+
+ALONE = "single_device"
+FULLY_SHARDED = "fsdp"
+"""The strategy that shards everything."""
+
+MEMORY_PLANS = {
+    "ddp": MemoryPlan(has_buckets=True),
+    "ddp_sharded": MemoryPlan(optimizer=True),
+    "deepspeed_stage_1": MemoryPlan(optimizer=True, has_masters=True, reduces="float32"),
+    "deepspeed_stage_2": MemoryPlan(gradients=True, optimizer=True, has_masters=True, reduces="gradients"),
+    "fsdp": MemoryPlan(parameters=True, gradients=True, optimizer=True),
+    "deepspeed_stage_3": MemoryPlan(
+        parameters=True, gradients=True, optimizer=True, has_masters=True, reduces="gradients", gathers=True
+    ),
+}
+"""The strategies for several devices; the first that fits is recommended."""
