@@ -33,7 +33,6 @@ from trainwright.trainer.checkpoint_choice import choose_checkpoint
 from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation, evaluate
 from trainwright.trainer.fit import fit
-from trainwright.trainer.handover import hand_over
 from trainwright.trainer.hooks import HookTable
 from trainwright.trainer.inputs import (
     check_compile,
@@ -45,6 +44,7 @@ from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.parts import arranged_callbacks, arranged_loggers, making_modules, set_switches
 from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
+from trainwright.trainer.remote_call import call_remotely
 from trainwright.trainer.resume import check_save, open_to_resume, restore, save_run
 from trainwright.trainer.running import callbacks_for, evaluating, read_request, refuse_nested, running
 from trainwright.trainer.settings import Settings, refuse_unknown
@@ -178,7 +178,7 @@ class Trainer(Status):
         self.callbacks = arranged_callbacks(callbacks, self.settings)
         self.loggers = arranged_loggers(logger, self.default_root_dir, self.settings)
         places = {name: given[name] for name in ("devices", "strategy", "accelerator", "num_nodes")}
-        self.engine = Engine(**places, precision=choose_precision(precision, plugins), takes_handover=True)
+        self.engine = Engine(**places, precision=choose_precision(precision, plugins), can_call_workers=True)
         check_compile(self.settings.compile, self.engine.strategy)
         set_switches(self.settings)  # once nothing is left that could be refused
         self.state = TrainerState()
@@ -262,7 +262,7 @@ class Trainer(Status):
         choice = choose_checkpoint(self, ckpt_path, verify, "fit")
         if self.engine.num_workers:
             options = {"train_dataloaders": train, "val_dataloaders": val_dataloaders, "verify": verify}
-            hand_over(self, "fit", model, datamodule, choice.path, **options)
+            call_remotely(self, "fit", model, datamodule, choice.path, **options)
             return
         self.state = TrainerState()
         self.resume_source, self.stop = None, self._make_stop()
@@ -348,7 +348,7 @@ class Trainer(Status):
         asked = read_request(self, "predict", "predict", model, dataloaders, ckpt_path, datamodule, verify)
         if self.engine.num_workers:
             options = {"dataloaders": asked.loaders, "return_predictions": return_predictions, "verify": verify}
-            outputs: list[Any] = hand_over(
+            outputs: list[Any] = call_remotely(
                 self, "predict", asked.module, asked.datamodule, asked.choice.path, **options
             )
             return outputs
@@ -509,7 +509,7 @@ class Trainer(Status):
         metrics: list[dict[str, float]]
         if self.engine.num_workers:
             options = {"dataloaders": asked.loaders, "verbose": verbose, "verify": asked.verify}
-            metrics = hand_over(self, call, asked.module, asked.datamodule, asked.choice.path, **options)
+            metrics = call_remotely(self, call, asked.module, asked.datamodule, asked.choice.path, **options)
             return metrics
         with evaluating(self, asked) as evaluation:
             metrics = evaluate(evaluation)
