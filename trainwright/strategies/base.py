@@ -302,13 +302,10 @@ class Strategy:
         `entries` are the stored tensors by name ("parameter/key"), with whole shapes. Earlier views from `optimizer_pieces` are
         stale afterwards.
         """
-        by_parameter: dict[str, dict[str, TensorEntry]] = {}
-        for name, entry in entries.items():
-            parameter_name, key = name.rsplit("/", 1)
-            by_parameter.setdefault(parameter_name, {})[key] = entry
+        by_name = by_parameter(entries)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                stored = by_parameter.get(names[parameter])
+                stored = by_name.get(names[parameter])
                 if not stored:
                     optimizer.state.pop(parameter, None)  # some optimizers take an empty dict for initialised state
                     continue
@@ -365,6 +362,15 @@ def scale_and_clip_value(parameters: list[nn.Parameter], clipping: Clipping) -> 
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], clipping.scale)
     if clipping.value is not None:
         torch.nn.utils.clip_grad_value_(parameters, clipping.value)
+
+
+def by_parameter(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
+    """Return stored entries ("parameter/key") by parameter and key."""
+    found: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in entries.items():
+        parameter_name, key = name.rsplit("/", 1)
+        found.setdefault(parameter_name, {})[key] = entry
+    return found
 
 
 def new_state(parameter: Tensor, key: str, entry: TensorEntry, group: Mapping[str, Any], is_part: bool) -> Tensor:

@@ -235,7 +235,7 @@ class DeepSpeedStrategy(Strategy):
         zero, strays = engine.optimizer, list(engine.module.strays)
         if strays:
             strays[0].all_gather(strays)  # small ones stay gathered, because no hook sees their first use
-        master.take(zero_state.shards_of(zero, self.stage, self.rank))
+        master.attach(zero_state.shards_of(zero, self.stage, self.rank))
         refresh = partial(zero_state.refresh_from_masters, zero, self.stage)
         facade = ZeroOptimizer(master, engine, self._write_back.run, refresh)
         self._engines[facade] = engine
