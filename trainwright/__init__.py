@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from trainwright.data.seeding import isolate_rng, seed_everything
     from trainwright.engine.accelerator import Accelerator
     from trainwright.engine.engine import Engine
-    from trainwright.engine.handover import notebook_launcher
     from trainwright.engine.memory import estimate_memory
+    from trainwright.engine.worker_calls import notebook_launcher
     from trainwright.errors import CheckpointError, LaunchError, RunStopped, TrainwrightError, WorkerFailed
     from trainwright.loggers import CSVLogger, Logger, TensorBoardLogger
     from trainwright.module import Module
@@ -93,7 +93,7 @@ _HOMES = {
     "gather_module": "trainwright.strategies.whole_module",
     "isolate_rng": "trainwright.data.seeding",
     "load_predictions": "trainwright.callbacks",
-    "notebook_launcher": "trainwright.engine.handover",
+    "notebook_launcher": "trainwright.engine.worker_calls",
     "rank_zero_info": "trainwright.rank_zero",
     "rank_zero_only": "trainwright.rank_zero",
     "rank_zero_warn": "trainwright.rank_zero",

@@ -5,7 +5,7 @@
     +-- TrainwrightError (RuntimeError)
         +-- CheckpointError     a checkpoint could not be written, found, verified or read
         +-- LaunchError         the processes of a job could not be started
-        +-- WorkerFailed        a process to which work was handed over has failed
+        +-- WorkerFailed        a worker process of a call has failed
     SystemExit (BaseException)
     +-- RunStopped              a signal has stopped fit, and what there is to save is saved
 
@@ -26,7 +26,7 @@ class LaunchError(TrainwrightError):
 
 
 class WorkerFailed(TrainwrightError):
-    """A process to which work was handed over has failed; the message has the rank, the cause and its traceback."""
+    """A worker process of a call has failed; the message has the rank, the cause and its traceback."""
 
 
 class RunStopped(SystemExit):

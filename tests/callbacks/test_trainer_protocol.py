@@ -83,6 +83,7 @@ REACHES = """
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # mypy reads torch
 def test_annotations_of_a_users_callbacks_fit(tmp_path: Path) -> None:
     def check(text: str) -> str:
         (tmp_path / "users.py").write_text(text)

@@ -15,7 +15,7 @@ from typing import Any
 import contract_job
 import pytest
 import torch
-from contract_job import CASES, Classifies, Players, alone, contract, more_ranks, relative_distance
+from contract_job import CASES, Classifies, Players, alone, compiled, contract, more_ranks, relative_distance
 from deadlines import deadline
 from jobs import run_job
 
@@ -82,6 +82,15 @@ def test_contract(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
             assert max(distance for _, distance in relative_distance(found, wanted)) < CLOSE, steps
         if "compiled" in rank:
             assert_same_run(rank["compiled"], one["plain"], folder / "compiled.ckpt", other / "plain.ckpt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [each for each in PARALLEL if each not in ("ddp", "deepspeed_stage_3")])
+def test_compiled(strategy: str, expected: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    one, other = expected
+    folder = tmp_path / strategy
+    for rank in run_job(compiled, 2, folder):
+        assert_same_run(rank, one["plain"], folder / "compiled.ckpt", other / "plain.ckpt")
 
 
 def test_optimizer_bytes(job: Any, expected: tuple[dict[str, Any], Path]) -> None:

@@ -105,7 +105,7 @@ def test_of_an_evaluation_callbacks_see_the_epochs_values_only() -> None:
     assert logbook.progress_bar_metrics == {"step": 2.0}
     log(collector, "same", 5.0)
     assert finish(logbook) == [{"both_epoch": 2.0, "same": 5.0}]
-    logbook.collector = training
+    logbook.end_evaluation()
     assert logbook.callback_metrics == {"same": 5.0, "both": 2.0, "both_epoch": 2.0}  # in the order of time
     log(training, "same", 1.5)
     assert logbook.callback_metrics["same"] == 1.5
@@ -114,13 +114,12 @@ def test_of_an_evaluation_callbacks_see_the_epochs_values_only() -> None:
 def test_the_sanity_checks_values_are_there_until_it_ends() -> None:
     rows = Rows()
     logbook, _ = make_logbook(rows)
-    logbook.is_silent = True
-    collector = start(logbook, "validation_step")
-    log(collector, "loss", 1.0, on_step=True, on_epoch=True)
-    logbook.log_evaluation_step(1)
-    finish(logbook)
-    assert logbook.callback_metrics == {"loss": 1.0, "loss_epoch": 1.0}
-    logbook.is_silent = False
+    with logbook.silent():
+        collector = start(logbook, "validation_step")
+        log(collector, "loss", 1.0, on_step=True, on_epoch=True)
+        logbook.log_evaluation_step(1)
+        finish(logbook)
+        assert logbook.callback_metrics == {"loss": 1.0, "loss_epoch": 1.0}
     assert (logbook.callback_metrics, logbook.logged_metrics, rows.rows) == ({}, {}, [])
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import trainwright as tw
 from trainwright.checkpoint.shards import as_bytes
-from trainwright.trainer.predict import _tensors_of
+from trainwright.distributed.nests import _split
 
 SAMPLES = 21  # in batches of 4: two ranks have three batches each, the last of which has one sample
 
@@ -161,7 +161,7 @@ def test_predictions_go_to_callbacks_and_come_from_a_checkpoint(tmp_path: Path) 
 def test_a_batch_of_one_keeps_its_values_on_the_way() -> None:
     """A column of one row has a stride that no view of its bytes takes."""
     table, blob = [["x", "float32", [1]]], as_bytes(torch.tensor([[1.5, 2.0]])[:, 0])
-    assert torch.equal(_tensors_of(table, blob.clone())["x"], torch.tensor([1.5]))
+    assert torch.equal(_split(table, blob.clone())["x"], torch.tensor([1.5]))
 
 
 def test_what_cannot_be_predicted() -> None:

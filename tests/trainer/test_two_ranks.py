@@ -343,7 +343,7 @@ def test_refusals_are_alike_on_both_ranks_and_name_the_remedy(results: list[dict
     assert "launched with 2 processes" in devices
     assert "such as 'ddp'" in strategy
     assert "1 batches for 2 ranks, and drop_last drops a short round" in samples
-    assert "different lengths (6, 7 batches)" in lengths
+    assert "different lengths across ranks (6, 7 batches)" in lengths
     assert "Pass a torch DataLoader" in loader
     assert "nowhere.ckpt" in checkpoint
     assert "'net.0.weight' of Classifier is lazy" in lazy

@@ -127,7 +127,7 @@ class LearningRateMonitor(Callback):
         for config in trainer.lr_scheduler_configs:
             optimizer = getattr(config.scheduler, "optimizer", None)
             if isinstance(optimizer, Optimizer):
-                # What steps after validations has no row of its own; an epoch's start comes next.
+                # What steps after validations gets no row; an epoch's start comes next.
                 uses.append((optimizer, config.name, config.interval if config.interval in INTERVALS else "epoch"))
         configs = trainer.lr_scheduler_configs
         uses += [(each, None, None) for each in trainer.optimizers if not any(config.is_of(each) for config in configs)]

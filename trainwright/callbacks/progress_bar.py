@@ -155,7 +155,7 @@ class TQDMProgressBar(Callback):
         self._train_bar.update(batches - self._train_bar.n)
 
     def _show_metrics(self, trainer: Trainer, module: Module) -> None:
-        """Put the metrics beside the bar, which keeps a width of its own: what is too much for a line is cut off."""
+        """Show the metrics after the bar, which keeps its width; metrics that exceed the line are cut off."""
         bar = self._train_bar
         bar.set_postfix(rounded(self.get_metrics(trainer, module), digits=3), refresh=False)
         if sys.stderr.isatty():  # a notebook has its own

@@ -67,14 +67,12 @@ def _holds_position(path: str, trainer: Trainer) -> bool:
 def save_failed_run(callback: ModelCheckpoint, trainer: Trainer) -> None:
     """Save a run that an exception has ended, where it can be resumed exactly, and say so; see `save_on_exception`."""
     try:
-        refusal = _refusal(trainer) or trainer.engine.finiteness.fault()
+        refusal = trainer.state.progress.obstacle or trainer.engine.finiteness.fault()
         if refusal:
             print(f"save_on_exception: nothing is saved: {refusal}.", file=sys.stderr)
             return
         stem = f"{callback.dirpath}/exception-epoch={trainer.current_epoch}-step={trainer.global_step}"
         path = _free(stem)
-        if trainer.run is not None:
-            trainer.run.give_up_end()
         with isolate_rng():
             if callback._generators:
                 set_rng_state(callback._generators)  # a resumed run makes the whole validation
@@ -90,17 +88,3 @@ def _free(stem: str) -> str:
     while is_taken(path):
         path, number = f"{stem}-v{number}{SUFFIX}", number + 1
     return path
-
-
-def _refusal(trainer: Trainer) -> str:
-    """Return why a run cannot be resumed exactly from where it failed; nothing where it can."""
-    state, run = trainer.state, trainer.run
-    if trainer.world_size > 1:
-        return f"it would take all {trainer.world_size} ranks"
-    if trainer.is_within_batch or trainer.is_within_window:
-        return "the run failed in the middle of a batch, or of an accumulation window"
-    if state.epoch_ended or state.batch >= trainer.num_training_batches or (run is not None and run.is_ending_epoch):
-        return "the run failed at the end of an epoch"
-    if trainer.is_evaluating and state.validated_at == state.total_batches:
-        return "the run failed at the end of a validation"
-    return ""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainwright.checkpoint.codec import decode, encode
-from trainwright.distributed import collectives
+from trainwright.distributed.nests import broadcast_tensors, table_of
 from trainwright.distributed.ranks import Ranks
 
 
@@ -17,7 +17,7 @@ def broadcast(obj: Any, source: int, ranks: Ranks, device: torch.device) -> Any:
     """Return the source's object on every rank: plain data over the store, tensors over the process group.
 
     Raises:
-        TypeError: on every rank alike, where it is more than plain data and tensors.
+        TypeError: on every rank, if it is more than plain data and tensors.
     """
     if not 0 <= source < ranks.world_size:
         raise ValueError(f"src={source} is not a rank; choose from 0 to {ranks.world_size - 1}.")
@@ -28,18 +28,15 @@ def broadcast(obj: Any, source: int, ranks: Ranks, device: torch.device) -> Any:
     if ranks.rank == source:
         try:
             plain, tensors = encode(obj, "obj")
-            described = [[name, str(each.dtype).removeprefix("torch."), each.shape] for name, each in tensors.items()]
-            own = {"plain": plain, "tensors": described}
+            own = {"plain": plain, "tensors": table_of(tensors)}
         except TypeError as error:
             own = {"error": str(error)}
     received = ranks.exchange(own, f"broadcast from rank {source}")[source]
     if "error" in received:
         raise TypeError(f"broadcast from rank {source}: {received['error']}")
-    sent: dict[str, Tensor] = {}
-    for name, dtype, shape in received["tensors"]:
-        tensor = tensors[name].to(device) if tensors else torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        sent[name] = collectives.broadcast(tensor, source)
-    return obj if ranks.rank == source else decode(received["plain"], sent)
+    is_source = ranks.rank == source
+    sent = broadcast_tensors(received["tensors"], tensors if is_source else None, source, device)
+    return obj if is_source else decode(received["plain"], sent)
 
 
 def portion(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:

@@ -39,7 +39,6 @@ from trainwright.engine.between_ranks import broadcast
 from trainwright.engine.command_line import fill_open
 from trainwright.engine.devices import check_nodes, device_index, resolve_num_processes
 from trainwright.engine.finiteness import Finiteness
-from trainwright.engine.handover import start_job
 from trainwright.engine.joined_state import describe_optimizers
 from trainwright.engine.lazy_tensors import (
     LazyTensor,
@@ -55,6 +54,7 @@ from trainwright.engine.optimizer_state import check_optimizers, load_optimizers
 from trainwright.engine.replaced import ReplacedParameters
 from trainwright.engine.replica_settings import refuse_unlike_optimizers
 from trainwright.engine.restored import Restored, restored
+from trainwright.engine.worker_calls import start_job
 from trainwright.precision import Precision, resolve_precision
 from trainwright.precision.base import Closure, Sender
 from trainwright.strategies import Strategy, resolve_strategy
@@ -83,8 +83,8 @@ class Engine:
         accelerator: "auto", "gpu", "cpu", or the name of an accelerator that torch has here.
         timeout_seconds: how long a rank waits for the others in a collective; None is the strategy's own, else half an hour.
         num_nodes: machines of the job that this process would start, each by its own start of the script.
-        takes_handover: True for one who can hand work over to processes that are started for it: where a script cannot be run
-            again, this engine stands for one process then, and `num_workers` says how many are to be started.
+        can_call_workers: whether the caller can make its calls in worker processes. If the script cannot be run again, this
+            engine is then that of one process, and `num_workers` is how many workers each call starts.
 
     Raises:
         ValueError, TypeError: a setting is wrong; said before any process is started.
@@ -100,7 +100,7 @@ class Engine:
         accelerator: str = "auto",
         timeout_seconds: float | None = None,
         num_nodes: int = 1,
-        takes_handover: bool = False,
+        can_call_workers: bool = False,
     ) -> None:
         environment = Environment.detect()
         accelerator, strategy, precision = fill_open(environment, accelerator, strategy, precision)
@@ -118,7 +118,7 @@ class Engine:
         on_host_too = self.strategy.communicates_on_host
         backend = pick_backend(device_type, on_host_too=on_host_too) if needs_group else ""
         if alone and (num_processes > 1 or num_nodes != 1):
-            self.num_workers = start_job(num_processes, num_nodes, strategy, takes_handover)
+            self.num_workers = start_job(num_processes, num_nodes, strategy, can_call_workers)
             self.strategy, device_type, backend = Strategy(), "cpu", "gloo"
         self.environment = environment
         self.device = torch.device("cpu")

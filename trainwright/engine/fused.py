@@ -113,15 +113,18 @@ class _Watch:
         self._is_first = True
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        groups = [group for group in optimizer.param_groups if group["fused"]]
         if self._is_first:
             self._is_first = False
-            for group in groups:
+            for group in optimizer.param_groups:
                 if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in group["params"]):
                     group["fused"] = False
         state = optimizer.state
-        for group in groups:
-            if group.get("momentum") and len(state) < sum(len(each["params"]) for each in optimizer.param_groups):
+        for group in optimizer.param_groups:
+            if (
+                group["fused"]
+                and group.get("momentum")
+                and len(state) < sum(len(each["params"]) for each in optimizer.param_groups)
+            ):
                 late = [
                     parameter for parameter in group["params"] if parameter.requires_grad and not state.get(parameter)
                 ]

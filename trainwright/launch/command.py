@@ -25,18 +25,18 @@ class Command:
 
 
 class Obstacle(NamedTuple):
-    """What stands against running this process's command again.
+    """Why this process's command cannot be run again.
 
-    `takes_handover` is True where work can be handed to fresh interpreters instead.
+    `can_call_workers` tells whether calls can be made in fresh interpreters instead.
     """
 
     found: str
     advice: str
-    takes_handover: bool = False
+    can_call_workers: bool = False
 
 
 def own_command(reason: str) -> Command:
-    """Return the command that started this process, or raise a LaunchError where it cannot be run again."""
+    """Return the command that started this process; raise LaunchError if it cannot be run again."""
     if (obstacle := _find_obstacle()) is not None:
         raise LaunchError(
             f"{reason} needs several processes, and this process was started {obstacle.found}; only a script, a module (-m) or "
@@ -45,47 +45,47 @@ def own_command(reason: str) -> Command:
     return Command([sys.executable, *sys.orig_argv[1:]], _start_directory())
 
 
-def is_for_handover() -> bool:
-    """Return whether this is a process from which work is handed over: its command cannot be run again, or is -c code."""
+def calls_workers() -> bool:
+    """Return whether this process makes its calls in workers: its command cannot be run again, or is -c code."""
     obstacle = _find_obstacle()
     if obstacle is not None:
-        return obstacle.takes_handover
-    return getattr(sys.modules["__main__"], "__file__", None) is None  # one that cannot be run again was found above
+        return obstacle.can_call_workers
+    return getattr(sys.modules["__main__"], "__file__", None) is None  # what cannot be run again was found above
 
 
-def check_handover(reason: str) -> None:
-    """Raise a LaunchError where work can neither be handed over."""
+def check_worker_calls(reason: str) -> None:
+    """Raise LaunchError if calls cannot be made in workers either."""
     obstacle = _find_obstacle()
-    if obstacle is not None and not obstacle.takes_handover:
+    if obstacle is not None and not obstacle.can_call_workers:
         raise LaunchError(
-            f"{reason} needs several processes, and this process was started {obstacle.found}; work can be handed over to "
-            f"others by the first process of a program. {obstacle.advice}"
+            f"{reason} needs several processes, and this process was started {obstacle.found}; only the first process of a "
+            f"program can start others. {obstacle.advice}"
         )
 
 
 def _find_obstacle() -> Obstacle | None:
-    """Return what stands against running the command again; None where nothing does."""
+    """Return why the command cannot be run again; None if it can."""
     script = "Put the code into a script, or start it with torchrun."
-    function = f"Call trainwright.notebook_launcher(function, num_processes=...) to run a loop of your own. {script}"
+    function = f"Call trainwright.notebook_launcher(function, num_processes=...) to run your own loop. {script}"
     if multiprocessing.parent_process() is not None:
         guard = "Put the script's work under `if __name__ == '__main__':`, so that helper processes do not repeat it."
         return Obstacle("by multiprocessing", guard)
     if JOB_VARIABLE in os.environ or "RANK" in os.environ:
-        return Obstacle("as one worker of a job", "Ask for as many devices as the job has processes.")
+        return Obstacle("as one worker of a job", "Pass as many devices as the job has processes.")
     if os.name != "posix":
         return Obstacle(f"on {sys.platform}", "Start the script with torchrun.")
     if not sys.executable:
         return Obstacle("inside another program", script)
     if is_interactive():
-        return Obstacle("interactively", function, takes_handover=True)
+        return Obstacle("interactively", function, can_call_workers=True)
     runner = _find_test_runner()
     if runner is not None:
-        return Obstacle(f"by a test runner ({runner})", function, takes_handover=True)
+        return Obstacle(f"by a test runner ({runner})", function, can_call_workers=True)
     main_file = getattr(sys.modules["__main__"], "__file__", None)
     if main_file == "<stdin>" or (main_file is None and "-c" not in sys.orig_argv):
-        return Obstacle("from standard input", function, takes_handover=True)
+        return Obstacle("from standard input", function, can_call_workers=True)
     if main_file is not None and not (os.path.isfile(main_file) or "__main__" in main_file):
-        return Obstacle(f"from {main_file}, which can be read only once", function, takes_handover=True)
+        return Obstacle(f"from {main_file}, which can be read only once", function, can_call_workers=True)
     return None
 
 
@@ -101,12 +101,12 @@ def _find_test_runner() -> str | None:
 
 
 def _start_directory() -> str:
-    """Return the directory in which the command was started, even where the script has changed it since."""
+    """Return the directory in which the command was started, even if the script has changed it since."""
     main = sys.modules["__main__"]
     main_file = getattr(main, "__file__", None)
     if main_file is None or not os.path.isabs(main_file) or getattr(main, "__spec__", None) is not None:
         return os.getcwd()
-    # Python makes __main__.__file__ absolute at the start: what the argument does not hold of it is the directory.
+    # Python makes __main__.__file__ absolute at the start: the part that is not in the argument is the directory.
     for argument in sys.orig_argv[1:]:
         relative = argument.removeprefix("./")
         if not os.path.isabs(argument) and main_file.endswith(f"/{relative}"):

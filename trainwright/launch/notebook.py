@@ -1,7 +1,7 @@
-"""Handing work over: a function runs in every worker of a new job, and what it returned on rank 0 comes back.
+"""Worker calls: a function runs in every worker of a new job, and what it returned on rank 0 comes back.
 
-For a process whose own command cannot be run again: a notebook, a REPL, a test runner. The workers are fresh interpreters
-under the same launcher as a script's (never forks: a device may be in use here); they do not run the user's script.
+For a process whose own command cannot be run again: a notebook, a REPL, a test runner. The workers are fresh interpreters under
+the same launcher as a script's (never forks: a device may be in use here), and do not run the user's script.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def run_in_workers(
     """Run `function(folder, **named)` in every worker of a new job; return what it returned on rank 0.
 
     Args:
-        function: is imported by the workers, or travels with the work where they cannot; returns plain data and tensors.
-        named: its arguments; their names stand in the error about one that cannot be copied.
+        function: imported by the workers, or copied to them if they cannot; returns plain data and tensors.
+        named: its arguments, by the names that an error about them uses.
         num_processes: how many workers.
-        folder: an empty folder that is this job's own.
-        asked: begins the errors: what asked for the job.
+        folder: an empty folder for this job only.
+        asked: the call that needs the job, for errors.
 
     Raises:
         TypeError: an argument that cannot be copied.
@@ -62,14 +62,14 @@ def run_in_workers(
 
 
 def work(folder: str) -> None:
-    """Do in a worker what was handed over, and leave what rank 0 returned."""
+    """Do the work in a worker, and write what rank 0 returned."""
     place, environment = Path(folder), Environment.detect()
     rank = environment.rank
     try:
         named = unpack(place / WORK)
         (place / f"taken-{rank}").touch()
         if len(list(place.glob("taken-*"))) == environment.world_size:
-            (place / WORK).unlink(missing_ok=True)  # it may be large, and nobody removes it if this process is killed
+            (place / WORK).unlink(missing_ok=True)  # may be large, and stays if this process is killed
         result = named.pop("the function")(place, **named)
         if rank == 0:
             write_result(place / f"{RESULT}.part", result)
@@ -81,14 +81,14 @@ def work(folder: str) -> None:
 
 
 def _failed(folder: Path, code: int, asked: str) -> Exception:
-    """Return the error that says how a job has ended."""
+    """Return the error of a job that has failed."""
     report = folder / REPORT
     if code == 0:
-        return WorkerFailed(f"{asked}: a worker left before its work was done; call no sys.exit() in it.")
+        return WorkerFailed(f"{asked}: a worker exited before its work was done; do not call sys.exit() in it.")
     if not report.exists():
         return LaunchError(
-            f"{asked}: the launcher of its workers ended with exit code {code} before their work was done; what it printed "
-            "stands above. Start the work as a script to see more."
+            f"{asked}: the launcher of its workers ended with exit code {code} before their work was done; its output is "
+            "above. Run the work as a script to see more."
         )
     text = report.read_text(encoding="utf-8").strip()
     failed = re.search(r"rank (\d+)", text)
@@ -96,9 +96,9 @@ def _failed(folder: Path, code: int, asked: str) -> Exception:
         folder.glob("error-*"), key=lambda each: (failed is None or each.name != f"error-{failed[1]}", each.name)
     )
     if not errors:
-        return WorkerFailed(f"{asked}: {text} A traceback, where there is one, was printed to standard error.")
+        return WorkerFailed(f"{asked}: {text} Any traceback was printed to standard error.")
     carried = json.loads(errors[0].read_text(encoding="utf-8"))
-    if "(exit code" in text:  # it failed where it was not in touch with the others, before or after the job
+    if "(exit code" in text:  # it failed before or after it was connected to the others
         text = f"{text} ({carried['summary']})"
     rank = errors[0].name.removeprefix("error-")
     return WorkerFailed(f"{asked}: {text}\n\nOn rank {rank}:\n{told(carried['traceback'])}")

@@ -72,7 +72,7 @@ class StaticRendezvous(RendezvousHandler):
                 f"the main address {self.nodes.address!r} stands for {place} on this node, which no other node reaches; give "
                 "this node's IP address as the main address."
             )
-        # Bound here and handed over: TCPStore by itself listens on all interfaces.
+        # TCPStore itself would listen on all interfaces, so it gets a bound socket.
         listener = listen_at(self.nodes.address, self.nodes.port)
         self._port = int(listener.getsockname()[1])
         return self._stores.TCPStore(

@@ -1,6 +1,6 @@
-"""What a worker runs to which work is handed over: `worker.py <folder>`.
+"""What a worker of `notebook.py` runs: `worker.py <folder>`.
 
-Run by path. It first takes the search path of the process that hands over, so it imports nothing of the package before.
+Run by path. It imports nothing of the package before it has set the search path of the calling process.
 """
 
 import json
@@ -8,7 +8,7 @@ import sys
 
 
 def main(folder: str) -> None:
-    """Stand where the calling process stands, and do its work."""
+    """Take the calling process's search path and arguments, and do its work."""
     with open(f"{folder}/place.json", encoding="utf-8") as file:
         place = json.load(file)
     sys.path[:], sys.argv[:] = place["path"], place["argv"]

@@ -36,7 +36,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Names that stand for a strategy with options, or for another way to start its processes."""
 
-HANDED_OVER = frozenset(name for name in VARIANTS if name.startswith(("ddp_spawn", "ddp_notebook")))
+SPAWNING = frozenset(name for name in VARIANTS if name.startswith(("ddp_spawn", "ddp_notebook")))
 """Names under which each call hands its work over to processes that it starts, in a plain script too."""
 
 

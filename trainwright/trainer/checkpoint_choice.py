@@ -75,9 +75,9 @@ def choose_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None
             "enable_checkpointing at True."
         )
     trainer.engine.finish_save()  # it may be the one
-    is_handed_over = bool(trainer.engine.num_workers)
+    is_remote = bool(trainer.engine.num_workers)
     if name == "auto":
-        if is_handed_over:
+        if is_remote:
             return Choice("auto")
         return replace(_newest_whole(trainer, verify, call), is_rerunnable=call == "fit")
     listed: dict[str, list[str]] = {}
@@ -88,7 +88,7 @@ def choose_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None
     else:
         _refuse_misspelt(name)
         path = name
-    if is_handed_over:
+    if is_remote:
         return Choice(path)
     try:
         checkpoint = trainer.engine.verified(path, verify)

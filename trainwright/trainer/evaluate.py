@@ -19,6 +19,7 @@ from trainwright.module import Module, is_overridden
 from trainwright.profilers.instrumentation import is_measuring
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.own_rounds import OwnRounds
+from trainwright.trainer.phase import Phase
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
 from trainwright.trainer.steps import StepArguments, read_step
 from trainwright.trainer.stop import EvaluationAbandoned
@@ -120,6 +121,7 @@ class Evaluation:
 
 def evaluate(
     evaluation: Evaluation,
+    phase: Phase = Phase.EVALUATION,
     *,
     most: int | None = None,
     before_end: Callable[[], None] | None = None,
@@ -131,6 +133,7 @@ def evaluate(
 
     Args:
         evaluation: what to run.
+        phase: what the run is doing with it.
         most: batches of each loader at most; None for all.
         before_end: called once the metrics are known, before the stage's last hook.
         keep: given (loader's index, batch's index, outputs) of each step, for a prediction.
@@ -142,29 +145,32 @@ def evaluate(
         return []
     engine.strategy.before_evaluation(engine.modules)
     asked = trainer.signal_stop.begin_evaluation()
-    outer, trainer.is_evaluating = logbook.collector, True
-    with evaluation_mode(module, stage), gradients_off(trainer.uses_inference_mode):
+    with (
+        trainer.state.progress.during(phase),
+        evaluation_mode(module, stage),
+        gradients_off(trainer.uses_inference_mode),
+    ):
         collector = logbook.start(module, training=False, stage=stage)
         hooks.call(f"on_{stage}_start")
         hooks.call(f"on_{stage}_epoch_start")
         for place, (name, loader) in enumerate(evaluation.loaders):
-            collector.loader = (place, name) if len(evaluation.loaders) > 1 or name is not None else None
+            collector.begin_loader((place, name) if len(evaluation.loaders) > 1 or name is not None else None)
             run_loader(evaluation, collector, place, loader, most, keep, asked)
-            collector.batch = None
+            collector.end_batches()
             if asked is not None:
                 trainer.signal_stop.after_loader()
             if len(evaluation.loaders) > 1:
                 logbook.end_loader(module)
-        collector.loader = None
+        collector.begin_loader(None)
         if f"on_{stage}_epoch_end" in hooks.reduced_early:
             logbook.reduce(module)  # so that they see the epoch's values
         hooks.call(f"on_{stage}_epoch_end")
         metrics = logbook.finish(module, num_loaders=len(evaluation.loaders)) if stage != "predict" else []
-        logbook.collector = None
+        logbook.stop_collecting()
         if before_end is not None:
             before_end()
         hooks.call(f"on_{stage}_end")
-    logbook.collector, trainer.is_evaluating = outer, False
+    logbook.end_evaluation()
     return metrics
 
 
@@ -207,15 +213,13 @@ def run_loader(
             evaluation.trainer.batch_indices = noted.popleft()
         if transfer is not None:
             batch = transfer(batch, place)
-        collector.batch = batch
-        collector.is_uneven = is_own or length is None or index == length - 1
+        collector.begin_batch(batch, step, is_own or length is None or index == length - 1)
         arguments = evaluation.arguments.of(batch, index, place)
         if is_ghost:
             run_ghost(evaluation, collector, batch, arguments, (index, *several))
             continue
         counts = [collectives.count_issued()] if index == 0 else []
         hooks.call(f"on_{stage}_batch_start", batch, index, *several)
-        collector.hook = step
         counts += [collectives.count_issued()] if index == 0 else []
         outputs = engine.run(module, step, *arguments)
         counts += [collectives.count_issued()] if index == 0 else []
@@ -246,7 +250,6 @@ def run_ghost(
     uneven = UnevenRound(collector, evaluation.module, evaluation.trainer.callbacks, is_ghost=True)
     if told.in_hooks and indices:
         hooks.call(f"on_{stage}_batch_start", batch, *indices)
-    collector.hook = f"{stage}_step"
     outputs = engine.run(evaluation.module, f"{stage}_step", *arguments) if told.in_step or told.in_hooks else None
     if told.in_hooks and pulled is not None and pulled[0].count:
         batch, indices = pulled[0].latest, (pulled[0].count - 1, *pulled[1])
@@ -282,8 +285,7 @@ def run_pulled(
         taken = batches.begin_step()
         if asked is not None and asked.is_pending and evaluation.trainer.signal_stop.is_left(place, taken):
             break
-        collector.is_uneven = length is None or taken >= length - 1
-        collector.hook = step
+        collector.begin_batch(collector.batch, step, length is None or taken >= length - 1)
         if is_ghost(taken):
             run_ghost(evaluation, collector, batches, (batches,), pulled=(batches, several))
             if batches.count == taken:
@@ -309,8 +311,8 @@ def sanity_check(evaluation: Evaluation) -> None:
     steps = trainer.settings.sanity_steps
     if steps == 0:
         return
-    trainer.logbook.is_silent = True
-    with isolate_rng():  # so that training draws the same numbers with the check and without it
+    # Training draws the same numbers with the check and without it.
+    with isolate_rng(), trainer.logbook.silent(), trainer.state.progress.during(Phase.SANITY_CHECK):
         trainer.hooks.call("on_sanity_check_start")
         evaluation.load()
         most = None if steps == -1 else steps
@@ -319,11 +321,10 @@ def sanity_check(evaluation: Evaluation) -> None:
             for _, loader in evaluation.loaders
         ]
         try:
-            evaluate(evaluation, most=most)
+            evaluate(evaluation, Phase.SANITY_CHECK, most=most)
             trainer.hooks.call("on_sanity_check_end")
         except EvaluationAbandoned:  # nothing was trained, so the run is saved as it begins
-            trainer.logbook.collector, trainer.is_evaluating = None, False
-    trainer.logbook.is_silent = False
+            trainer.logbook.end_evaluation()
 
 
 def limited(length: int | None, limit: int | float | None) -> int | None:

@@ -30,16 +30,18 @@ from trainwright.engine.fused import use_fused
 from trainwright.trainer.evaluate import sanity_check
 from trainwright.trainer.hooks import JUDGED
 from trainwright.trainer.optimization import (
+    backward,
+    clear_gradients,
     count_empty,
-    explain_second_backward,
     hold_over_end,
+    leave_window,
     read_loss,
     read_outputs,
     refuse_empty_epoch,
     step,
     step_schedulers,
-    weigh,
 )
+from trainwright.trainer.phase import Phase
 from trainwright.trainer.resume import check_state, open_epoch
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.training_run import TrainingRun
@@ -85,7 +87,7 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
     if run.generators is not None:  # nothing was left to train
         set_rng_state(run.generators)
     trainer.signal_stop.settle()
-    trainer.logbook.collector = None
+    trainer.logbook.stop_collecting()
     hooks.call("on_train_end")
 
 
@@ -117,7 +119,7 @@ def begin_epoch(run: TrainingRun) -> None:
         set_rng_state(run.generators)
         run.generators = None
     trainer.logbook.take_up_epoch()
-    run.accumulate, run.window_place = trainer.accumulate_grad_batches, 0
+    run.begin_windows()
     engine.refresh_trainable()
     engine.sync_gradients(True)
     if trainer.settings.fused_optimizers:
@@ -131,6 +133,7 @@ def fit_epoch(run: TrainingRun) -> None:
     collector = logbook.collector or logbook.start(run.module, training=True, stage="train")
     begin_epoch(run)
     batch_start, batch_end = hooks["on_train_batch_start"], hooks["on_train_batch_end"]
+    window, progress = run.window, run.progress
     stop, may_end = trainer.stop_point, trainer.settings.max_steps != -1
     assert stop is not None
     log_every, validates_within = trainer.settings.log_every, run.validates_within
@@ -140,60 +143,64 @@ def fit_epoch(run: TrainingRun) -> None:
     trainer.agree_on_stop()
     is_stopped = trainer.wants_to_stop  # before it has begun
     for batch, is_last in () if is_stopped else batches:
-        collector.batch, collector.hook = batch, "training_step"
-        index, run.is_last_batch, run.is_within_batch = state.batch, is_last, True
+        progress.enter(Phase.BATCH)
+        collector.begin_batch(batch)
+        index, run.is_last_batch = state.batch, is_last
         if index in run.data.uneven:
             run.begin_uneven_round(index)
-        unchecked = state.unchecked_batches if run.is_within_window else 0
-        if batch_start:
-            collector.hook = "on_train_batch_start"
-            if -1 in [hook(batch, index) for hook in batch_start]:
-                agree_to_leave(run)
-                is_last = True
-                leave_window(run)
-                break
-            collector.hook = "training_step"
+        unchecked = state.unchecked_batches if window.is_open else 0
+        if batch_start and -1 in hooks.call("on_train_batch_start", batch, index):
+            agree_to_leave(run)
+            is_last = True
+            leave_window(run)
+            break
         steps_before = state.step
         run.batches_begun += 1
         outputs = train_batch(run, batch, index, is_last)
         if run.pulls:
             batch, is_last, index = batch.latest, batch.is_at_end, batch.count - 1
-        taken = index + 1 - state.batch
-        state.batch, state.total_batches = index + 1, state.total_batches + taken
-        state.unchecked_batches = unchecked + taken
         stepped = state.step != steps_before
-        state.batches_that_stepped += stepped
+        state.end_batch(index, unchecked, stepped)
         run.row_is_due = bool(stepped and log_every and state.batches_that_stepped % log_every == 0)
         if run.uneven_round is not None:
             run.uneven_round.renew()
         if batch_end:
-            collector.hook, given = "on_train_batch_end", read_outputs(outputs) if hooks.outputs_are_read else {}
-            for hook in batch_end:
-                hook(given, batch, index)
-        run.is_within_batch = False
+            given = read_outputs(outputs) if hooks.outputs_are_read else {}
+            hooks.call("on_train_batch_end", given, batch, index)
+        progress.enter(Phase.BETWEEN_BATCHES)
         if run.uneven_round is not None:
             run.end_uneven_round()
         if run.row_is_due:
             run.write_row()
-        if run.waiting_saves and not run.is_within_window:
+        if run.waiting_saves and not window.is_open:
             trainer.save_waiting()
-        if validates_within and not is_last and not run.is_within_window and validation_is_due(run):
+        if validates_within and not is_last and not window.is_open and validation_is_due(run):
             validate(run, within=True)
         if (stepped or run.is_manual) and (may_end or stop.is_pending or trainer.should_stop) and trainer.wants_to_stop:
             break
     else:
         refuse_short_epoch(run, is_last or is_stopped)
         is_last = is_last or (run.data.num_batches is None and not is_stopped)  # no length: it is over
-    collector.batch, run.is_within_batch = None, False
+    collector.end_batches()
+    progress.enter(Phase.BETWEEN_BATCHES)
     if not trainer.signal_stop.number:  # else the resumed run does what is left of the epoch
         finish_epoch(run, is_complete=is_last)
 
 
 def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
-    """Step the epoch-wise schedulers, validate where due, reduce the metrics, and let callbacks judge them. Collective."""
+    """End an epoch, or leave it where the run stops within it, and let callbacks judge and save. Collective."""
+    with run.progress.during(Phase.EPOCH_END if is_complete else Phase.EPOCH_LEFT):
+        reduce_epoch(run, is_complete)
+    run.hooks.call(JUDGED)
+    run.trainer.save_waiting()  # with what early stopping has made of the epoch
+    run.trainer.agree_on_stop()
+    run.trainer.logbook.flush()
+
+
+def reduce_epoch(run: TrainingRun, is_complete: bool) -> None:
+    """Step the epoch-wise schedulers, validate where due, and reduce the metrics. Collective."""
     trainer, state, hooks = run.trainer, run.state, run.hooks
     refuse_empty_epoch(run)
-    run.is_ending_epoch, run.is_leaving_epoch = is_complete, not is_complete
     if run.is_manual:
         hold_over_end(run)
     if is_complete and not state.schedulers_stepped:
@@ -210,30 +217,21 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     if is_complete:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=True)
     state.epoch_ended = is_complete
-    run.is_ending_epoch = run.is_leaving_epoch = False
-    hooks.call(JUDGED)
-    trainer.save_waiting()  # with what early stopping has made of the epoch
-    trainer.agree_on_stop()
-    trainer.logbook.flush()
 
 
 def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
     """Run one batch through training_step, backward and, at its window's end, the optimizer; return its outputs."""
-    engine, optimizer = run.engine, run.optimizer
+    engine, optimizer, window = run.engine, run.optimizer, run.window
     arguments = (batch, index) if run.takes_index else (batch,)
     if run.is_manual:
         return engine.run(run.module, "training_step", *arguments)
-    if run.accumulate == 1:
-        place, at_end = 0, True
-    else:
-        place = run.window_place
-        at_end = is_last or place >= run.accumulate - 1
-        run.window_place = 0 if at_end else place + 1
-        engine.sync_gradients(at_end)
-    if place == 0:
+    if run.accumulate > 1:
+        length = run.data.num_batches
+        window.begin_batch(run.accumulate, None if length is None else length - index, is_last)
+        engine.sync_gradients(window.is_at_end)
+    if window.is_at_start:
         if run.clears_plainly and optimizer is not None:
             optimizer.zero_grad()
-            run.window_has_gradients = False
         else:
             clear_gradients(run, index)
     outputs = engine.run(run.module, "training_step", *arguments)
@@ -242,42 +240,13 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
     if loss is None:
         count_empty(run)
     elif optimizer is not None:
-        backward(run, weigh(run, loss, index, place, weight))
+        backward(run, loss, weight)
     if run.uneven_round is not None:
         run.uneven_round.put_back()
-    if at_end and (run.window_has_gradients or optimizer is None):
-        step(run, optimizer, place + 1, arguments, loss, weight)
-    run.is_within_window = not at_end
+    if window.is_at_end and (window.has_gradients or optimizer is None):
+        step(run, optimizer, arguments, loss, weight)
+    window.end_batch()
     return outputs
-
-
-def clear_gradients(run: TrainingRun, index: int) -> None:
-    """Begin a window: drop the gradients of the one before."""
-    optimizer = run.optimizer
-    run.window_has_gradients = False
-    if optimizer is None:
-        return
-    if run.before_zero_grad:
-        run.hooks.call("on_before_zero_grad", optimizer)
-    if "optimizer_zero_grad" in run.own:
-        run.own["optimizer_zero_grad"](run.state.epoch, index, optimizer)
-    else:
-        optimizer.zero_grad()
-
-
-def backward(run: TrainingRun, loss: Tensor) -> None:
-    """Send a weighted loss backward."""
-    run.is_within_window = True
-    if run.before_backward:
-        run.hooks.call("on_before_backward", loss)
-    try:
-        run.engine.backward(loss, run.own.get("backward"))
-    except RuntimeError as error:
-        explain_second_backward(error)
-        raise
-    if run.after_backward:
-        run.hooks.call("on_after_backward")
-    run.window_has_gradients = True
 
 
 def agree_to_leave(run: TrainingRun) -> None:
@@ -287,16 +256,6 @@ def agree_to_leave(run: TrainingRun) -> None:
         RuntimeError: another rank trains on this batch.
     """
     run.engine.ranks.wait("the end of an epoch by -1 from on_train_batch_start")
-
-
-def leave_window(run: TrainingRun) -> None:
-    """Drop the gradients of a window that will not be ended, and end the batch."""
-    run.end_uneven_round()
-    if run.optimizer is not None and run.is_within_window:
-        run.optimizer.zero_grad()
-        run.is_within_window = False
-        run.engine.sync_gradients(True)
-        run.trainer.save_waiting()
 
 
 def refuse_short_epoch(run: TrainingRun, is_last: bool) -> None:

@@ -98,22 +98,21 @@ class HookTable:
     def __getitem__(self, name: str) -> tuple[Callable[..., Any], ...]:
         return self._calls[name]
 
-    def call(self, name: str, *args: Any) -> None:
-        """Call everyone who waits for this hook, in order."""
+    def call(self, name: str, *args: Any) -> list[Any]:
+        """Call everything that overrides this hook, in order, and return what they return."""
         calls = self._calls[name]
         if not calls:
-            return
-        collector = self._trainer.logbook.collector
+            return []
+        collector, returned = self._trainer.logbook.collector, list[Any]()
         if collector is None:
-            for hook in calls:
-                hook(*args)
-            return
+            return [hook(*args) for hook in calls]
         outer, collector.hook = collector.hook, name
         try:
             for hook in calls:
-                hook(*args)
+                returned.append(hook(*args))  # a comprehension is one more frame
         finally:
             collector.hook = outer
+        return returned
 
 
 def _with_loader_index(call: Callable[..., Any], without: int) -> Callable[..., Any]:

@@ -28,8 +28,6 @@ REPLACED_HOOKS = {
     "on_batch_end": "on_train_batch_end",
     "on_pretrain_routine_start": "on_fit_start",
     "on_pretrain_routine_end": "on_fit_start",
-    "on_init_start": "setup",
-    "on_init_end": "setup",
     "on_keyboard_interrupt": "on_exception",
 }
 """Hooks of earlier trainers, which nobody calls any more, and what is called in their stead."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -48,20 +49,21 @@ class Logbook:
         """The optimizer step whose weights got a metric, for those that a validation gave last."""
         self._held_rows: list[tuple[dict[str, float], int]] = []
         """Rows of the batches of a validation within fit, until it is over: a resumed run makes one anew that was left."""
-        self._not_of_evaluation: set[str] = set()
-        """The Metric objects that were in use when the latest evaluation began."""
+        self._outer: MetricCollector | None = None
+        """What collected when the running evaluation began."""
+        self._not_of_evaluation: set[str] | None = None
+        """The Metric objects that were in use then; None while no evaluation runs."""
 
-    @property
-    def is_silent(self) -> bool:
-        """True during the sanity check: no row is written, and when it ends its numbers are forgotten."""
-        return self._is_silent
-
-    @is_silent.setter
-    def is_silent(self, value: bool) -> None:
-        if self._is_silent and not value:
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Write no row in the block, a sanity check, and forget its numbers afterwards."""
+        self._is_silent = True
+        try:
+            yield
+        finally:
+            self._is_silent = False
             for kept in (self._callback, self._logged, self._shown):
                 kept.clear()
-        self._is_silent = value
 
     def start(self, module: Module, *, training: bool, stage: str = "") -> MetricCollector:
         """Begin an epoch of training, or an evaluation: from now on self.log collects there.
@@ -71,13 +73,21 @@ class Logbook:
         self._keep_steps()
         self.has_begun = self.has_begun or not self._is_silent
         stage = stage or ("train" if training else "validation")
-        self.collector = MetricCollector(module, training, stage, self._engine.rank)
-        self.collector.warned = self._warned
+        collector = MetricCollector(module, training, stage, self._engine.rank, self._warned)
         if training:
-            self.training_collector = self.collector
+            self.training_collector = collector
         else:
-            self._not_of_evaluation = metrics_in_use(module)
-        return self.collector
+            self._outer, self._not_of_evaluation = self.collector, metrics_in_use(module)
+        self.collector = collector
+        return collector
+
+    def end_evaluation(self) -> None:
+        """End an evaluation: from now on self.log collects where it did before."""
+        self.collector, self._outer, self._not_of_evaluation = self._outer, None, None
+
+    def stop_collecting(self) -> None:
+        """Collect nothing until the next start; self.log says so."""
+        self.collector = None
 
     def log_step(self) -> None:
         """Write a row with the latest step values of this rank."""
@@ -127,7 +137,7 @@ class Logbook:
         self._keep_steps()
         self.reductions += 1
         reduced = reduce_epoch(collector, module, self._engine.world_size, self._engine.device, collector.reduced)
-        collector.reduced |= reduced
+        collector.keep_reduced(reduced)
         for key, number in expanded(reduced).items():
             self._keep_epoch(key, number)
 
@@ -142,7 +152,7 @@ class Logbook:
         self.collector.clear()
         if self.collector is self.training_collector:
             self.training_collector = None
-        self.collector = None  # from here to the next start nothing is collected, and self.log says so
+        self.stop_collecting()
         self._write_held_rows()
         for counter, count in self._batches.items():
             self._earlier_batches[counter] = self._earlier_batches.get(counter, 0) + count
@@ -185,7 +195,7 @@ class Logbook:
             if isinstance(logger, FolderLogger):
                 logger.drop_later_rows()
 
-    def epoch_state(self, module: Module, is_evaluating: bool) -> dict[str, Any] | None:
+    def epoch_state(self) -> dict[str, Any] | None:
         """Return what was logged so far in the epoch that is trained, for this rank's part of a checkpoint.
 
         None between two epochs. Metric objects that nobody had used when the running evaluation began are not the epoch's.
@@ -194,8 +204,7 @@ class Logbook:
             return None
         if self.unfinished is not None or self.training_collector is None:
             return self.unfinished
-        left_out = metrics_in_use(module) - self._not_of_evaluation if is_evaluating else ()
-        return self.training_collector.state_dict(left_out)
+        return self.training_collector.state_dict(self._not_of_evaluation)
 
     def forget_evaluation(self, latest: dict[str, Any]) -> None:
         """Go back, where a run stops within an evaluation, to the latest values as they were before it."""

@@ -8,7 +8,8 @@ be called and what it does there by default stands in log_rules.py.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from itertools import islice
 from numbers import Real
@@ -51,13 +52,16 @@ class MetricCollector:
         training: whether it is training that logs; of an evaluation only the epoch's values can be followed by callbacks.
         stage: "train", "validation" or "test".
         rank: this process's rank; values that are rank 0's alone are left out on the others.
+        warned: what the user was warned of already, kept for a run.
     """
 
-    def __init__(self, module: nn.Module, training: bool, stage: str = "train", rank: int = 0) -> None:
+    def __init__(
+        self, module: nn.Module, training: bool, stage: str = "train", rank: int = 0, warned: set[str] | None = None
+    ) -> None:
         self.values: dict[tuple[str, str, Loader | None], LoggedValue] = {}
         """By hook, name and loader."""
         self.hook = ""
-        """The step or hook that runs; the loop sets it."""
+        """The step or hook that runs."""
         self.loader: Loader | None = None
         """The evaluation loader whose batches are worked on; None between them, and where a single one has no name."""
         self.batch: Any = None
@@ -71,13 +75,54 @@ class MetricCollector:
         """The values of the Metric objects of loaders that have ended; alike on all ranks."""
         self.reduced: dict[Key, Reduced] = {}
         """The epoch values that are known over all ranks."""
-        self.warned: set[str] = set()
-        """What the user was told, once for a run."""
+        self.warned: set[str] = set() if warned is None else warned
         self._module = module
         self._rank = rank
         self._paths: dict[int, str] | None = None
         self._batch_size = 1.0
         self._batch_size_of: Any = None
+
+    # -- where the loop is -------------------------------------------------------------------------------------------
+
+    def begin_loader(self, loader: Loader | None) -> None:
+        """Begin an evaluation loader; None where a single one has no name."""
+        self.loader = loader
+
+    def begin_batch(self, batch: Any, step: str = "training_step", is_uneven: bool = False) -> None:
+        """Begin a batch of this step; `is_uneven`: the ranks may have unequally many samples in it."""
+        self.batch, self.hook, self.is_uneven = batch, step, is_uneven
+
+    def take_batch(self, batch: Any) -> None:
+        """Begin another batch of the same step, which takes its batches itself."""
+        self.batch = batch
+
+    def end_batches(self) -> None:
+        """End the latest batch: none is worked on."""
+        self.batch = None
+
+    def begin_uneven_round(self, silent: bool) -> None:
+        """Begin a round in which the ranks have unequally many samples; `silent`: this rank has none."""
+        self.is_uneven, self.silent = True, silent
+
+    def end_uneven_round(self) -> None:
+        """End it."""
+        self.is_uneven = self.silent = False
+
+    def enter_hook(self, name: str) -> str:
+        """Let a hook log under its name, and return the name of the step or hook around it, to be entered again."""
+        outer, self.hook = self.hook, name
+        return outer
+
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Drop what the block logs."""
+        was_silent, self.silent = self.silent, True
+        try:
+            yield
+        finally:
+            self.silent = was_silent
+
+    # -- the values --------------------------------------------------------------------------------------------------
 
     def log(
         self,
@@ -154,6 +199,10 @@ class MetricCollector:
         """Return what is logged by step and has a value."""
         return [logged for logged in self.values.values() if logged.on_step and logged.last is not None]
 
+    def keep_reduced(self, reduced: Mapping[Key, Reduced]) -> None:
+        """Keep epoch values that are known over all ranks."""
+        self.reduced.update(reduced)
+
     def clear(self) -> None:
         """Forget the values and reset the Metric objects that were logged."""
         reset_metrics(self._module, [*self.reduced, *(logged.key for logged in self.values.values())])
@@ -162,16 +211,16 @@ class MetricCollector:
         self.reduced.clear()
         self.batch = self._batch_size_of = self.loader = None
 
-    def state_dict(self, left_out: Collection[str] = ()) -> dict[str, Any]:
+    def state_dict(self, only: Collection[str] | None = None) -> dict[str, Any]:
         """Return, as plain data and tensors, what training has logged in this epoch and the states of all Metric objects.
 
         Nothing changes by it: what waits to be summed up goes on waiting, so that the sums are those of a run without a save.
         NOTE: waits for the device.
 
         Args:
-            left_out: where Metric objects stand that are not of this epoch.
+            only: where the Metric objects of this epoch stand; None for all that are in use.
         """
-        logged_values = list(self.values.values())
+        logged_values, in_use = list(self.values.values()), metrics_in_use(self._module)
         each_numbers = [logged.numbers() for logged in logged_values]
         rest = iter(read_all([number for numbers in each_numbers for number in numbers]))
         return {
@@ -179,7 +228,7 @@ class MetricCollector:
                 logged.state_dict(list(islice(rest, len(numbers))))
                 for logged, numbers in zip(logged_values, each_numbers, strict=True)
             ],
-            "metrics": states_of_metrics(self._module, metrics_in_use(self._module) - set(left_out)),
+            "metrics": states_of_metrics(self._module, in_use if only is None else in_use & set(only)),
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.data.transfer import map_tensors
-from trainwright.engine.divided_loss import divisor_of, in_float32
+from trainwright.engine.divided_loss import in_float32
 from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Clipping
@@ -87,8 +87,21 @@ def read_outputs(outputs: Any) -> dict[str, Any]:
     return dict(map_tensors(Tensor.detach, outputs)) if isinstance(outputs, Mapping) else {"outputs": outputs}
 
 
-def weigh(run: TrainingRun, loss: Tensor, index: int, place: int, weight: float) -> Tensor:
-    """Return the loss as it goes backward: divided by its window's length, and by its share of an uneven round."""
+def clear_gradients(run: TrainingRun, index: int) -> None:
+    """Begin a window: drop the gradients of the one before."""
+    optimizer = run.optimizer
+    if optimizer is None:
+        return
+    if run.before_zero_grad:
+        run.hooks.call("on_before_zero_grad", optimizer)
+    if "optimizer_zero_grad" in run.own:
+        run.own["optimizer_zero_grad"](run.state.epoch, index, optimizer)
+    else:
+        optimizer.zero_grad()
+
+
+def backward(run: TrainingRun, loss: Tensor, weight: float) -> None:
+    """Send a loss backward, divided by its window's length and weighted by this rank's part in an uneven round."""
     if loss.numel() != 1:
         raise RuntimeError(
             f"training_step returned a loss of shape {tuple(loss.shape)}; accepted is one element. Reduce it, for example with "
@@ -102,34 +115,47 @@ def weigh(run: TrainingRun, loss: Tensor, index: int, place: int, weight: float)
     dtype = loss.dtype
     if weight != 1.0:
         loss = in_float32(loss) * weight
-    if run.accumulate == 1:
-        return loss
-    if not run.window_has_gradients:
-        length = run.accumulate
-        if run.data.num_batches is not None:
-            length = min(length, run.data.num_batches - (index - place))
-        run.divisor = divisor_of(length, dtype)
-    return in_float32(loss) / run.divisor
+    if run.accumulate > 1:
+        loss = run.window.divide(loss, dtype)
+    run.window.hold_gradients()
+    if run.before_backward:
+        run.hooks.call("on_before_backward", loss)
+    try:
+        run.engine.backward(loss, run.own.get("backward"))
+    except RuntimeError as error:
+        explain_second_backward(error)
+        raise
+    if run.after_backward:
+        run.hooks.call("on_after_backward")
+
+
+def leave_window(run: TrainingRun) -> None:
+    """Drop the gradients of a window that will not be ended, and end the batch."""
+    run.end_uneven_round()
+    if run.optimizer is not None and run.window.is_open:
+        run.optimizer.zero_grad()
+        run.window.drop()
+        run.engine.sync_gradients(True)
+        run.trainer.save_waiting()
 
 
 def hold_over_end(run: TrainingRun) -> None:
     """Let what waits for a step under manual optimization wait over an epoch's end, where it is saved with its gradients."""
-    if run.is_within_window and not run.engine.strategy.gradients_are_parameters:
+    if run.window.is_open and not run.engine.strategy.gradients_are_parameters:
         rank_zero_warn(
             f"gradients wait over the end of epoch {run.state.epoch} for a step, and strategy={run.engine.strategy.name!r} "
             "cannot save them: a run that goes on from there is without them. Step before the epoch ends "
             "(trainer.is_last_batch).",
             stacklevel=2,
         )
-    elif run.is_within_window:
+    elif run.window.is_open:
         run.state.holds_gradients = True
-    run.is_within_window = False
+    run.window.drop()
 
 
 def step(
     run: TrainingRun,
     optimizer: Optimizer | None,
-    window_length: int,
     arguments: tuple[Any, ...],
     loss: Tensor | None,
     weight: float,
@@ -139,9 +165,8 @@ def step(
     if optimizer is None:  # training without an optimizer still counts its steps
         state.step += 1
         return
-    if run.accumulate > 1 and run.divisor != window_length:
-        # The window ended early, which was not known when its losses were divided, or its length is not exact in their dtype.
-        run.engine.strategy.clip_gradients(optimizer, Clipping(scale=run.divisor / window_length))
+    if run.accumulate > 1 and (correction := run.window.correction) != 1.0:
+        run.engine.strategy.clip_gradients(optimizer, Clipping(scale=correction))
     if run.before_step:
         run.engine.strategy.finalize(optimizer)
         run.hooks.call("on_before_optimizer_step", optimizer)

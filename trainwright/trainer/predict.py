@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from trainwright.checkpoint.codec import decode, encode
-from trainwright.checkpoint.shards import as_bytes
 from trainwright.data.transfer import to_device
-from trainwright.distributed import collectives
+from trainwright.distributed.nests import gather_nests
 from trainwright.trainer.evaluate import Evaluation, evaluate
 
 if TYPE_CHECKING:
@@ -54,15 +53,9 @@ def gather_outputs(own: dict[int, Any], engine: Engine) -> dict[int, Any]:
     """Return the outputs of all ranks by the number of their batch. Collective: call on every rank."""
     if engine.world_size == 1:
         return own
-    plain, tensors = encoded(own)
-    arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    described = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in arrays.items()]
-    parts = [as_bytes(each) for each in arrays.values() if each.numel()]
-    data = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
     gathered: dict[int, Any] = {}
-    blobs = collectives.gather_uneven(data)
-    for (text, table), blob in zip(collectives.gather_object([plain, described]), blobs, strict=True):
-        gathered.update(decode(text, _tensors_of(table, blob)))
+    for plain, tensors in gather_nests(*encoded(own)):
+        gathered.update(decode(plain, tensors))
     return gathered
 
 
@@ -82,14 +75,3 @@ def plainer(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: plainer(each) for key, each in value.items()}
     return type(value)(map(plainer, value)) if type(value) in (list, tuple) else value
-
-
-def _tensors_of(table: list[Any], blob: Tensor) -> dict[str, Tensor]:
-    tensors, start = {}, 0
-    for name, dtype_name, shape in table:
-        dtype = getattr(torch, dtype_name)
-        size = torch.Size(shape).numel() * dtype.itemsize
-        part = blob[start : start + size].clone()  # its own memory, so that it is aligned and the rest can go
-        tensors[name] = part.view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
-        start += size
-    return tensors

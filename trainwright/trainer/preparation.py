@@ -83,6 +83,7 @@ def prepare_fit(
         engine=engine,
         module=module,
         hooks=trainer.hooks,
+        progress=trainer.state.progress,
         state=trainer.state,
         data=data,
         validation=validation,
@@ -148,7 +149,8 @@ def _prepare_optimizers(run: TrainingRun) -> None:
         if run.is_manual:
             state.step += 1
             state.skipped_steps += result.skipped
-            run.is_within_window = state.holds_gradients = False
+            run.window.drop()
+            state.holds_gradients = False
         else:
             run.step_results.append(result)  # counted when optimizer_step has returned
 
@@ -181,10 +183,10 @@ def _heard(trainer: Trainer, module: Module, name: str) -> Callable[..., Any]:
         collector = trainer.logbook.collector
         if collector is None:
             return method(*args, **kwargs)
-        outer, collector.hook = collector.hook, name
+        outer = collector.enter_hook(name)
         try:
             return method(*args, **kwargs)
         finally:
-            collector.hook = outer
+            collector.enter_hook(outer)
 
     return call

@@ -77,7 +77,7 @@ def run_state(trainer: Trainer, data: LoaderState | None) -> dict[str, Any]:
     if data is None:
         return state
     epoch = trainer.state.open_epoch
-    saving = [each for each in trainer.callbacks if epoch is None or each.runs_last]
+    saving = trainer.callbacks if epoch is None else [each for each in trainer.callbacks if each.runs_last]
     return {
         **state,
         "position": {**trainer.state.state_dict(), "places": data["places"]},
@@ -205,7 +205,7 @@ def rank_state(trainer: Trainer, data: LoaderState) -> dict[str, Any]:
     epoch = trainer.state.open_epoch
     return {
         "rng": epoch.generators if epoch is not None else trainer.state.loaded_generators or rng_state(),
-        "metrics": epoch.unfinished if epoch is not None else _unfinished(trainer),
+        "metrics": epoch.unfinished if epoch is not None else trainer.logbook.epoch_state(),
         "sources": [data["sources"]],
         "epoch_rng": None if trainer.state.epoch_ended else trainer.state.epoch_generators,
         "should_stop": own_stop,
@@ -213,16 +213,13 @@ def rank_state(trainer: Trainer, data: LoaderState) -> dict[str, Any]:
     }
 
 
-def _unfinished(trainer: Trainer) -> dict[str, Any] | None:
-    assert trainer.module is not None
-    return trainer.logbook.epoch_state(trainer.module, trainer.is_evaluating)
-
-
 def open_epoch(trainer: Trainer) -> OpenEpoch:
     """Return what a checkpoint holds of an epoch that the run stops within, where it stands."""
     logbook = trainer.logbook
     callbacks = callback_states(each for each in trainer.callbacks if not each.runs_last)
-    return OpenEpoch(logbook.state_dict(), _unfinished(trainer), logbook.logger_states(), callbacks, rng_state())
+    return OpenEpoch(
+        logbook.state_dict(), trainer.logbook.epoch_state(), logbook.logger_states(), callbacks, rng_state()
+    )
 
 
 def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[str, Any]:
@@ -248,7 +245,11 @@ def edit_with_hooks(trainer: Trainer, name: str) -> Edit | None:
     own = module is not None and is_overridden(name, module, Module)
     if not own and not any(is_overridden(name, each, Callback) for each in trainer.callbacks):
         return None
-    return lambda contents: trainer.hooks.call(name, contents)
+
+    def edit(contents: dict[str, Any]) -> None:
+        trainer.hooks.call(name, contents)
+
+    return edit
 
 
 def open_with_hooks(trainer: Trainer, checkpoint: Checkpoint) -> Opened:

@@ -25,6 +25,7 @@ from trainwright.trainer.inputs import check_module
 from trainwright.trainer.locks import FolderLocks
 from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.parts import with_the_modules
+from trainwright.trainer.phase import Phase
 from trainwright.trainer.preparation import prepare_module
 from trainwright.trainer.resume import open_with_hooks, restore_weights
 from trainwright.trainer.sources import find_source, find_transfer, read_datamodule
@@ -44,7 +45,8 @@ def running(
     engine, outcome, locks = trainer.engine, Outcome(), FolderLocks(trainer, stage)
     trainer.ckpt_path = choice.path
     trainer.module, trainer.datamodule = module, datamodule
-    trainer.interrupted = trainer.is_evaluating = trainer.is_mid_epoch_validation = False
+    trainer.interrupted = False
+    trainer.state.progress.enter(Phase.OUTSIDE)
     profiler = trainer.profiler if is_measuring(trainer.profiler) else None
     outer = module._trainer
     with ExitStack() as stack:
@@ -80,6 +82,8 @@ def running(
             engine.finish_save()
         except BaseException as error:
             outcome.error = error
+            if trainer.run is not None:
+                trainer.state.progress.fail(trainer.run.obstacle)
             trainer.interrupted = isinstance(error, KeyboardInterrupt)
             # One in flight can commit while every rank lives, whatever they raise; not where one has gone.
             outcome.after(engine.writer.drop if is_secondary_failure(error) else engine.finish_save)
@@ -194,11 +198,11 @@ def _leave(trainer: Trainer, outcome: Outcome) -> None:
         trainer.compiled.undo()
         trainer.compiled = None
     stage, trainer.stage = trainer.stage or "", None
-    trainer.logbook.collector, trainer.logbook.is_silent = None, False
+    trainer.logbook.stop_collecting()
+    trainer.state.progress.enter(Phase.OUTSIDE)
     if trainer.run is not None:
         outcome.after(trainer.run.data.close)
     trainer.run, trainer.stop_point, trainer.validation_clock = None, None, None
-    trainer.is_evaluating = trainer.is_mid_epoch_validation = False
     for callback in trainer.callbacks:
         callback.__dict__.pop("_running_module", None)
     if trainer.datamodule is not None:

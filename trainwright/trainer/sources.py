@@ -209,5 +209,5 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         self.is_at_end = self._held is None
         self.count += 1
         if self._logbook.collector is not None:
-            self._logbook.collector.batch = self.latest
+            self._logbook.collector.take_batch(self.latest)
         return self.latest, self.count - 1, 0

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from trainwright.trainer.phase import Progress
+
 OF_THE_END = ("epoch", "batch", "unchecked_batches", "schedulers_stepped", "epoch_ended")
 """The counters that are others at an epoch's end than where the next one begins."""
 
@@ -66,6 +68,7 @@ class TrainerState:
     """Where a checkpoint of an epoch's end was loaded, what next_epoch has changed, until training begins."""
     loaded_generators: dict[str, Any] | None = field(default=None, metadata={"counts": False})
     """This rank's generators as a checkpoint holds them, until they are set."""
+    progress: Progress = field(default_factory=Progress, metadata={"counts": False})
     open_epoch: OpenEpoch | None = field(default=None, metadata={"counts": False})
     """Set where the run has stopped within the epoch."""
 
@@ -112,6 +115,16 @@ class TrainerState:
         """Begin the epoch, or what is left of it, with these generators."""
         self.epoch_generators, self.open_epoch = generators, None
         self.loaded_end = self.loaded_generators = None
+
+    def end_batch(self, index: int, unchecked: int, stepped: bool) -> None:
+        """Count the batches of the epoch up to `index`; `unchecked` as before them, `stepped`: an optimizer has stepped."""
+        taken = index + 1 - self.batch
+        self.batch, self.total_batches, self.unchecked_batches = (
+            index + 1,
+            self.total_batches + taken,
+            unchecked + taken,
+        )
+        self.batches_that_stepped += stepped
 
     def next_epoch(self) -> None:
         """Go on to the next epoch."""

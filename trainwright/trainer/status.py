@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import signal
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,6 +28,7 @@ from trainwright.module import Module
 from trainwright.precision import Precision
 from trainwright.strategies import Strategy
 from trainwright.trainer.logbook import Logbook
+from trainwright.trainer.phase import Phase
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.stop import SignalStop
@@ -36,6 +38,25 @@ if TYPE_CHECKING:
 
 Batches = int | float
 """A number of batches; math.inf where it shows only when the loader ends."""
+
+
+T = TypeVar("T")
+
+
+class Forwarded(Generic[T]):
+    """A read-only attribute of the Trainer, found at `path` among its parts."""
+
+    def __init__(self, path: str, doc: str) -> None:
+        self._read, self.__doc__ = attrgetter(path), doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: Any, owner: Any = None) -> T:
+        return cast(T, self if trainer is None else self._read(trainer))
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        raise AttributeError(f"trainer.{self._name} cannot be set; pass it to the Trainer.")
 
 
 class Status:
@@ -56,62 +77,37 @@ class Status:
     prepared_optimizers: list[PreparedOptimizer]
     lr_scheduler_configs: list[SchedulerConfig]
     should_stop: bool
-    is_evaluating: bool
     signal_stop: SignalStop
     """The stop on a signal of the present or the latest fit."""
     stop_point: SyncPoint | None = None
 
     # -- the job -----------------------------------------------------------------------------------------------------
 
-    @property
-    def strategy(self) -> Strategy:
-        """Return the strategy."""
-        return self.engine.strategy
+    strategy = Forwarded[Strategy]("engine.strategy", "The strategy.")
 
-    @property
-    def accelerator(self) -> str:
-        """Return the kind of device: "cpu", "cuda", "mps", "xpu" or another that torch has here."""
-        return self.engine.device.type
+    accelerator = Forwarded[str]("engine.device.type", "The kind of device, by torch's name for it.")
 
-    @property
-    def precision(self) -> str:
-        """Return the precision's name, such as "16-mixed"."""
-        return self.engine.precision.name
+    precision = Forwarded[str]("engine.precision.name", "The precision's name, such as '16-mixed'.")
 
-    @property
-    def precision_plugin(self) -> Precision:
-        """Return the precision."""
-        return self.engine.precision
+    precision_plugin = Forwarded[Precision]("engine.precision", "The precision.")
 
     @property
     def scaler(self) -> Any:
         """Return the loss scaler of "16-mixed"; None elsewhere."""
         return getattr(self.engine.precision, "scaler", None)
 
-    @property
-    def global_rank(self) -> int:
-        """Return this process's number in the job, from 0."""
-        return self.engine.rank
+    global_rank = Forwarded[int]("engine.rank", "This process's number in the job, from 0.")
 
-    @property
-    def local_rank(self) -> int:
-        """Return this process's number on its node, from 0."""
-        return self.engine.local_rank
+    local_rank = Forwarded[int]("engine.local_rank", "This process's number on its node, from 0.")
 
-    @property
-    def node_rank(self) -> int:
-        """Return this node's number in the job, from 0."""
-        return self.engine.environment.node_rank
+    node_rank = Forwarded[int]("engine.environment.node_rank", "This node's number in the job, from 0.")
 
     @property
     def world_size(self) -> int:
         """Return how many processes the job has, or will have where each call starts it."""
         return self.engine.num_workers or self.engine.world_size
 
-    @property
-    def num_nodes(self) -> int:
-        """Return how many nodes the job has."""
-        return self.engine.environment.num_nodes
+    num_nodes = Forwarded[int]("engine.environment.num_nodes", "How many nodes the job has.")
 
     @property
     def num_devices(self) -> int:
@@ -135,15 +131,8 @@ class Status:
 
     # -- the parts ---------------------------------------------------------------------------------------------------
 
-    @property
-    def model(self) -> Module | None:
-        """Return the module of the present or the latest run."""
-        return self.module
-
-    @property
-    def lightning_module(self) -> Module | None:
-        """Return the module of the present or the latest run."""
-        return self.module
+    model = Forwarded[Module | None]("module", "The module of the present or the latest run.")
+    lightning_module = Forwarded[Module | None]("module", "The module of the present or the latest run.")
 
     @property
     def logger(self) -> Logger | None:
@@ -192,35 +181,22 @@ class Status:
         last = self.settings.last_epoch
         return -1 if last is None else last
 
-    @property
-    def min_epochs(self) -> int | None:
-        """Return the epochs that are trained whatever asks for a stop."""
-        return self.settings.min_epochs
+    min_epochs = Forwarded[int | None]("settings.min_epochs", "The epochs that are trained whatever asks for a stop.")
 
-    @property
-    def max_steps(self) -> int:
-        """Return the number of optimizer steps to train; -1 without end."""
-        return self.settings.max_steps
+    max_steps = Forwarded[int]("settings.max_steps", "The number of optimizer steps to train; -1 without end.")
 
-    @property
-    def min_steps(self) -> int | None:
-        """Return the steps that are made whatever asks for a stop."""
-        return self.settings.min_steps
+    min_steps = Forwarded[int | None]("settings.min_steps", "The steps that are made whatever asks for a stop.")
 
-    @property
-    def max_time(self) -> str | timedelta | dict[str, float] | None:
-        """Return the time after which training stops."""
-        return self.settings.max_time
+    max_time = Forwarded[str | timedelta | dict[str, float] | None](
+        "settings.max_time", "The time after which training stops."
+    )
 
-    @property
-    def fast_dev_run(self) -> bool | int:
-        """Return the batches of a trial run; False in a real one."""
-        return self.settings.fast_dev_run
+    fast_dev_run = Forwarded[bool | int]("settings.fast_dev_run", "The batches of a trial run; False in a real one.")
 
-    @property
-    def check_val_every_n_epoch(self) -> int | None:
-        """Return the epochs between two validations; None where batches count across epochs."""
-        return self.settings.check_val_every_n_epoch
+    check_val_every_n_epoch = Forwarded[int | None](
+        "settings.check_val_every_n_epoch",
+        "The epochs between two validations; None where batches count across epochs.",
+    )
 
     @property
     def val_check_interval(self) -> Any:
@@ -228,20 +204,11 @@ class Status:
         interval = self.settings.val_check_interval
         return 1.0 if interval is None else interval
 
-    @property
-    def log_every_n_steps(self) -> int:
-        """Return the steps between two rows of step values."""
-        return self.settings.log_every
+    log_every_n_steps = Forwarded[int]("settings.log_every", "The steps between two rows of step values.")
 
-    @property
-    def gradient_clip_val(self) -> float | None:
-        """Return the limit of the gradients."""
-        return self.settings.gradient_clip_val
+    gradient_clip_val = Forwarded[float | None]("settings.gradient_clip_val", "The limit of the gradients.")
 
-    @property
-    def gradient_clip_algorithm(self) -> str | None:
-        """Return "norm" or "value"."""
-        return self.settings.gradient_clip_algorithm
+    gradient_clip_algorithm = Forwarded[str | None]("settings.gradient_clip_algorithm", '"norm" or "value".')
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -271,15 +238,13 @@ class Status:
 
     # -- where the run is --------------------------------------------------------------------------------------------
 
-    @property
-    def current_epoch(self) -> int:
-        """Return the number of the epoch, from 0; after fit, how many epochs were finished."""
-        return self.state.epoch
+    current_epoch = Forwarded[int](
+        "state.epoch", "The number of the epoch, from 0; after fit, how many epochs were finished."
+    )
 
-    @property
-    def global_step(self) -> int:
-        """Return how many optimizer steps were made; under manual optimization those of every optimizer count."""
-        return self.state.step
+    global_step = Forwarded[int](
+        "state.step", "How many optimizer steps were made; under manual optimization those of every optimizer count."
+    )
 
     @property
     def is_last_batch(self) -> bool:
@@ -295,12 +260,21 @@ class Status:
     @property
     def is_within_window(self) -> bool:
         """Return whether gradients wait for a step: in an accumulation window, or since the latest manual_backward."""
-        return self.run is not None and self.run.is_within_window
+        return self.run is not None and self.run.window.is_open
 
     @property
     def is_within_batch(self) -> bool:
-        """Return whether a training batch is being worked on: a run could not go on from here as if it had not stopped."""
-        return self.run is not None and self.run.is_within_batch
+        """Return whether a training batch is in progress; the run cannot be resumed exactly from here."""
+        return self.state.progress.phase is Phase.BATCH
+
+    is_evaluating = Forwarded[bool](
+        "state.progress.is_evaluating", "Whether an evaluation runs, the sanity check among them."
+    )
+
+    @property
+    def is_mid_epoch_validation(self) -> bool:
+        """Return whether a validation within a training epoch runs."""
+        return self.state.progress.phase is Phase.VALIDATION_WITHIN
 
     @property
     def training(self) -> bool:
@@ -330,7 +304,7 @@ class Status:
     @property
     def sanity_checking(self) -> bool:
         """Return whether the validation that runs is the sanity check."""
-        return self.logbook.is_silent
+        return self.state.progress.phase is Phase.SANITY_CHECK
 
     @property
     def enable_validation(self) -> bool:
@@ -355,20 +329,18 @@ class Status:
 
     # -- the metrics -------------------------------------------------------------------------------------------------
 
-    @property
-    def callback_metrics(self) -> dict[str, Tensor]:
-        """Return every metric's latest value: an epoch's, over all ranks, where there is one, else this rank's step's."""
-        return self.logbook.callback_metrics
+    callback_metrics = Forwarded[dict[str, Tensor]](
+        "logbook.callback_metrics",
+        "Every metric's latest value: an epoch's, over all ranks, where there is one, else this rank's step's.",
+    )
 
-    @property
-    def logged_metrics(self) -> dict[str, Tensor]:
-        """Return the metrics that go to the loggers, under the names they have there."""
-        return self.logbook.logged_metrics
+    logged_metrics = Forwarded[dict[str, Tensor]](
+        "logbook.logged_metrics", "The metrics that go to the loggers, under the names they have there."
+    )
 
-    @property
-    def progress_bar_metrics(self) -> dict[str, float]:
-        """Return the metrics logged with prog_bar=True, as python numbers."""
-        return self.logbook.progress_bar_metrics
+    progress_bar_metrics = Forwarded[dict[str, float]](
+        "logbook.progress_bar_metrics", "The metrics logged with prog_bar=True, as python numbers."
+    )
 
     @property
     def uses_inference_mode(self) -> bool:

@@ -23,6 +23,7 @@ from trainwright.distributed.environment import requeue_job
 from trainwright.distributed.signals import SignalWatch, exit_code, is_interactive
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.errors import RunStopped
+from trainwright.trainer.phase import Phase
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
@@ -190,14 +191,13 @@ def abandonable(run: TrainingRun) -> Iterator[None]:
     """
     trainer, stop, logbook = run.trainer, run.trainer.signal_stop, run.trainer.logbook
     kept = (rng_state(), logbook.state_dict()) if may_abandon(trainer) else None
-    outer = logbook.collector
     try:
         yield
     except EvaluationAbandoned:
         assert kept is not None
         generators, latest = kept
         logbook.forget_evaluation(latest)
-        run.give_up_end()  # the epoch-wise schedulers that have stepped are noted in the state
+        run.progress.enter(Phase.STOPPED)  # the epoch-wise schedulers that have stepped are noted in the state
         stop.commit(generators)
-        logbook.collector, trainer.is_evaluating = outer, False
+        logbook.end_evaluation()
         raise

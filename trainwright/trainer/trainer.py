@@ -33,7 +33,6 @@ from trainwright.trainer.checkpoint_choice import choose_checkpoint
 from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation, evaluate
 from trainwright.trainer.fit import fit
-from trainwright.trainer.handover import hand_over
 from trainwright.trainer.hooks import HookTable
 from trainwright.trainer.inputs import (
     check_compile,
@@ -45,6 +44,7 @@ from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.parts import arranged_callbacks, arranged_loggers, making_modules, set_switches
 from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
+from trainwright.trainer.remote_call import call_remotely
 from trainwright.trainer.resume import check_save, open_to_resume, restore, save_run
 from trainwright.trainer.running import callbacks_for, evaluating, read_request, refuse_nested, running
 from trainwright.trainer.settings import Settings, refuse_unknown
@@ -178,7 +178,7 @@ class Trainer(Status):
         self.callbacks = arranged_callbacks(callbacks, self.settings)
         self.loggers = arranged_loggers(logger, self.default_root_dir, self.settings)
         places = {name: given[name] for name in ("devices", "strategy", "accelerator", "num_nodes")}
-        self.engine = Engine(**places, precision=choose_precision(precision, plugins), takes_handover=True)
+        self.engine = Engine(**places, precision=choose_precision(precision, plugins), can_call_workers=True)
         check_compile(self.settings.compile, self.engine.strategy)
         set_switches(self.settings)  # once nothing is left that could be refused
         self.state = TrainerState()
@@ -202,9 +202,6 @@ class Trainer(Status):
         """Whether every rank knows that it is to stop."""
         self.interrupted = False
         """Whether the latest run was ended by Ctrl-C."""
-        self.is_evaluating = False
-        self.is_mid_epoch_validation = False
-        """Whether the validation that runs stands within a training epoch."""
         self.batch_indices: list[Any] | None = None
         """In predict, the dataset's indices of the samples of this batch; None where its loader has none."""
         self.num_training_batches: Batches = 0
@@ -272,7 +269,7 @@ class Trainer(Status):
         choice = choose_checkpoint(self, ckpt_path, verify, "fit")
         if self.engine.num_workers:
             options = {"train_dataloaders": train, "val_dataloaders": val_dataloaders, "verify": verify}
-            hand_over(self, "fit", model, datamodule, choice.path, **options)
+            call_remotely(self, "fit", model, datamodule, choice.path, **options)
             return
         self.state = TrainerState()
         self.should_stop, self.stop_is_agreed, self.resume_source = False, False, None
@@ -360,7 +357,7 @@ class Trainer(Status):
         asked = read_request(self, "predict", "predict", model, dataloaders, ckpt_path, datamodule, verify)
         if self.engine.num_workers:
             options = {"dataloaders": asked.loaders, "return_predictions": return_predictions, "verify": verify}
-            outputs: list[Any] = hand_over(
+            outputs: list[Any] = call_remotely(
                 self, "predict", asked.module, asked.datamodule, asked.choice.path, **options
             )
             return outputs
@@ -398,7 +395,7 @@ class Trainer(Status):
             raise ValueError("storage_options is not accepted; put them into the fsspec URL or its configuration.")
         weights_only = check_save(self, weights_only)
         run = self.run
-        if run is not None and (run.is_within_window or (run.defers_saves and not weights_only)):
+        if run is not None and not run.may_save(weights_only):
             run.waiting_saves.append((str(filepath), weights_only, blocking, overwrite))
             return False
         if run is not None and run.row_is_due:
@@ -446,7 +443,7 @@ class Trainer(Status):
     def manual_backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
         """Send a loss backward under manual optimization, weighted as its round is, and tell the hooks."""
         if self.run is not None:
-            self.run.is_within_window = True  # until an optimizer steps: gradients are in no checkpoint
+            self.run.window.hold_gradients()  # until an optimizer steps
             if self.run.data.uneven and (weight := self.run.weight) != 1.0:
                 loss = loss * weight
         self.hooks.call("on_before_backward", loss)
@@ -523,7 +520,7 @@ class Trainer(Status):
         metrics: list[dict[str, float]]
         if self.engine.num_workers:
             options = {"dataloaders": asked.loaders, "verbose": verbose, "verify": asked.verify}
-            metrics = hand_over(self, call, asked.module, asked.datamodule, asked.choice.path, **options)
+            metrics = call_remotely(self, call, asked.module, asked.datamodule, asked.choice.path, **options)
             return metrics
         with evaluating(self, asked) as evaluation:
             metrics = evaluate(evaluation)

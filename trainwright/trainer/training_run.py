@@ -13,11 +13,13 @@ from trainwright.data.loaders import with_last
 from trainwright.data.transfer import Prefetcher
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
+from trainwright.engine.window import AccumulationWindow
 from trainwright.module import Module
 from trainwright.profilers.instrumentation import is_measuring
 from trainwright.strategies.base import Clipping, StepResult
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.hooks import HookTable
+from trainwright.trainer.phase import ENDING, Phase, Progress
 from trainwright.trainer.sources import BatchTransfer, PulledBatches
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.training_data import TrainData
@@ -37,6 +39,7 @@ class TrainingRun:
     engine: Engine
     module: Module
     hooks: HookTable
+    progress: Progress
     state: TrainerState
     data: TrainData
     validation: Evaluation | None
@@ -62,13 +65,8 @@ class TrainingRun:
     """The batch at hand, where it is one of an uneven round."""
     pulled: PulledBatches | None = None
     """Where training_step takes its batches from; None where the loop gives them."""
-    window_has_gradients: bool = False
-    is_within_window: bool = False
-    """True while gradients wait for further batches of their window."""
-    divisor: float = 1.0
-    """What the losses of the open window are divided by."""
-    window_place: int = 0
-    """How many batches the open window has had. Windows count from where the run goes on: no checkpoint stands within one."""
+    window: AccumulationWindow = field(default_factory=AccumulationWindow)
+    """The batches of the next optimizer step. Windows count from where the run resumes: no checkpoint stands within one."""
     num_empty: int = 0
     """Batches of this run for which training_step returned None."""
     generators: dict[str, Any] | None = None
@@ -76,12 +74,6 @@ class TrainingRun:
     batches_begun: int = 0
     """Calls of train_batch in this run, alike on every rank: what tells which rank is further on."""
     is_last_batch: bool = False
-    is_within_batch: bool = False
-    """True from a batch's fetch until its on_train_batch_end hooks are done: no run could go on from there exactly."""
-    is_ending_epoch: bool = False
-    """True from an epoch's last batch until every scheduler of that epoch has stepped: nobody could go on from within."""
-    is_leaving_epoch: bool = False
-    """True from where the run stops within an epoch until it has done what such an end asks for."""
     row_is_due: bool = False
     """Whether the loggers' row of the latest step is still to be written."""
     step_results: list[StepResult] = field(default_factory=list)
@@ -96,14 +88,32 @@ class TrainingRun:
         self.after_backward, self.before_step = hooks["on_after_backward"], hooks["on_before_optimizer_step"]
         self.clears_plainly = not self.before_zero_grad and "optimizer_zero_grad" not in self.own
 
-    @property
-    def defers_saves(self) -> bool:
-        """Return whether a checkpoint that is asked for now is written once the epoch's end, or that of a stop, is over."""
-        return self.is_ending_epoch or self.is_leaving_epoch
+    def begin_windows(self) -> None:
+        """Begin an epoch's windows, of the length that the trainer has now."""
+        self.accumulate = self.trainer.accumulate_grad_batches
+        self.window.drop()
 
-    def give_up_end(self) -> None:
-        """Let a checkpoint be written where the run stands: what its epoch's end asks for is left to a resumed run."""
-        self.is_ending_epoch = self.is_leaving_epoch = False
+    def may_save(self, weights_only: bool) -> bool:
+        """Return whether a checkpoint can be written now; else it waits for the end of the window, or of the epoch.
+
+        Gradients that wait for a step are in no checkpoint, and no run resumes within an epoch's end.
+        """
+        return not self.window.is_open and (weights_only or self.progress.phase not in ENDING)
+
+    @property
+    def obstacle(self) -> str:
+        """Return why a run that fails here cannot be resumed exactly from where it stands; nothing where it can."""
+        state, phase = self.state, self.progress.phase
+        if self.engine.world_size > 1:
+            return f"it would take all {self.engine.world_size} ranks"
+        if phase is Phase.BATCH or self.window.is_open:
+            return "the run failed in the middle of a batch, or of an accumulation window"
+        is_at_end = phase in (Phase.EPOCH_END, Phase.VALIDATION_AT_END)
+        if is_at_end or state.epoch_ended or state.batch >= self.trainer.num_training_batches:
+            return "the run failed at the end of an epoch"
+        if self.progress.is_evaluating and state.validated_at == state.total_batches:
+            return "the run failed at the end of a validation"
+        return ""
 
     @property
     def validates_within(self) -> bool:
@@ -113,7 +123,7 @@ class TrainingRun:
 
     @property
     def weight(self) -> float:
-        """Return this rank's part in the round of the batch at hand, beside an equal part."""
+        """Return this rank's part in the round of the current batch, relative to an equal part."""
         index = self.state.batch if self.pulled is None else self.pulled.count - 1
         return self.data.loader.weight_at(index) if index in self.data.uneven else 1.0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ class UnevenRound:
         self, collector: MetricCollector, module: nn.Module, callbacks: Iterable[Callback], is_ghost: bool
     ) -> None:
         self._collector = collector
-        collector.is_uneven, collector.silent = True, is_ghost
+        collector.begin_uneven_round(silent=is_ghost)
         self._module, self._is_ghost = module, is_ghost
         self._callbacks = [each for each in callbacks if not each.counts_rounds] if is_ghost else []
         self._undo: list[Callable[[], None]] = []
@@ -81,7 +81,7 @@ class UnevenRound:
 
     def end(self) -> None:
         """Take back what a ghost has left."""
-        self._collector.is_uneven = self._collector.silent = False
+        self._collector.end_uneven_round()
         self.put_back()
         for give_back in self._given_back:
             give_back()
@@ -111,14 +111,10 @@ class Communication:
 def discarded(module: nn.Module, collector: MetricCollector | None) -> Iterator[None]:
     """Throw away what the block logs and what it adds to the module's torchmetrics."""
     undo = [_restoring(child) for child in module.modules() if is_metric(child)]
-    was_silent = collector is not None and collector.silent
-    if collector is not None:
-        collector.silent = True
     try:
-        yield
+        with nullcontext() if collector is None else collector.silenced():
+            yield
     finally:
-        if collector is not None:
-            collector.silent = was_silent
         for each in undo:
             each()
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.trainer.evaluate import evaluate
 from trainwright.trainer.optimization import step_schedulers
+from trainwright.trainer.phase import Phase
 from trainwright.trainer.stop import abandonable
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ def validate(run: TrainingRun, within: bool) -> None:
     """Run a validation, `within` the epoch or at its end, and step the schedulers that follow validations. Collective."""
     assert run.validation is not None
     trainer, state = run.trainer, run.state
-    trainer.is_mid_epoch_validation = within
     if run.optimizer is not None:
         run.own.get("on_validation_model_zero_grad", run.optimizer.zero_grad)()
 
@@ -48,7 +48,6 @@ def validate(run: TrainingRun, within: bool) -> None:
         step_schedulers(run, "validation", state.validations, plateau=True)
 
     with abandonable(run):
-        evaluate(run.validation, before_end=count)
+        evaluate(run.validation, Phase.VALIDATION_WITHIN if within else Phase.VALIDATION_AT_END, before_end=count)
     if within:  # an epoch's end asks for itself
         trainer.agree_on_stop()
-    trainer.is_mid_epoch_validation = False

@@ -1,6 +1,6 @@
-"""Handing work over to processes that are started for it: when that is due, and a loop of one's own as such work.
+"""Calls in worker processes that are started for them: when a call needs them, and `notebook_launcher`.
 
-What a Trainer hands over, and what it takes back, is trainer/handover.py's.
+What a Trainer sends to its workers and takes back is in trainer/remote_call.py.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from trainwright.data.seeding import rng_state, set_rng_state
 from trainwright.devices import accelerator
 from trainwright.devices.abilities import num_together
 from trainwright.distributed.environment import Environment
-from trainwright.strategies import HANDED_OVER, Strategy
+from trainwright.strategies import SPAWNING, Strategy
 
 
-def start_job(num_processes: int, num_nodes: int, strategy: str | Strategy, takes_handover: bool) -> int:
-    """Replace this process by the launcher; or return how many processes each call has to start, where it hands work over.
+def start_job(num_processes: int, num_nodes: int, strategy: str | Strategy, can_call_workers: bool) -> int:
+    """Replace this process by the launcher, or return how many workers each call has to start.
 
     Raises:
-        LaunchError: neither can be done here.
+        LaunchError: neither is possible here.
     """
-    from trainwright.launch.command import check_handover, is_for_handover
+    from trainwright.launch.command import calls_workers, check_worker_calls
     from trainwright.launch.processes import launch
 
     reason = f"devices={num_processes}"
-    is_asked = isinstance(strategy, str) and strategy in HANDED_OVER
-    if takes_handover and num_nodes == 1 and (is_asked or is_for_handover()):  # to this machine's processes alone
-        check_handover(reason)
+    spawns = isinstance(strategy, str) and strategy in SPAWNING
+    if can_call_workers and num_nodes == 1 and (spawns or calls_workers()):  # workers are started on this machine only
+        check_worker_calls(reason)
         return num_processes
     launch(num_processes, num_nodes=num_nodes, reason=reason)
 
@@ -42,7 +42,7 @@ def call_in_workers(
 ) -> Any:
     """Run `function(folder, **named)` on every rank of a new job, and return rank 0's result: plain data and tensors.
 
-    The workers begin with the generators and the number formats of this process.
+    The workers start with this process's generators and number formats.
 
     Raises:
         TypeError: an argument that cannot be copied there, or a result that cannot come back.
@@ -61,18 +61,18 @@ def call_in_workers(
 
 
 def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int | None = None) -> Any:
-    """Run `function(*args)` in each of several new processes, and return what it returned on rank 0.
+    """Run `function(*args)` in each of several new processes and return what it returned on rank 0.
 
-    In a notebook, a REPL or a test; the function makes its `Accelerator` itself, which joins the job. The processes are
-    fresh ones, to which the function and its arguments are copied; what they change in their copies stays there.
+    For a notebook, a REPL or a test. The function makes its own `Accelerator`, which joins the job. The function and its
+    arguments are copied to fresh processes; changes to the copies stay there.
 
     Args:
         function: returns plain data and tensors, or None.
         args: its arguments.
-        num_processes: how many; None is one a GPU, else one. One is this process itself.
+        num_processes: how many; None is one for each GPU, or one without GPUs. One runs in this process.
 
     Raises:
-        TypeError: what cannot be copied there or back.
+        TypeError: something cannot be copied there or back.
         WorkerFailed, LaunchError: a rank has failed, or the processes could not be started.
     """
     if not callable(function):
@@ -83,20 +83,20 @@ def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), nu
         num_processes = num_together(accelerator.built_for() or "cpu") or 1
     if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 1:
         raise ValueError(
-            f"num_processes={num_processes!r} is not accepted; pass a whole number from 1, or None for one a GPU."
+            f"num_processes={num_processes!r} is not accepted; pass a whole number from 1, or None for one for each GPU."
         )
-    from trainwright.launch.command import check_handover
+    from trainwright.launch.command import check_worker_calls
 
     environment = Environment.detect()
     if environment.launched_by != "single":
         raise RuntimeError(
-            f"notebook_launcher was called in a worker of a job of {environment.world_size} processes, which can start no "
-            "other; call the function itself there."
+            f"notebook_launcher was called in a worker of a job of {environment.world_size} processes, which cannot start "
+            "another job; call the function directly there."
         )
     if num_processes == 1:
         return function(*args)
     asked = f"notebook_launcher(num_processes={num_processes})"
-    check_handover(asked)
+    check_worker_calls(asked)
     with tempfile.TemporaryDirectory(prefix="trainwright-", ignore_cleanup_errors=True) as folder:
         named = {"function": function, "args": tuple(args)}
         return call_in_workers(_call, named, num_processes, asked=asked, folder=Path(folder))
@@ -107,7 +107,7 @@ def _call(folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> 
 
 
 def _begin(folder: Path, settings: dict[str, Any], asked: str, **named: Any) -> Any:
-    """Stand in a worker as the calling process stands, do its work, and return on rank 0 what comes back."""
+    """Restore the calling process's settings in a worker, do its work, and return the encoded result on rank 0."""
     function = named.pop("the called function")
     torch.set_default_dtype(settings["dtype"])
     torch.set_float32_matmul_precision(settings["matmul"])
@@ -127,5 +127,5 @@ def _settings() -> dict[str, Any]:
         "dtype": torch.get_default_dtype(),
         "matmul": torch.get_float32_matmul_precision(),
         "seed": torch.initial_seed(),
-        "rng": {**rng_state(), "device": None},  # each worker computes on a device of its own
+        "rng": {**rng_state(), "device": None},  # each worker computes on its own device
     }

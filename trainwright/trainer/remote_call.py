@@ -1,4 +1,4 @@
-"""Handing a call of the Trainer over to processes that are started for it, and taking back what it has changed.
+"""A call of the Trainer in processes that are started for it, and what comes back from them.
 
 Where the job's processes are started by the call (a notebook, ddp_spawn), the Trainer here has no part in the run. A Trainer
 of the same arguments makes the call on every rank, with copies of the callbacks, loggers, module and data. What comes back:
@@ -24,7 +24,7 @@ from torch import nn
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.codec import encode
 from trainwright.data.datamodule import DataModule
-from trainwright.engine.handover import call_in_workers
+from trainwright.engine.worker_calls import call_in_workers
 from trainwright.errors import CheckpointError
 from trainwright.module import Module, is_overridden
 from trainwright.trainer.hooks import HookTable
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "weights"
 OWN_ARGUMENTS = ("callbacks", "logger", "profiler")
-"""Arguments of a Trainer in whose stead the parts that it has made of them are handed over."""
+"""Arguments of a Trainer that are replaced by the parts made of them."""
 TRAINER_FIELDS = (
     "should_stop", "stop_is_agreed", "accumulate_grad_batches", "ckpt_path", "resume_source", "num_training_batches",
     "num_val_batches", "num_sanity_val_batches", "num_test_batches", "num_predict_batches",
@@ -47,7 +47,7 @@ ENGINES_OWN = ("ds_", "_ds_", "_fsdp", "_external_params", "_original_parameters
 """How the names of attributes begin that the strategies' engines leave on a module."""
 
 
-def hand_over(
+def call_remotely(
     trainer: Trainer, call: str, module: Module, datamodule: DataModule | None, path: str | None, **options: Any
 ) -> Any:
     """Make a call in the workers of a new job, take over what it has changed, and return what it returned.

@@ -1,0 +1,66 @@
+"""Phase: what a run is doing now, one value with one writer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum, auto
+
+
+class Phase(Enum):
+    """What a run is doing."""
+
+    OUTSIDE = auto()
+    """No loop runs: the run is set up or taken down."""
+    SANITY_CHECK = auto()
+    BETWEEN_BATCHES = auto()
+    BATCH = auto()
+    """From a training batch's fetch until its on_train_batch_end hooks are done: no run can resume from there exactly."""
+    VALIDATION_WITHIN = auto()
+    """A validation within an epoch."""
+    EPOCH_END = auto()
+    """From an epoch's last batch until all schedulers have stepped for it."""
+    VALIDATION_AT_END = auto()
+    """The validation in it."""
+    EPOCH_LEFT = auto()
+    """The run stops within an epoch, and reduces the metrics of what it has trained of it."""
+    STOPPED = auto()
+    """The run is saved where a signal or an exception has stopped it; what is left of an epoch's end is a resumed run's."""
+    EVALUATION = auto()
+    """validate, test or predict."""
+
+
+EVALUATING = frozenset({Phase.SANITY_CHECK, Phase.VALIDATION_WITHIN, Phase.VALIDATION_AT_END, Phase.EVALUATION})
+ENDING = frozenset({Phase.EPOCH_END, Phase.VALIDATION_AT_END, Phase.EPOCH_LEFT})
+"""Where a checkpoint could not be resumed from as it stands, and is written once the end is over."""
+
+
+class Progress:
+    """The phase of a run."""
+
+    def __init__(self) -> None:
+        self.phase = Phase.OUTSIDE
+        self.obstacle = ""
+        """Why a run that has failed cannot be resumed exactly from where it stands; nothing where it can."""
+
+    def enter(self, phase: Phase) -> None:
+        """Go over to a phase."""
+        self.phase = phase
+
+    def fail(self, obstacle: str) -> None:
+        """Note that the run has failed, and what keeps it from being saved here: without any it may be."""
+        self.obstacle = obstacle
+        if not obstacle:
+            self.phase = Phase.STOPPED
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Be in a phase in the block; where that fails the phase stays, for what looks at it then."""
+        outer, self.phase = self.phase, phase
+        yield
+        self.phase = outer
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Return whether an evaluation runs, the sanity check among them."""
+        return self.phase in EVALUATING
