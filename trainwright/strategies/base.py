@@ -321,7 +321,16 @@ class Strategy:
 
     def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
         """Return the optimizer's groups and the non-tensor state that this rank holds."""
-        return describe_optimizer(optimizer, names, UNSAVED_KEYS)
+        described = describe_optimizer(optimizer, names, UNSAVED_KEYS)
+        if self.divides_optimizers:
+            # A load gives each rank the other ranks' state too, which goes stale.
+            local = {names[parameter] for parameter in self._local_parameters(optimizer)}
+            described["plain"] = {name: state for name, state in described["plain"].items() if name in local}
+        return described
+
+    def _local_parameters(self, optimizer: Optimizer) -> Iterable[Tensor]:
+        """Return the parameters whose optimizer state this rank holds."""
+        return parameters_of(optimizer)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -351,9 +360,14 @@ class Strategy:
             each.clear()
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def with_gradients(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters of an optimizer that have gradients."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
 
 
 def scale_and_clip_value(parameters: list[nn.Parameter], clipping: Clipping) -> None:

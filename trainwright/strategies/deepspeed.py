@@ -376,12 +376,8 @@ class DeepSpeedStrategy(Strategy):
     ) -> None:
         zero_state.allocate(self._taken(optimizer).master, names, entries)
 
-    def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-        described = super().describe_optimizer(optimizer, names)
-        facade = self._taken(optimizer)
-        mine = {names[parameter] for parameter in facade.master.views}
-        described["plain"] = {name: state for name, state in described["plain"].items() if name in mine}
-        return described
+    def _local_parameters(self, optimizer: Optimizer) -> Iterable[Tensor]:
+        return self._taken(optimizer).master.views
 
     def after_load(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
