@@ -33,7 +33,10 @@ from trainwright import __main__ as command_line
 from trainwright.launch import cli
 
 ROOT = Path(tw.__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(path for part in ("docs", "benchmarks", "tests") for path in (ROOT / part).rglob("*.md")),
+]
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NOT_RUN = 0
@@ -256,7 +259,7 @@ def test_make_knows_each_target_and_variable() -> None:
 def test_each_script_takes_the_options_that_are_shown() -> None:
     for words in after("python"):
         script, *options = words
-        if script == "train.py" or script.startswith("-"):  # the reader's own
+        if script in ("train.py", "...") or script.startswith("-"):  # the reader's own
             continue
         source = (ROOT / script).read_text()
         for option in options:
@@ -312,7 +315,7 @@ SOURCES = "".join(
 # -- names -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
