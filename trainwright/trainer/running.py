@@ -10,8 +10,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.callbacks.base import Callback
-from trainwright.checkpoint.exchange import is_plain
-from trainwright.checkpoint.opening import Verify
+from trainwright.checkpoint.foreign_formats import is_plain
+from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
 from trainwright.distributed.failures import is_secondary_failure
 from trainwright.hyperparameters import logged_hyper_parameters

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.callbacks.base import Callback
-from trainwright.checkpoint.opening import Verify
+from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.engine.compilation import Compiled
