@@ -117,7 +117,7 @@ def test_nothing_is_pickled_or_loaded_unsafely() -> None:
             if isinstance(node, ast.Name) and "checkpoint" in path.parts:
                 assert node.id not in ("eval", "exec", "compile", "__import__", "globals"), f"{path}:{node.lineno}"
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
-                assert path.name == "exchange.py", f"{path}:{node.lineno}"
+                assert path.name == "foreign_formats.py", f"{path}:{node.lineno}"
                 assert any(each.arg == "weights_only" and ast.unparse(each.value) == "True" for each in node.keywords)
             elif isinstance(node, ast.Attribute):
                 assert ast.unparse(node) not in UNSAFE, f"{path}:{node.lineno}"

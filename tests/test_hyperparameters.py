@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 import trainwright as tw
 from trainwright.checkpoint.codec import decode, encode
-from trainwright.checkpoint.exchange import is_plain as is_storable
+from trainwright.checkpoint.foreign_formats import is_plain as is_storable
 from trainwright.hyperparameters import (
     HyperParameters,
     build,

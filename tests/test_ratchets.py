@@ -31,11 +31,10 @@ Places = dict[str, list[str]]
 
 # -- one owner for each fact ---------------------------------------------------------------------------------------------
 
-MOST_FOREIGN_WRITES = 129  # goal: 30
+MOST_FOREIGN_WRITES = 122  # goal: 30
 FOREIGN_WRITES: dict[str, int] = {
     "callbacks/early_stopping.py": 2,
     "callbacks/gradient_accumulation_scheduler.py": 2,
-    "callbacks/stopped_run.py": 7,
     "callbacks/timer.py": 1,
     "data/batch_stream.py": 2,
     "data/combined.py": 4,
@@ -64,9 +63,8 @@ LIBRARIES_ATTRIBUTES = {
     *("_buffers", "_close", "_modules", "_parameters", "_version"),
 }
 """Attributes of torch, DeepSpeed and tqdm objects that a class of the package declares too."""
-MOST_PRIVATE_USES = 18  # goal: 0
+MOST_PRIVATE_USES = 5  # goal: 0
 PRIVATE_USES: dict[str, int] = {
-    "callbacks/stopped_run.py": 13,
     "trainer/fit.py": 2,
     "trainer/resume.py": 2,
     "trainer/running.py": 1,
@@ -270,7 +268,7 @@ def test_lines_of_the_package() -> None:
 
 # -- the walk of a checkpoint (that of a batch is test_call_budget.py's) ----------------------------------------------------
 
-MOST_CALLS_OF_A_SAVE = 2_000  # goal: 1,000
+MOST_CALLS_OF_A_SAVE = 900
 MOST_FILES_OF_A_SAVE = 35  # goal: 20
 
 

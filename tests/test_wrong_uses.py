@@ -572,7 +572,7 @@ OTHERS = [
     WrongUse("load nothing", lambda s: Classifier.load_from_checkpoint("nowhere"), tw.CheckpointError,
              r"nowhere does not exist; accepted is"),
     WrongUse("load a text", lambda s: Classifier.load_from_checkpoint("SAVED/text.ckpt"), tw.CheckpointError,
-             r"text.ckpt is no checkpoint: it begins with b'some tex.*Accepted is"),
+             r"text.ckpt is not a checkpoint: it begins with b'some tex.*Accepted is"),
     WrongUse("load an empty folder", lambda s: Classifier.load_from_checkpoint("SAVED/empty"), tw.CheckpointError,
              r"empty is a directory without a manifest.json; accepted is"),
     WrongUse("load objects", lambda s: Classifier.load_from_checkpoint("SAVED/objects.ckpt"), tw.CheckpointError,

@@ -14,8 +14,8 @@ from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.editing import load_state
-from trainwright.checkpoint.exchange import read_weights
-from trainwright.checkpoint.opening import Verify
+from trainwright.checkpoint.foreign_formats import read_weights
+from trainwright.checkpoint.reader import Verify
 from trainwright.compiled_names import register_clean_names
 from trainwright.data.transfer import map_leaves, to_device
 from trainwright.distributed import collectives

@@ -23,7 +23,7 @@ from fuzz.comparison import first_difference
 from fuzz.kind import Config, processes
 from fuzz.refusal import refusals
 from fuzz.sample_stream import SampleStream
-from trainwright.checkpoint.exchange import read_weights
+from trainwright.checkpoint.foreign_formats import read_weights
 from trainwright.distributed.collectives import gather_object
 
 NAME = "ranks"

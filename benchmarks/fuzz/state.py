@@ -20,7 +20,7 @@ from fuzz.bare_trainer import bare_trainer
 from fuzz.kind import Config, Refused, processes
 from fuzz.optimizers import OPTIMIZERS, SCHEDULERS, WITH_MOMENTUM
 from fuzz.refusal import refusals
-from trainwright.checkpoint.exchange import read_weights
+from trainwright.checkpoint.foreign_formats import read_weights
 
 NAME = "state"
 PROCESSES = (1, 2, 1)

@@ -13,7 +13,7 @@ from jobs import run_job
 from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
-from trainwright.callbacks.checkpoint_place import is_taken, remove_replaced
+from trainwright.callbacks.checkpoint_files import is_taken, remove_replaced
 from trainwright.checkpoint import discovery
 from trainwright.checkpoint.filesystem import LocalFiles
 from trainwright.checkpoint.replacement import is_replaceable, replace_checkpoint
@@ -53,7 +53,7 @@ def found(folder: Path) -> dict[str, int]:
 
 def test_the_newest_is_kept_while_the_metric_is_not_finite(tmp_path: Path) -> None:
     scores = [NAN, math.inf, NAN]
-    with pytest.warns(UserWarning, match=r"save by 'score', which is nan, not finite; .* the newest") as caught:
+    with pytest.warns(UserWarning, match=r"monitors 'score', which is nan, not finite; .* the newest") as caught:
         callback = run(tmp_path, scores)
     assert len(caught) == 1
     assert found(tmp_path) == {"epoch=2-step=33.ckpt": 3}
@@ -102,7 +102,7 @@ def test_one_name_for_all_is_the_plain_one(tmp_path: Path, saves: int, monkeypat
         seen.append((is_checkpoint(place), is_checkpoint(path)))
         replace_checkpoint(place, path)
 
-    monkeypatch.setattr("trainwright.callbacks.checkpoint_retention.replace_checkpoint", watched)
+    monkeypatch.setattr("trainwright.callbacks.checkpoint_files.replace_checkpoint", watched)
     callback = run(tmp_path, [float(-save) for save in range(saves)], filename="best")
     assert found(tmp_path) == {"best.ckpt": saves}
     assert seen == [(True, True)] * (saves - 1)
@@ -146,7 +146,7 @@ def test_a_run_that_was_killed_before_the_renaming(tmp_path: Path, old_one_is_go
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainwright.callbacks.checkpoint_retention.replace_checkpoint", killed)
+        patch.setattr("trainwright.callbacks.checkpoint_files.replace_checkpoint", killed)
         with pytest.raises(Killed):
             run(tmp_path, [3.0, 2.0], filename="best")
     entry = latest_checkpoint(str(tmp_path))
@@ -195,7 +195,7 @@ def test_a_run_that_was_killed_before_the_older_one_went(tmp_path: Path) -> None
 
     run(tmp_path, [3.0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainwright.callbacks.checkpoint_place.remove_checkpoint", killed)
+        patch.setattr("trainwright.callbacks.checkpoint_files.remove_checkpoint", killed)
         with pytest.raises(Killed):
             run(tmp_path, [1.0, 0.5], filename="new-{epoch}")
     assert set(found(tmp_path)) == {"epoch=0-step=11.ckpt", "new-epoch=0.ckpt", "new-epoch=1.ckpt"}
@@ -213,7 +213,7 @@ def test_a_run_that_was_killed_before_the_newer_one_had_its_path(tmp_path: Path)
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainwright.callbacks.checkpoint_retention.replace_checkpoint", killed)
+        patch.setattr("trainwright.callbacks.checkpoint_files.replace_checkpoint", killed)
         with pytest.raises(Killed):
             run(tmp_path, [3.0, 2.0], filename="best")
     assert found(tmp_path) == {"best.ckpt": 1, "best-v1.ckpt": 2}
@@ -232,7 +232,7 @@ def test_a_place_that_is_not_whole_replaces_nothing(tmp_path: Path) -> None:
     for damaged in (whole[:-20], b""):
         manifest.write_bytes(damaged)
         with pytest.raises(
-            tw.CheckpointError, match=r"best-v1\.ckpt is no whole checkpoint, so that at .*best\.ckpt stays"
+            tw.CheckpointError, match=r"best-v1\.ckpt is not a whole checkpoint, so .*best\.ckpt is kept"
         ):
             replace_checkpoint(place, path)
         assert is_checkpoint(path)
@@ -250,9 +250,9 @@ def test_one_that_cannot_be_removed_ends_no_run(
             raise error
         remove_checkpoint(path)
 
-    monkeypatch.setattr("trainwright.callbacks.checkpoint_place.remove_checkpoint", refuses_the_first)
+    monkeypatch.setattr("trainwright.callbacks.checkpoint_files.remove_checkpoint", refuses_the_first)
     with pytest.warns(
-        UserWarning, match=r"epoch=0-step=11\.ckpt, whose place .*epoch=1-step=22\.ckpt takes, could not"
+        UserWarning, match=r"epoch=0-step=11\.ckpt, which .*epoch=1-step=22\.ckpt replaces, could not"
     ) as said:
         callback = run(tmp_path, [3.0, 2.0, 1.0])
     assert len(said) == 1

@@ -80,7 +80,7 @@ def test_what_ends_a_run(
     assert callback.stopped_epoch == checks - 1
     assert trainer.should_stop
     assert callback.stopping_reason_message
-    assert callback.stopping_reason_message.endswith("The run ends.")
+    assert callback.stopping_reason_message.endswith("; stopping.")
     assert callback.stopping_reason_message in capsys.readouterr().err
 
 
@@ -88,7 +88,7 @@ def test_the_reason_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     for verbose, stopped in ((False, 1), (True, 1), (False, 0)):
         callback = EarlyStopping("score", patience=1 if stopped else 9, verbose=verbose)
         run(callback, [3.0], min_epochs=4 if not verbose else None)
-        assert capsys.readouterr().err.count("score did not become better in 1 checks") == stopped
+        assert capsys.readouterr().err.count("score has not improved for 1 checks") == stopped
 
 
 def test_training_metrics_are_followed_with_and_without_validation() -> None:
@@ -146,7 +146,7 @@ def test_a_resumed_run_stops_where_the_other_one_does(tmp_path: Path) -> None:
 def test_a_metric_that_is_missing(recwarn: pytest.WarningsRecorder) -> None:
     with pytest.raises(ValueError, match=r"EarlyStopping follows 'other', which was not logged; there are .*score"):
         run(EarlyStopping("other"), [1.0])
-    with pytest.warns(UserWarning, match="follows 'other', which was not logged; the check is left out") as caught:
+    with pytest.warns(UserWarning, match="monitors 'other', which was not logged; the check is skipped") as caught:
         assert run(EarlyStopping("other", strict=False), [1.0], max_epochs=3).current_epoch == 3
     assert len(caught) == 1
 
@@ -160,9 +160,9 @@ def test_nothing_is_checked_in_a_trial_run() -> None:
     ("kwargs", "error", "match"),
     [
         ({"mode": "least"}, ValueError, "choose from min, max"),
-        ({"patience": -1}, ValueError, "a number of checks, from 0 on"),
-        ({"patience": 1.5}, ValueError, "a number of checks, from 0 on"),
-        ({"min_delta": -0.1}, ValueError, "a number from 0 on"),
+        ({"patience": -1}, ValueError, "a number of checks from 0"),
+        ({"patience": 1.5}, ValueError, "a number of checks from 0"),
+        ({"min_delta": -0.1}, ValueError, "a number from 0"),
         ({"monitor": None}, TypeError, "the name of a metric"),
     ],
 )
@@ -197,7 +197,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "epochs": epochs,
         "waited": callback.wait_count,
         "best": [float(each.best_score) for each in (callback, first, second)],
-        "warned": sum("the check is left out" in str(each.message) for each in caught),
+        "warned": sum("the check is skipped" in str(each.message) for each in caught),
         "error": str(error.value),
     }
 

@@ -47,8 +47,8 @@ def test_refusals() -> None:
     for scheduling, error, match in (
         ({}, TypeError, "pass a dict of epoch and number of batches"),
         ([4], TypeError, "pass a dict of epoch and number of batches"),
-        ({"0": 4}, TypeError, "'0' as epoch; a whole number from 0 on"),
-        ({0: 2.0}, TypeError, "2.0 as number of batches; a whole number from 1 on"),
+        ({"0": 4}, TypeError, "'0' as epoch; accepted is a whole number from 0"),
+        ({0: 2.0}, TypeError, "2.0 as number of batches; accepted is a whole number from 1"),
         ({-1: 2}, ValueError, "-1 as epoch"),
         ({0: 0}, ValueError, "0 as number of batches"),
     ):

@@ -32,7 +32,9 @@ def test_every_hook_may_be_given() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(TypeError, match=r"'on_train_batch_stop', which is no hook; .* Did you mean 'on_train_batch_st"):
+    with pytest.raises(
+        TypeError, match=r"'on_train_batch_stop', which is not a hook; .* Did you mean 'on_train_batch_st"
+    ):
         LambdaCallback(on_train_batch_stop=print)
     with pytest.raises(TypeError, match="on_fit_start=3 is a int; accepted are a function and None"):
         LambdaCallback(on_fit_start=3)  # type: ignore[arg-type]

@@ -160,7 +160,7 @@ def test_a_failed_save_is_told_and_the_kept_ones_stay(tmp_path: Path) -> None:
     [
         ({"mode": "least"}, "choose from min, max"),
         ({"save_top_k": -2}, "or -1 for all"),
-        ({"save_top_k": 3}, "needs a metric to judge by"),
+        ({"save_top_k": 3}, "needs a metric that decides"),
         ({"every_n_epochs": -1}, "below 0"),
         ({"every_n_epochs": 2, "every_n_train_steps": 3}, "exclude each other"),
         ({"every_n_epochs": 2, "train_time_interval": "00:00:10:00"}, "exclude each other"),
@@ -258,7 +258,7 @@ def test_every_n_train_steps_of_windows(tmp_path: Path) -> None:
 def test_a_step_save_before_the_metric_is_there(tmp_path: Path) -> None:
     """Until the first validation nothing can be judged; that validation is what the save waits for."""
     callback = tw.ModelCheckpoint(str(tmp_path), monitor="val_loss", save_last=True, every_n_train_steps=8)
-    with pytest.warns(UserWarning, match="is to save by 'val_loss', which was not logged yet") as caught:
+    with pytest.warns(UserWarning, match="monitors 'val_loss', which was not logged yet") as caught:
         train(callback, has_validation=True, max_epochs=1)
     assert len(caught) == 1
     assert names(tmp_path) == ["epoch=0-step=11.ckpt"]

@@ -178,7 +178,7 @@ def test_a_run_that_was_cut_off_leaves_no_predictions_and_may_be_repeated(tmp_pa
     with pytest.raises(OSError, match="cut off"):
         written(tmp_path, numbers(), module, file_megabytes=1e-5)
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
-    with pytest.raises(FileNotFoundError, match=r"has no predictions\.json, which .* when a prediction is complete"):
+    with pytest.raises(FileNotFoundError, match=r"has no predictions\.json, which .* at the end of predict"):
         tw.load_predictions(str(tmp_path))
     module.fails = False
     assert torch.equal(written(tmp_path, numbers(), module), 2 * torch.arange(100, 100 + SAMPLES))
@@ -201,9 +201,9 @@ def test_wrong_uses(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=r"a tensor of shape \(\) for a batch of 4 samples; .* a row for each sample"):
         predict("scalar", lambda batch, index: batch.sum())
-    with pytest.raises(TypeError, match=r"a dict that is nested otherwise than before"):
+    with pytest.raises(TypeError, match=r"a dict that is nested differently than before"):
         predict("nest", lambda batch, index: {str(index): batch})
-    with pytest.raises(TypeError, match=r"a str that is nested otherwise than before, or holds more than tensors"):
+    with pytest.raises(TypeError, match=r"a str that is nested differently than before, or holds more than tensors"):
         predict("text", lambda batch, index: "text")
     with pytest.raises(
         ValueError, match=r"predictions of different shapes \(\(2,\) among them\).* pad them in predict_step"

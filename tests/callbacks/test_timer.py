@@ -45,7 +45,7 @@ def test_a_step_and_an_epoch_are_where_it_ends(
         trainer = tw.Trainer(max_epochs=3, callbacks=[Passes(), timer], **QUIET)
         trainer.fit(Classifier(), make_loader())
         assert trainer.global_step == steps
-        assert f"the time limit of the training is reached after 0:{steps:02d}:00" in capsys.readouterr().err
+        assert f"training has reached its time limit after 0:{steps:02d}:00" in capsys.readouterr().err
         assert timer.time_elapsed() == 60.0 * steps
         assert timer.time_remaining() == 240.0 - 60.0 * steps
 

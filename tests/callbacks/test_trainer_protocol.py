@@ -16,7 +16,7 @@ import trainwright as tw
 from trainwright.callbacks.trainer_protocol import Counters, TrainerProtocol
 from trainwright.trainer.state import TrainerState
 
-SAVES = ("checkpoint_", "model_checkpoint", "stopped_run")
+SAVES = ("checkpoint_", "model_checkpoint")
 FILES = [path for path in sorted((ROOT / "callbacks").glob("*.py")) if not path.stem.startswith(SAVES)]
 
 

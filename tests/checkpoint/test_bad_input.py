@@ -82,7 +82,7 @@ CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "Lightning's": (
         lambda path: FIXTURES / "lightning.ckpt",
-        r"lightning\.ckpt is not a checkpoint: it is a file, .*load_from_checkpoint of the Module, and made a checkpoint by",
+        r"lightning\.ckpt is not a checkpoint: it is a file, .*load_from_checkpoint, and converted by",
     ),
     "damaged": (
         flipped,
@@ -192,7 +192,7 @@ class HoldingModule(Watched):
 
 
 ACCEPTED = (
-    r"a checkpoint stores None, bool, int, .*\. Have the state_dict or hook that it comes from return the plain data"
+    r"a checkpoint stores None, bool, int, .*\. Let the state_dict or hook that returned it return plain data instead"
 )
 
 

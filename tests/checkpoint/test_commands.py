@@ -125,8 +125,8 @@ def test_verify_names_every_bad_file(saved: Path, capsys: pytest.CaptureFixture[
     for text in ("does not match its digest", "is missing", "is not a plain file", "has 5 bytes and should have"):
         assert sum(text in line for line in lines) == 1
     assert err == (
-        f"trainwright checkpoint verify: {saved} is not whole; a checkpoint has every file as it was written. Use another "
-        "one, or a good copy.\n"
+        f"trainwright checkpoint verify: {saved} is damaged; every file has to be as it was written. Use another "
+        "checkpoint, or a good copy.\n"
     )
 
 
@@ -144,7 +144,7 @@ def test_verify_goes_through_a_directory(saved: Path, capsys: pytest.CaptureFixt
     judged = [line for line in out.splitlines() if not line.startswith(" ")]
     ends = {"a.ckpt": "ok", "b.ckpt": "BAD", "unfinished.ckpt": "BAD", "without-suffix": "ok"}
     assert [(Path(line.split(": ")[0]).name, line.split(": ")[1].split(",")[0]) for line in judged] == [*ends.items()]
-    assert "2 of 4 checkpoints not whole" in err
+    assert "2 of 4 checkpoints are damaged" in err
     shutil.rmtree(folder / "b.ckpt")
     shutil.rmtree(folder / "unfinished.ckpt")
     assert run(capsys, "verify", folder)[0] == 0
@@ -156,7 +156,7 @@ def test_an_export_is_read_by_the_safetensors_library(
     out = tmp_path / "new" / "model.safetensors"
     code, said, err = run(capsys, "export", saved, out)
     assert (code, err) == (0, "")
-    assert "head.weight is the same tensor as net.3.weight, under whose name it is stored" in said
+    assert "head.weight is the same tensor as net.3.weight, and stored under that name" in said
     assert os.listdir(out.parent) == [out.name]
     with safe_open(out, "pt") as file:
         assert file.metadata() == {"format": "pt", "head.weight": "net.3.weight"}
@@ -172,7 +172,7 @@ def test_an_export_is_read_by_the_safetensors_library(
     before = out.read_bytes()
     code, _, err = run(capsys, "export", saved, out)
     assert (code, out.read_bytes()) == (2, before)
-    assert "model.safetensors exists already; nothing is overwritten. Choose another name." in err
+    assert "model.safetensors exists already and is not overwritten. Choose another name." in err
 
 
 @pytest.mark.host
@@ -303,7 +303,7 @@ def put(path: Path, content: Any) -> Path:
     [
         (
             {"weight_map": {"w": "../outside.safetensors"}},
-            r"names the file '\.\./outside\.safetensors'; accepted are plain",
+            r"names the file '\.\./outside\.safetensors'; accepted are names",
         ),
         ({"weight_map": {"w": "/etc/passwd"}}, "names the file '/etc/passwd'"),
         ({"weight_map": {"w": "a.index.json"}}, r"names the file 'a\.index\.json'"),
@@ -341,11 +341,11 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
         (2, ["export", str(saved), "x", "--dtype", "int8"], "invalid choice: 'int8'"),
         (77, ["show", "absent"], "absent is not a checkpoint: it does not exist. Give the directory of a checkpoint."),
         (77, ["show", "file"], "it is a file, and a checkpoint is a directory."),
-        (77, ["verify", "."], ". is not whole; a checkpoint has every file as it was written."),
-        (77, ["import", "pipe", "out.ckpt"], "pipe is a pipe or a device, no file; accepted is a directory"),
-        (77, ["import", "file", "out.ckpt"], "file is no checkpoint: it begins with b'text'. Accepted is"),
+        (77, ["verify", "."], ". is damaged; every file has to be as it was written."),
+        (77, ["import", "pipe", "out.ckpt"], "pipe is a pipe or a device, not a file; accepted is a directory"),
+        (77, ["import", "file", "out.ckpt"], "file is not a checkpoint: it begins with b'text'. Accepted is"),
         (77, ["import", "empty.pt", "out.ckpt"], "empty.pt holds no tensor; give a file with the weights of a model."),
-        (77, ["export", str(saved), "x.pt"], "give a name in .safetensors"),
+        (77, ["export", str(saved), "x.pt"], "give such a name"),
         (77, ["export", str(saved), "file/x.safetensors"], "the directory cannot be made (NotADirectoryError"),
     ]
     script = (
@@ -364,7 +364,7 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
         assert line.startswith("trainwright checkpoint")
     done = run_python("-m", "trainwright", "checkpoint", "verify", tmp_path / "absent")
     assert done.returncode == 77
-    assert "absent is not whole" in done.stderr
+    assert "absent is damaged" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from trainwright.checkpoint import discovery, filesystem
+from trainwright.checkpoint import filesystem, temporary
 from trainwright.checkpoint.store import (
     find_checkpoints,
     latest_checkpoint,
     open_checkpoint,
     remove_checkpoint,
-    same_place,
+    same_path,
     sweep_temporaries,
 )
 from trainwright.errors import CheckpointError
@@ -71,12 +71,12 @@ def test_links_lead_to_the_same_place(tmp_path: Path, save: Any) -> None:
     (tmp_path / "real" / "newest").symlink_to("a.ckpt")
     place = f"{tmp_path}/real/a.ckpt"
     for other in ("real/newest", f"{tmp_path}/link/a.ckpt", f"file://{tmp_path}/link/newest", "real/../link/a.ckpt"):
-        assert same_place(place, other)
-        assert same_place(other, place)
-    assert same_place(f"{tmp_path}/link/absent", f"{tmp_path}/real/absent/")
-    assert not same_place(place, f"{tmp_path}/real")
-    assert not same_place(place, f"memory://{place}")
-    assert not same_place("", "")
+        assert same_path(place, other)
+        assert same_path(other, place)
+    assert same_path(f"{tmp_path}/link/absent", f"{tmp_path}/real/absent/")
+    assert not same_path(place, f"{tmp_path}/real")
+    assert not same_path(place, f"memory://{place}")
+    assert not same_path("", "")
 
 
 def test_removal_takes_a_checkpoint_and_nothing_else(tmp_path: Path, save: Any) -> None:
@@ -99,7 +99,7 @@ def test_removal_takes_a_checkpoint_and_nothing_else(tmp_path: Path, save: Any) 
 
 def test_only_temporaries_of_dead_writers_are_swept(tmp_path: Path) -> None:
     assert sweep_temporaries(str(tmp_path / "absent")) == []
-    mine = discovery.temporary_beside(str(tmp_path / "a.ckpt"))
+    mine = temporary.temporary_path(str(tmp_path / "a.ckpt"))
     gone = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -125,7 +125,7 @@ def test_only_temporaries_of_dead_writers_are_swept(tmp_path: Path) -> None:
 
 
 def test_a_temporary_that_cannot_be_removed_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = os.path.basename(discovery.temporary_beside(f"{tmp_path}/a.ckpt"))
+    mine = os.path.basename(temporary.temporary_path(f"{tmp_path}/a.ckpt"))
     host, pid, start, unique = mine.rpartition(".tmp-")[2].split("-")
     names = [f".{name}.ckpt.tmp-{host}-{pid}-{int(start) + 1}-{unique}" for name in "abc"]
     for name in names:

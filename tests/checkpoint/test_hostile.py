@@ -28,7 +28,7 @@ sys.dont_write_bytecode = True
 sys.path[:0] = json.loads(sys.argv[2])
 import torch
 import trainwright as tw
-from trainwright.checkpoint.exchange import read_weights
+from trainwright.checkpoint.foreign_formats import read_weights
 from trainwright.checkpoint.inspection import candidates, examine, summary
 from trainwright.checkpoint.store import find_checkpoints, is_checkpoint, open_checkpoint
 from test_hostile import Net
@@ -56,7 +56,7 @@ def watch(event, arguments):
 def read(path):
     for verify in ("full", "size", "off"):
         checkpoint = open_checkpoint(path, verify)
-        checkpoint.check_places()
+        checkpoint.check_layout()
         for section in checkpoint.sections:
             for name in checkpoint.tensors(section):
                 checkpoint.read_tensor(section, name)

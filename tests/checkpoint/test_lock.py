@@ -18,8 +18,8 @@ import pytest
 from deadlines import deadline, wait_until
 
 from trainwright.checkpoint import lock
-from trainwright.checkpoint.discovery import machine, process_start
 from trainwright.checkpoint.lock import LOCK_NAME, lock_folder
+from trainwright.checkpoint.temporary import machine, process_start_time
 from trainwright.errors import CheckpointError
 
 
@@ -63,7 +63,7 @@ def test_the_same_process_may_hold_it_several_times(tmp_path: Path) -> None:
     first, second = lock_folder(str(folder)), lock_folder(f"{tmp_path}/run/../run/checkpoints/")
     holder = json.loads(subprocess.check_output(["cat", folder / ".lock"]))  # this process would lose the lock
     assert (holder["pid"], holder["host"]) == (os.getpid(), socket.gethostname())
-    assert first.taken_from == second.taken_from == ""
+    assert first.previous_holder == second.previous_holder == ""
     first.release()
     first.release()
     assert ended(forked(lambda: lock_folder(str(folder)))) == 3  # the second one holds it still
@@ -82,7 +82,7 @@ def test_who_is_refused_learns_who_holds_it_and_a_dead_one_gives_it_back(tmp_pat
     pid = forked(holding(folder))
     wait_for(Path(f"{folder}-{pid}"))
     said = (
-        rf"{folder} is in use by another run: process {pid} on {socket.gethostname()}, since 20\S+ \S+ UTC\. Wait for"
+        rf"{folder} is in use by another run: process {pid} on {socket.gethostname()}, since 20\S+ \S+ UTC\. Wait until"
     )
     for _ in range(2):
         with pytest.raises(CheckpointError, match=said):
@@ -90,7 +90,7 @@ def test_who_is_refused_learns_who_holds_it_and_a_dead_one_gives_it_back(tmp_pat
     os.kill(pid, signal.SIGKILL)
     assert ended(pid) == -signal.SIGKILL
     lock = lock_folder(str(folder))  # at once
-    assert lock.taken_from.startswith(f"process {pid} on {socket.gethostname()}, since 20")
+    assert lock.previous_holder.startswith(f"process {pid} on {socket.gethostname()}, since 20")
     assert ended(forked(lambda: lock_folder(str(folder)))) == 3
     lock.release()
     assert not folder.exists() or os.listdir(folder) == []
@@ -122,7 +122,7 @@ def test_of_two_that_start_together_one_has_it(
         os.kill(winner, signal.SIGKILL)
         assert ended(winner) == -signal.SIGKILL
     lock = lock_folder(str(folder))
-    assert lock.taken_from
+    assert lock.previous_holder
     lock.release()
     assert not folder.exists() or os.listdir(folder) == []
 
@@ -134,9 +134,11 @@ def test_without_locks_another_machines_holder_is_not_judged(tmp_path: Path, mon
     monkeypatch.setattr("trainwright.checkpoint.lock.fcntl.lockf", refused)
     holder = {"host": "far", "pid": os.getpid(), "since": "x", "machine": "elsewhere", "start": "1"}
     (tmp_path / ".lock").write_text(json.dumps(holder))
-    with pytest.raises(CheckpointError, match=rf"on far, since x.*no such process is left, remove {tmp_path}/\.lock"):
+    with pytest.raises(
+        CheckpointError, match=rf"on far, since x.*this process no longer runs, remove {tmp_path}/\.lock"
+    ):
         lock_folder(str(tmp_path))
-    holder |= {"machine": machine(), "start": process_start(os.getpid())}
+    holder |= {"machine": machine(), "start": process_start_time(os.getpid())}
     (tmp_path / ".lock").write_text(json.dumps(holder))
     with pytest.raises(CheckpointError, match="in use"):
         lock_folder(str(tmp_path))

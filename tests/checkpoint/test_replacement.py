@@ -62,7 +62,7 @@ OTHERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
     "more in it": (
         lambda path: (path / "notes.txt").touch(),
-        r"it holds notes\.txt too, which is not the checkpoint's",
+        r"it also holds notes\.txt, which is not the checkpoint's",
     ),
 }
 
@@ -74,7 +74,7 @@ def test_anything_else_is_refused_and_stays(kind: str, tmp_path: Path, save: Any
     save(path, 1)
     change(path)
     before = sorted(str(each) for each in tmp_path.rglob("*"))
-    match = rf"a\.ckpt exists already, and overwrite=True replaces nothing but a whole checkpoint: .*{text}.*\. Remove it, or"
+    match = rf"a\.ckpt exists already, and overwrite=True only replaces a whole checkpoint: .*{text}.*\. Remove it, or"
     errors = save(path, 2, world_size=2, overwrite=True)
     assert all(isinstance(error, CheckpointError) for error in errors)
     assert len({str(error) for error in errors}) == 1
@@ -88,7 +88,7 @@ def test_without_a_rename_a_path_that_is_taken_is_refused(save: Any, check: Any)
     files = fsspec.filesystem("memory")
     try:
         save("memory://over/a.ckpt", 1, overwrite=True)
-        with pytest.raises(CheckpointError, match="its file system has no rename, by which one takes the place"):
+        with pytest.raises(CheckpointError, match="its file system has no rename, by which one replaces"):
             save("memory://over/a.ckpt", 2, overwrite=True)
         check(open_checkpoint("memory://over/a.ckpt"), 1)
         assert len(find_checkpoints("memory://over")) == 1
@@ -123,7 +123,9 @@ def test_a_replacement_that_fails_is_taken_back(
             save(path, 2, overwrite=True)
         check(open_checkpoint(path), 2)
         return
-    with pytest.raises(CheckpointError, match=r"a-v1\.ckpt is whole, but did not get the path .*a\.ckpt: OSError: no"):
+    with pytest.raises(
+        CheckpointError, match=r"a-v1\.ckpt is whole, but could not be renamed to .*a\.ckpt: OSError: no"
+    ):
         save(path, 2, overwrite=True)
     check(open_checkpoint(path), 1)
     check(open_checkpoint(str(tmp_path / "a-v1.ckpt")), 2)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.checkpoint import discovery, filesystem
+from trainwright.checkpoint import filesystem, temporary
 from trainwright.checkpoint.store import (
     find_checkpoints,
     open_checkpoint,
@@ -50,7 +50,7 @@ def test_an_existing_target_is_refused_on_all_ranks(tmp_path: Path, save: Any, c
     assert all(isinstance(error, CheckpointError) for error in errors)
     assert len({str(error) for error in errors}) == 1
     with pytest.raises(
-        CheckpointError, match=r"a\.ckpt exists already; a checkpoint is overwritten with overwrite=True alone"
+        CheckpointError, match=r"a\.ckpt exists already; a checkpoint is only overwritten with overwrite=True"
     ):
         save(tmp_path / "a.ckpt", 2)
     check(open_checkpoint(str(tmp_path / "a.ckpt")), 1)
@@ -173,7 +173,7 @@ def test_a_death_at_any_call_leaves_a_whole_checkpoint_to_find(
         if finished:
             break
         # The dead writer's temporary is swept once its process is gone, and the save can be repeated.
-        monkeypatch.setattr(discovery, "process_lives", lambda pid, start: False)
+        monkeypatch.setattr(temporary, "is_process_alive", lambda pid, start: False)
         sweep_temporaries(str(directory))
         if len(found) == 1:
             assert os.listdir(directory) == ["old.ckpt"]
@@ -190,7 +190,7 @@ def test_a_death_at_any_call_of_an_overwriting_save_leaves_the_old_or_the_new_on
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any, check: Any
 ) -> None:
     save(tmp_path / "origin" / "final.ckpt", 1)
-    monkeypatch.setattr(discovery, "process_lives", lambda pid, start: False)
+    monkeypatch.setattr(temporary, "is_process_alive", lambda pid, start: False)
     outcomes: list[dict[str, float]] = []
     for dies_at in range(500):
         directory = tmp_path / str(dies_at)

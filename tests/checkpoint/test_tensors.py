@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trainwright.checkpoint import opening
+from trainwright.checkpoint import reader
 from trainwright.checkpoint.conversion import export_safetensors
 from trainwright.checkpoint.editing import edit_for_load
 from trainwright.checkpoint.shards import (
@@ -31,7 +31,7 @@ from trainwright.checkpoint.shards import (
     write_shard,
 )
 from trainwright.checkpoint.store import Checkpoint, open_checkpoint, write_checkpoint
-from trainwright.checkpoint.tensors import DTYPES, Piece, StoredPiece, TensorEntry, deal, merge
+from trainwright.checkpoint.tensors import DTYPES, Piece, StoredPiece, TensorEntry, assign_writers, merge
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
@@ -233,10 +233,10 @@ def test_another_dtype_is_converted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pieces", [[], [3], [3, 2, 2, 2], [1] * 7, [0, 0, 5]])
 def test_dealing_is_complete_balanced_and_the_same_in_any_order(pieces: list[int]) -> None:
     replicated = [whole(f"t{index}", torch.zeros(size)) for index, size in enumerate(pieces)]
-    shares = [deal(replicated, rank, 3) for rank in range(3)]
+    shares = [assign_writers(replicated, rank, 3) for rank in range(3)]
     assert sorted(piece.name for share in shares for piece in share) == [piece.name for piece in replicated]
     assert [{p.name for p in share} for share in shares] == [
-        {p.name for p in deal(replicated[::-1], rank, 3)} for rank in range(3)
+        {p.name for p in assign_writers(replicated[::-1], rank, 3)} for rank in range(3)
     ]
     loads = [sum(piece.tensor.numel() for piece in share) for share in shares]
     assert max(loads) - min(loads) <= max(pieces, default=0)
@@ -245,9 +245,12 @@ def test_dealing_is_complete_balanced_and_the_same_in_any_order(pieces: list[int
 def test_dealing_keeps_what_has_a_writer_and_what_is_tied_together() -> None:
     weight = torch.zeros(4)
     pieces = [whole("a", weight), whole("b", weight), whole("mine", torch.zeros(9), 1), whole("c", torch.zeros(4))]
-    assert [[piece.name for piece in deal(pieces, rank, 2)] for rank in range(2)] == [["a", "b"], ["mine", "c"]]
+    assert [[piece.name for piece in assign_writers(pieces, rank, 2)] for rank in range(2)] == [
+        ["a", "b"],
+        ["mine", "c"],
+    ]
     with pytest.raises(ValueError, match=r"'x' has writer=2; accepted are None and 0 to 1"):
-        deal([whole("x", weight, 2)], 0, 2)
+        assign_writers([whole("x", weight, 2)], 0, 2)
 
 
 @pytest.mark.parametrize(("start", "shape"), [(-1, (2,)), (11, (2,)), (0, (13,)), (0, (3, 3)), (1, (4, 3))])
@@ -371,7 +374,7 @@ def test_what_hooks_and_an_export_read_does_not_grow_with_the_square(
 
     counted(Checkpoint, "read_into")
     counted(Checkpoint, "tensors")
-    counted(opening, "_OpenShards")
+    counted(reader, "_OpenShards")
     made = {}
     for count in (4, 32):
         values = {f"layers.{number}": torch.randn(2, 3) for number in range(count)}

@@ -231,7 +231,7 @@ def test_an_interrupted_wait_commits_nothing(
 def test_the_working_directory_may_change(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative path means what it meant in the call, whenever the thread comes to it."""
     begins = threading.Event()
-    monkeypatch.setattr(writer, "_give_way", begins.wait)
+    monkeypatch.setattr(writer, "_lower_priority", begins.wait)
     (tmp_path / "elsewhere").mkdir()
     run.train()
     run.save("a.ckpt")

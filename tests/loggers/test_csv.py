@@ -79,7 +79,7 @@ def test_runs_that_start_at_once_claim_different_folders(tmp_path: Path) -> None
 def test_a_run_in_a_given_folder_begins_a_table_of_its_own(place: str) -> None:
     for number in range(3):
         logger = started(place, version="baseline")
-        with pytest.warns(UserWarning, match=r"metrics\.csv is of an earlier run") if number else nullcontext():
+        with pytest.warns(UserWarning, match=r"metrics\.csv is from an earlier run") if number else nullcontext():
             logger.log_metrics({"a": float(number)}, 1)
             logger.flush()
         logger.log_metrics({"a": float(number)}, 2)
@@ -287,7 +287,7 @@ def test_the_thread_ends_when_nothing_is_to_be_done(tmp_path: Path, monkeypatch:
         ({"save_dir": 3}, TypeError, r"CSVLogger\(save_dir=3\) is a int; accepted are a path"),
         ({"version": 1.5}, TypeError, r"version=1\.5\) is a float; accepted are int, str or None"),
         ({"flush_logs_every_n_steps": 0}, ValueError, "must be at least 1"),
-        ({"flush_logs_every_n_steps": "1"}, TypeError, "is no int"),
+        ({"flush_logs_every_n_steps": "1"}, TypeError, "is not an int"),
     ],
 )
 def test_wrong_settings(settings: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -351,7 +351,7 @@ def test_rows_that_somebody_has_removed_are_told(tmp_path: Path) -> None:
     again = tw.CSVLogger(tmp_path)
     again.load_state_dict({"version": 0, "rows": 3})
     again.start(lambda text: text, is_writer=True)
-    with pytest.warns(UserWarning, match=r"metrics\.csv has 1 rows, but the checkpoint knows of 3"):
+    with pytest.warns(UserWarning, match=r"metrics\.csv has 1 rows, but the checkpoint expects 3"):
         again.drop_later_rows()
     again.log_metrics({"a": 2.0}, 2)
     again.close()

@@ -107,7 +107,7 @@ def test_a_file_is_written_where_oneis_asked_for(tmp_path: Path, capsys: pytest.
     with fsspec.open("memory://profiles/fit-profile-0.txt", "rt") as file:
         assert "training_step" in file.read()
     assert capsys.readouterr().out == ""
-    with pytest.raises(ValueError, match="filename='a/b' is no plain name; give the folder as dirpath"):
+    with pytest.raises(ValueError, match="filename='a/b' is not a plain name; give the folder as dirpath"):
         SimpleProfiler(filename="a/b")
 
 

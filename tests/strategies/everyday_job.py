@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
-from trainwright.checkpoint.exchange import read_weights
+from trainwright.checkpoint.foreign_formats import read_weights
 
 RANK_BATCH = 2
 Case = Callable[[Any, int, Path], dict[str, Any]]

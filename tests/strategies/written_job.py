@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
-from trainwright.checkpoint.exchange import read_weights
+from trainwright.checkpoint.foreign_formats import read_weights
 from trainwright.strategies.deepspeed import DeepSpeedStrategy
 from trainwright.strategies.fsdp import FSDPStrategy
 

@@ -476,7 +476,7 @@ def test_a_name_that_a_background_save_was_to_get_holds_its_weights(
     options = {"monitor": "val_loss", "async_save": True, "save_weights_only": True}
     best = tw.ModelCheckpoint(tmp_path / "best", "best", **options)
     ends = Ends(tmp_path, "on_train_epoch_end", 2)
-    monkeypatch.setattr("trainwright.callbacks.checkpoint_retention.PendingSave.conclude_alone", lambda *_: None)
+    monkeypatch.setattr("trainwright.callbacks.checkpoint_files.PendingSave.conclude_alone", lambda *_: None)
     with pytest.raises(Killed):
         fit(Falling(7.0), best, tw.ModelCheckpoint(tmp_path / "newest"), ends)
     monkeypatch.undo()

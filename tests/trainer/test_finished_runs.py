@@ -98,7 +98,7 @@ def test_a_run_that_was_ended_early_stays_ended(
     assert 0 < first.batches < 99
     capsys.readouterr()
     assert of(settings).batches == 0
-    assert "The run ends." in capsys.readouterr().err
+    assert "; stopping." in capsys.readouterr().err
     assert of(more).batches > 0
 
 

@@ -31,7 +31,7 @@ def test_the_script_is_run_again_and_goes_on_from_what_it_replaces(blocking: boo
     whole = train(tmp_path / "whole", 3)
     train(tmp_path, 1)
     text = (
-        r"final\.ckpt exists already; a checkpoint is overwritten with overwrite=True alone\. Pass that, remove it, or"
+        r"final\.ckpt exists already; a checkpoint is only overwritten with overwrite=True\. Pass that, remove it, or"
     )
     with pytest.raises(tw.CheckpointError, match=text):
         train(tmp_path, 1)
@@ -68,7 +68,7 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
         accelerator.backward(net(torch.ones(1, 2, device=accelerator.device)).sum())
         optimizer.step()
     with pytest.raises(
-        tw.CheckpointError, match="exists already; a checkpoint is overwritten with overwrite=True alone"
+        tw.CheckpointError, match="exists already; a checkpoint is only overwritten with overwrite=True"
     ):
         accelerator.save_state(path)
     assert os.listdir(tmp_path) == ["state"]

@@ -1,4 +1,4 @@
-"""The callback contract: hooks to override, and state to keep. The order of the hooks stands in trainer/hooks.py."""
+"""The callback contract: hooks to override, and state to keep. trainer/hooks.py lists the hooks in order."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override the hooks you want; each is called on every rank.
+    """Override the hooks you need; each is called on every rank.
 
     What a hook may use of `trainer` is `TrainerProtocol`. The parameter is annotated with the Trainer, here and in the built-in
     callbacks, since a type checker refuses an override whose parameter is narrower: yours may be annotated with either.
     """
 
     runs_last = False
-    """True: called after the others, and at an epoch's end after the module too (it judges what they logged)."""
+    """True: called after the others, and at an epoch's end also after the module, since it reads what they logged."""
 
     reads_outputs = True
-    """False: on_train_batch_end does not look at the outputs, which are then not made ready for it."""
+    """False: on_train_batch_end ignores the outputs, so they are not prepared for it."""
 
     counts_rounds = False
-    """True: what it keeps is of steps and not of samples, and stays as it is where its rank has no sample in a round."""
+    """True: its state counts steps, not samples, and is kept when its rank has no sample in a round."""
 
     @property
     def state_key(self) -> str:
-        """Return the name under which a checkpoint keeps this callback's state; unlike for unlike settings."""
+        """Return the key of this callback's state in a checkpoint; it differs for different settings."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as plain data and tensors. Rank 0's is stored, and given to every rank.
+        """Return what a resumed run needs, as plain data and tensors. Rank 0's is stored and loaded on every rank.
 
-        What differs from rank to rank has to be brought together first; of a sharded tensor that is `full_tensor()`.
+        Gather first what differs between ranks (`full_tensor()` of a sharded tensor, say).
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Load what `state_dict` returned."""
 
     def _on_restored(self, trainer: Trainer) -> None:
-        """Called once the state of a run that goes on is back: a callback that had ended it sets should_stop again."""
+        """Called once the state of a resumed run is loaded: a callback that had stopped it sets should_stop again."""
 
     def _make_up(self, trainer: Trainer) -> None:
-        """Called after on_train_start where a run goes on, with the checkpoint's generators: do what it was ended before."""
+        """Called after on_train_start of a resumed run, with the checkpoint's generators: do what the killed run did not."""
 
     @property
     def _has_asked_to_stop(self) -> bool:
-        """Whether this callback has set should_stop, and sees to it again in a run that goes on."""
+        """Whether this callback has set should_stop, and sets it again in a resumed run."""
         return False
 
     def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
         """Called before a checkpoint is written, with its contents; keys may be added or removed (see Module's)."""
 
     def on_load_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
-        """Called with the contents of a checkpoint that a run goes on from, before they are taken."""
+        """Called with the contents of the checkpoint that a run resumes from, before they are loaded."""
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log a number, as `Module.log` does; in a hook of a run only."""
@@ -78,22 +78,22 @@ class Callback:
         return {key: value for key, value in self.__dict__.items() if key != "_running_module"}
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        """Called first of all but the datamodule's; stage is "fit", "validate", "test" or "predict"."""
+        """Called first, after the datamodule's; stage is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
-        """Called last of all, after a failure too."""
+        """Called last, also after a failure."""
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
-        """Called when the run ends by an exception, on the rank that raised it."""
+        """Called when an exception ends the run, on the rank that raised it."""
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        """Called once the model and the optimizers are prepared, before weights and optimizers are taken from a checkpoint."""
+        """Called once the model and the optimizers are prepared, before a checkpoint's state is loaded."""
 
     def on_fit_end(self, trainer: Trainer, module: Module) -> None:
         """Called after on_train_end."""
 
     def on_sanity_check_start(self, trainer: Trainer, module: Module) -> None:
-        """Called before the few validation batches that prove validation works."""
+        """Called before the few validation batches that check validation before training."""
 
     def on_sanity_check_end(self, trainer: Trainer, module: Module) -> None:
         """Called after them."""
@@ -120,7 +120,7 @@ class Callback:
         """Called before the gradients of a new accumulation window are cleared."""
 
     def on_before_backward(self, trainer: Trainer, module: Module, loss: Tensor) -> None:
-        """Called before backward, with the loss as it goes backward."""
+        """Called before backward, with the loss that backward gets."""
 
     def on_after_backward(self, trainer: Trainer, module: Module) -> None:
         """Called after backward; gradients may still be multiplied by the loss scale."""

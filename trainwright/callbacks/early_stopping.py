@@ -1,4 +1,4 @@
-"""EarlyStopping: end the training once a metric has stopped getting better."""
+"""EarlyStopping: stop training once a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class EarlyStoppingReason(Enum):
-    """Why EarlyStopping has ended a run."""
+    """Why EarlyStopping stopped a run."""
 
     NOT_STOPPED = "not_stopped"
     STOPPING_THRESHOLD = "stopping_threshold"
@@ -30,25 +30,25 @@ class EarlyStoppingReason(Enum):
 
 
 class EarlyStopping(Callback):
-    """Ends the training when a metric has not become better in `patience` checks.
+    """Stops training when a metric has not improved for `patience` checks.
 
     Args:
-        monitor: the metric to follow.
-        min_delta: a change of this or less is no improvement.
-        patience: checks in a row without an improvement after which the run ends.
-        verbose: print each improvement and the reason of the end; False prints the reason, on rank 0.
+        monitor: the metric to watch.
+        min_delta: the smallest change that is an improvement is larger than this.
+        patience: checks in a row without improvement after which the run stops.
+        verbose: print each improvement and the reason for stopping; False prints the reason on rank 0.
         mode: "min" or "max": which value of the metric is better.
-        strict: raise where the metric was not logged; False leaves the check out, with one warning.
-        check_finite: end the run when the metric is NaN or infinite.
-        stopping_threshold: end the run as soon as the metric is better than this.
-        divergence_threshold: end the run as soon as the metric is worse than this.
+        strict: raise if the metric was not logged; False skips the check, with one warning.
+        check_finite: stop when the metric is NaN or infinite.
+        stopping_threshold: stop as soon as the metric is better than this.
+        divergence_threshold: stop as soon as the metric is worse than this.
         check_on_train_epoch_end: True checks at the end of each training epoch, False after each validation; None after each
-            validation where fit has one, else at the end of each training epoch.
-        log_rank_zero_only: with verbose, print on rank 0 alone rather than on each rank.
+            validation if fit has any, else at the end of each training epoch.
+        log_rank_zero_only: with verbose, print on rank 0 only rather than on each rank.
 
-    The check that belongs to a validation at an epoch's end is made when the epoch's training metrics are there too, so
-    either kind may be followed. Every rank decides alike, by rank 0's value. Nothing is checked in the sanity check or
-    with fast_dev_run; a fit that begins anew counts anew.
+    The check for a validation at an epoch's end waits for the epoch's training metrics, so either kind can be monitored. Rank
+    0's value decides for all ranks. Nothing is checked in the sanity check or with fast_dev_run; a fit from scratch starts
+    counting from zero.
 
     >>> stopping = tw.EarlyStopping("val_loss", min_delta=0.05, patience=2)
     >>> trainer = tw.Trainer(callbacks=stopping, max_epochs=50, enable_model_summary=False)
@@ -80,9 +80,9 @@ class EarlyStopping(Callback):
         if mode not in ("min", "max"):
             raise ValueError(f"mode={mode!r} is unknown; choose from min, max.")
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
-            raise ValueError(f"patience={patience!r} is not accepted; pass a number of checks, from 0 on.")
+            raise ValueError(f"patience={patience!r} is not accepted; pass a number of checks from 0.")
         if not isinstance(min_delta, (int, float)) or not math.isfinite(min_delta) or min_delta < 0:
-            raise ValueError(f"min_delta={min_delta!r} is not accepted; pass a number from 0 on (of either mode).")
+            raise ValueError(f"min_delta={min_delta!r} is not accepted; pass a number from 0 (for either mode).")
         self.monitor, self.mode, self.min_delta, self.patience = monitor, mode, float(min_delta), patience
         self.verbose, self.strict, self.check_finite = verbose, strict, check_finite
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
@@ -96,7 +96,7 @@ class EarlyStopping(Callback):
         self.best_score: Tensor = torch.tensor(math.inf if self.mode == "min" else -math.inf, dtype=torch.float64)
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
-        # A stop may be held back (min_epochs, a window), and the metric become better meanwhile: it stays asked for.
+        # A stop may be delayed (min_epochs, an open window) while the metric improves: the request stays.
         self._stopping_wait_count = 0
         self._stopping_score: float | None = None
 
@@ -129,7 +129,7 @@ class EarlyStopping(Callback):
             self._reset()
 
     def _on_restored(self, trainer: TrainerProtocol) -> None:
-        """Let a run that had been ended stay so, unless what ended it would not end it now."""
+        """Stop a run again that had been stopped, unless the present settings would not stop it."""
         if not self._still_stops():
             self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
             return
@@ -163,21 +163,21 @@ class EarlyStopping(Callback):
         is_due, self._is_due = self._is_due, False
         if self.check_on_train_epoch_end is None:
             is_due = is_due or not trainer.enable_validation
-        # A run that stops within the epoch checks nothing: a resumed run comes to the epoch's end.
+        # A run that stops within the epoch does not check: the resumed run reaches the epoch's end.
         if trainer.state.epoch_ended and (is_due or self.check_on_train_epoch_end):
             self._check(trainer)
 
     def _check(self, trainer: TrainerProtocol) -> None:
-        """Decide, alike on every rank. Collective."""
+        """Check by rank 0's value. Collective."""
         if trainer.fast_dev_run:
             return
         score = trainer.ranks.decide(lambda: self._score(trainer), "the score of EarlyStopping")
         if score is None:
             return
-        reason, message = self._judge(score)
+        reason, message = self._count(score)
         is_first = False
         if reason is not EarlyStoppingReason.NOT_STOPPED:
-            is_first, trainer.should_stop = not trainer.should_stop, True  # min_epochs may let the run go on
+            is_first, trainer.should_stop = not trainer.should_stop, True  # min_epochs may delay the stop
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason, self.stopping_reason_message = reason, message
             self._stopping_wait_count = max(self._stopping_wait_count, self.wait_count)
@@ -188,44 +188,44 @@ class EarlyStopping(Callback):
             print(message, file=sys.stderr)
 
     def _score(self, trainer: TrainerProtocol) -> float | None:
-        """Return the metric's value; None where it was not logged and need not be. Rank 0's: a step's value is its own."""
+        """Return the metric's value; None if it was not logged and need not be. On rank 0: a step's value differs by rank."""
         if self.strict or self.monitor in trainer.callback_metrics:
             return float(trainer.monitored(self.monitor, "EarlyStopping"))
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"EarlyStopping follows {self.monitor!r}, which was not logged; the check is left out.", stacklevel=2
+                f"EarlyStopping monitors {self.monitor!r}, which was not logged; the check is skipped.", stacklevel=2
             )
         return None
 
-    def _judge(self, score: float) -> tuple[EarlyStoppingReason, str]:
-        """Return what a score means for the run, and how to say it; count it."""
+    def _count(self, score: float) -> tuple[EarlyStoppingReason, str]:
+        """Count a score; return whether and why it stops the run, and the message."""
         best = float(self.best_score)
         if self.check_finite and not math.isfinite(score):
             return (
                 EarlyStoppingReason.NON_FINITE_METRIC,
-                f"{self.monitor} = {score} is not finite; its best was {best:.6g}. The run ends.",
+                f"{self.monitor} = {score} is not finite (best {best:.6g}); stopping.",
             )
         if self.stopping_threshold is not None and self._is_better(score, self.stopping_threshold):
             return (
                 EarlyStoppingReason.STOPPING_THRESHOLD,
-                f"{self.monitor} = {score:.6g} has reached the threshold {self.stopping_threshold}. The run ends.",
+                f"{self.monitor} = {score:.6g} has reached the threshold {self.stopping_threshold}; stopping.",
             )
         if self.divergence_threshold is not None and self._is_better(self.divergence_threshold, score):
             return (
                 EarlyStoppingReason.DIVERGENCE_THRESHOLD,
-                f"{self.monitor} = {score:.6g} is worse than the limit {self.divergence_threshold}. The run ends.",
+                f"{self.monitor} = {score:.6g} is worse than the limit {self.divergence_threshold}; stopping.",
             )
         if self._is_better(score, best, self.min_delta):
             self.best_score, self.wait_count = torch.tensor(score, dtype=torch.float64), 0
             gain = f" by {abs(best - score):.6g}" if math.isfinite(best) else ""
-            return EarlyStoppingReason.NOT_STOPPED, f"{self.monitor} became better{gain}: {score:.6g}"
+            return EarlyStoppingReason.NOT_STOPPED, f"{self.monitor} improved{gain}: {score:.6g}"
         self.wait_count += 1
         if self.wait_count < self.patience:
             return EarlyStoppingReason.NOT_STOPPED, ""
         return (
             EarlyStoppingReason.PATIENCE_EXHAUSTED,
-            f"{self.monitor} did not become better in {self.wait_count} checks; its best was {best:.6g}. The run ends.",
+            f"{self.monitor} has not improved for {self.wait_count} checks (best {best:.6g}); stopping.",
         )
 
     def _is_better(self, score: float, other: float, margin: float = 0.0) -> bool:

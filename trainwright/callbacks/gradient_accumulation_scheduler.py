@@ -15,8 +15,8 @@ class GradientAccumulationScheduler(Callback):
     """Sets trainer.accumulate_grad_batches at the start of an epoch.
 
     Args:
-        scheduling: the epochs (from 0) from which on a number of batches is accumulated, such as {0: 8, 4: 4, 8: 1}; before
-            the first of them each batch is a step.
+        scheduling: the number of batches to accumulate from each epoch (from 0) on, such as {0: 8, 4: 4, 8: 1}; before the
+            first of them each batch is a step.
     """
 
     def __init__(self, scheduling: dict[int, int]) -> None:
@@ -27,9 +27,9 @@ class GradientAccumulationScheduler(Callback):
         for epoch, batches in scheduling.items():
             for name, value, least in (("epoch", epoch, 0), ("number of batches", batches, 1)):
                 if isinstance(value, bool) or not isinstance(value, int):
-                    raise TypeError(f"scheduling has {value!r} as {name}; a whole number from {least} on is accepted.")
+                    raise TypeError(f"scheduling has {value!r} as {name}; accepted is a whole number from {least}.")
                 if value < least:
-                    raise ValueError(f"scheduling has {value} as {name}; a whole number from {least} on is accepted.")
+                    raise ValueError(f"scheduling has {value} as {name}; accepted is a whole number from {least}.")
         self.scheduling = {0: 1, **scheduling}
         self._before: int | None = None
 
@@ -38,14 +38,14 @@ class GradientAccumulationScheduler(Callback):
         return any(batches > 1 for batches in self.scheduling.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Return how many batches make a step in an epoch."""
+        """Return the number of batches per step in an epoch."""
         return self.scheduling[max(start for start in self.scheduling if start <= epoch)]
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         if not module.automatic_optimization:
             raise ValueError(
                 "GradientAccumulationScheduler needs automatic optimization: with automatic_optimization=False "
-                "training_step decides itself when the optimizer steps. Leave the callback out."
+                "training_step itself decides when the optimizer steps. Leave the callback out."
             )
         if trainer.accumulate_grad_batches != 1:
             raise ValueError(

@@ -15,8 +15,7 @@ class LambdaCallback(Callback):
     """Calls the given functions at their hooks.
 
     Args:
-        hooks: each a hook's name and the function to call there, with the arguments of that hook of Callback (trainer and
-            module first); None counts as not given.
+        hooks: functions by the name of their hook, called with that hook's arguments; None is ignored.
 
     Example: `LambdaCallback(on_train_epoch_end=lambda trainer, module: print(trainer.current_epoch))`.
     """
@@ -26,7 +25,7 @@ class LambdaCallback(Callback):
             if name not in HOOKS:
                 near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.0)
                 raise TypeError(
-                    f"LambdaCallback was given {name!r}, which is no hook; accepted are {', '.join(HOOKS)}. "
+                    f"LambdaCallback was given {name!r}, which is not a hook; accepted are {', '.join(HOOKS)}. "
                     f"Did you mean {near[0]!r}?"
                 )
             if function is not None and not callable(function):
@@ -35,4 +34,4 @@ class LambdaCallback(Callback):
                 )
         for name, function in hooks.items():
             if function is not None:
-                setattr(self, name, function)  # on the instance: what was not given costs nothing
+                setattr(self, name, function)  # on the instance, so that other hooks cost nothing

@@ -21,14 +21,14 @@ class LearningRateMonitor(Callback):
     """Logs the learning rate of each optimizer.
 
     Args:
-        logging_interval: "step" logs with the step values (each log_every_n_steps), "epoch" at each epoch's start; None at
-            the interval of the optimizer's own scheduler, and at both where it has none.
-        log_momentum: log the momentum too, or the first of the betas, as `<name>-momentum`; 0 where there is none.
-        log_weight_decay: log the weight decay too, as `<name>-weight_decay`.
+        logging_interval: "step" logs with the step values (every log_every_n_steps), "epoch" at each epoch's start; None at
+            the interval of the optimizer's scheduler, and at both without a scheduler.
+        log_momentum: also log the momentum, or the first of the betas, as `<name>-momentum`; 0 if the optimizer has neither.
+        log_weight_decay: also log the weight decay, as `<name>-weight_decay`.
 
-    A name is `lr-` and the optimizer's class, or the `name` in the scheduler's dict; a second one of that name gets `-1`;
-    parameter groups add `/pg1`, `/pg2` or their own `name`. A step's value is the one that this step was made with.
-    What is logged stands in trainer.callback_metrics too, for a checkpoint's name or a monitor.
+    A name is `lr-` and the optimizer's class, or the `name` in the scheduler's dict; a second optimizer of that name gets `-1`;
+    parameter groups add `/pg1`, `/pg2` or their `name`. A step's value is the one that the step used. The values are also in
+    trainer.callback_metrics, for a checkpoint's name or a monitor.
     """
 
     reads_outputs = False
@@ -49,7 +49,7 @@ class LearningRateMonitor(Callback):
         self._pending: dict[str, float] = {}
         self._pending_at = -1
         self._epoch_begun = -1
-        """The latest epoch whose row at its start is written."""
+        """The latest epoch whose first row is written."""
 
     @property
     def state_key(self) -> str:
@@ -65,8 +65,8 @@ class LearningRateMonitor(Callback):
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         if stage == "fit" and not trainer.loggers and not trainer.fast_dev_run:
             raise ValueError(
-                "LearningRateMonitor writes to the trainer's loggers, and there is none (logger=False); give the Trainer "
-                "a logger, or leave the callback out."
+                "LearningRateMonitor writes to the trainer's loggers, but logger=False; give the Trainer a logger, or leave "
+                "the callback out."
             )
         if stage == "fit":
             self.lrs, self.last_momentum_values, self.last_weight_decay_values, self._pending = {}, {}, {}, {}
@@ -106,7 +106,7 @@ class LearningRateMonitor(Callback):
             logger.log_metrics({"epoch": trainer.current_epoch, **values}, trainer.state.batches_that_stepped)
 
     def _values(self, trainer: TrainerProtocol, interval: str) -> dict[str, float]:
-        """Return what is logged at this interval, by name."""
+        """Return the values to log at this interval, by name."""
         values: dict[str, float] = {}
         for optimizer, names, own_interval in self._named(trainer):
             if self.logging_interval is None and own_interval not in (None, interval):
@@ -122,12 +122,12 @@ class LearningRateMonitor(Callback):
         return values
 
     def _named(self, trainer: TrainerProtocol) -> list[tuple[Optimizer, list[str], str | None]]:
-        """Return each optimizer with the names of its groups and its scheduler's interval; None where it has none."""
+        """Return each optimizer with the names of its groups and its scheduler's interval; None without a scheduler."""
         uses: list[tuple[Optimizer, str | None, str | None]] = []
         for config in trainer.lr_scheduler_configs:
             optimizer = getattr(config.scheduler, "optimizer", None)
             if isinstance(optimizer, Optimizer):
-                # What steps after validations gets no row; an epoch's start comes next.
+                # A scheduler that steps after validations is logged at the next epoch's start.
                 uses.append((optimizer, config.name, config.interval if config.interval in INTERVALS else "epoch"))
         configs = trainer.lr_scheduler_configs
         uses += [(each, None, None) for each in trainer.optimizers if not any(config.is_of(each) for config in configs)]
@@ -149,6 +149,6 @@ def _group_names(optimizer: Optimizer, name: str) -> list[str]:
     if len(set(names)) < len(names):
         raise ValueError(
             f"LearningRateMonitor: two parameter groups of one {type(optimizer).__name__} have the same name "
-            f"({', '.join(names)}); give each a name of its own."
+            f"({', '.join(names)}); give them different names."
         )
     return names

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
 
 Sizes = dict[str, tuple[str, str]]
-"""What went into a child and came out of it, by the child's name."""
+"""Input and output sizes by the child's name."""
 
 
 class ModelSummary(Callback):
     """Prints a table of the module's children on rank 0: name, type, parameters, and whether it is in training mode.
 
-    Where the module has an `example_input_array` (a tensor, a tuple of arguments or a dict of them), it is run once on it, so
-    that the table shows what goes into each child and comes out; this leaves no trace in the module or the generators.
+    If the module has an `example_input_array` (a tensor, a tuple of arguments or a dict of them), one forward of it fills in
+    the input and output sizes; buffers, modes and generators are restored afterwards.
 
     Args:
-        max_depth: how many levels of children to show: -1 for all, 0 for the totals only.
+        max_depth: levels of children to show: -1 for all, 0 for the totals only.
     """
 
     def __init__(self, max_depth: int = 1) -> None:
@@ -52,7 +52,7 @@ def summarize(
     max_depth: int = 1,
     run: Callable[..., Any] | None = None,
 ) -> str:
-    """Return the table. `run` makes the module's forward with the arguments that it is given; by default by calling it."""
+    """Return the table. `run` calls the module's forward; by default the module itself."""
     children = {name: child for name, child in module.named_modules() if name and _is_shown(name, max_depth)}
     sizes, note = _measure(module, children, run or module)
     header = ["Name", "Type", "Parameters", "Mode"] + (["In", "Out"] if sizes else [])
@@ -87,9 +87,8 @@ def _count(parameters: Any) -> int:
 
 
 def _numel(parameter: Any) -> int:
-    return int(
-        getattr(parameter, "ds_numel", parameter.numel())
-    )  # ZeRO leaves an empty tensor in a sharded one's stead
+    # ZeRO-3 replaces a sharded parameter by an empty tensor.
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _table(rows: list[list[str]]) -> list[str]:
@@ -101,11 +100,8 @@ def _table(rows: list[list[str]]) -> list[str]:
     ]
 
 
-# -- what goes in and comes out ------------------------------------------------------------------------------------------
-
-
 def _measure(module: nn.Module, children: Mapping[str, nn.Module], run: Callable[..., Any]) -> tuple[Sizes, str]:
-    """Run the module on its example_input_array; return the sizes, or a note of what went wrong."""
+    """Run the module on its example_input_array; return the sizes, or a note on what failed."""
     example = getattr(module, "example_input_array", None)
     if example is None or not children:
         return {}, ""
@@ -139,11 +135,11 @@ def _measure(module: nn.Module, children: Mapping[str, nn.Module], run: Callable
 
 @contextmanager
 def _without_trace(module: nn.Module) -> Iterator[None]:
-    """Put the module into evaluation mode for a forward, and everything that it may change back to what it was."""
+    """Put the module into evaluation mode for a forward, and restore everything that it may change."""
     generators = rng_state()
     owners = list(module.modules())
     training = [owner.training for owner in owners]
-    # Nothing is compiled for a forward with hooks in it.
+    # A forward with hooks must not be compiled.
     compiled = [(owner, owner._compiled_call_impl) for owner in owners if owner._compiled_call_impl is not None]
     buffers = [
         (owner, name, buffer, None if buffer is None else buffer.detach().clone())

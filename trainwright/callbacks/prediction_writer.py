@@ -1,4 +1,4 @@
-"""BasePredictionWriter: what takes predictions as they come, with the dataset's indices of their samples."""
+"""BasePredictionWriter: receives predictions batch by batch, with the dataset indices of their samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOST = torch.device("cpu")
 class BasePredictionWriter(Callback):
     """Override `write_on_batch_end`, `write_on_epoch_end` or both, and predict with return_predictions=False.
 
-    Each rank is given its own batches; together they are the whole dataset, each sample once.
+    Each rank gets its own batches; together they are the whole dataset, each sample once.
 
     Args:
         write_interval: "batch", "epoch" (this rank's predictions are kept on the host until then) or "batch_and_epoch".
@@ -37,7 +37,7 @@ class BasePredictionWriter(Callback):
         self._predictions: list[list[Any]] = []
         self._indices: list[list[Any]] = []
         self._communicates = False
-        """Whether write_on_batch_end does, as this rank's first batch has shown."""
+        """Whether write_on_batch_end communicates, as seen in this rank's first batch."""
 
     def write_on_batch_end(
         self,
@@ -49,10 +49,10 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Called after each batch, on its rank; where it communicates, also on a rank that is out of batches, on another's.
+        """Called after each batch on its rank; if it communicates, also on a rank without batches left, with a dummy batch.
 
-        `batch_indices` are the dataset's indices of the batch's samples. They are None where the loader has none: an
-        iterable dataset, a list of batches, several loaders combined, a step that takes dataloader_iter.
+        `batch_indices` are the dataset indices of the batch's samples; None if the loader has none: an iterable dataset, a list
+        of batches, several loaders combined, a step that takes dataloader_iter.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no write_on_batch_end, which its write_interval asks for."
@@ -70,14 +70,14 @@ class BasePredictionWriter(Callback):
         )
 
     def on_predict_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        """Forget the run before."""
+        """Reset what is of the previous run."""
         loaders = len(trainer.num_predict_batches)
         self._predictions, self._indices = [[] for _ in range(loaders)], [[] for _ in range(loaders)]
 
     def on_predict_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Hand the batch on, or keep it; another rank's, which does not count, only for what communicates."""
+        """Write the batch, or keep it; write a dummy batch only if writing communicates."""
         indices, is_own = trainer.batch_indices, not trainer.is_dummy_batch
         if self.write_interval != "epoch" and (is_own or self._communicates):
             before = collectives.count_issued() if batch_idx == 0 else None
@@ -89,7 +89,7 @@ class BasePredictionWriter(Callback):
             self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        """Hand on what was kept."""
+        """Write what was kept."""
         if self.write_interval == "batch":
             return
         predictions, indices = self._predictions, self._indices

@@ -1,4 +1,4 @@
-"""The progress bar: tqdm in a terminal or a notebook, a plain line now and then elsewhere; on rank 0 only."""
+"""The progress bar: tqdm in a terminal or a notebook, occasional plain lines elsewhere; on rank 0 only."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 NEVER = math.inf
 BAR_WIDTH = 10
-"""What the metrics leave to the bar, in columns."""
+"""The columns that the metrics leave to the bar."""
 NARROW = f"{{l_bar}}{{bar:{BAR_WIDTH}}}| {{n_fmt}}/{{total_fmt}} [{{remaining}}, {{rate_fmt}}{{postfix}}]"
-"""How a line looks in which the metrics would leave less."""
+"""The format of a line whose metrics would leave less."""
 
 
 class TQDMProgressBar(Callback):
     """Shows batches, rate, time left and the metrics logged with prog_bar=True.
 
     Args:
-        refresh_rate: least number of batches between two updates; 0 shows nothing.
-        process_position: leave this many pairs of lines above the bars to others.
-        leave: keep each epoch's bar; False has one bar for the whole training.
-        refresh_seconds: least time between two updates. Metrics are read from the device only then.
-        line_seconds: where the output is no terminal, least time between two plain lines within an epoch.
+        refresh_rate: minimum number of batches between two updates; 0 shows nothing.
+        process_position: pairs of lines above the bars that are left to other processes.
+        leave: keep each epoch's bar; False uses one bar for the whole training.
+        refresh_seconds: minimum time between two updates. Metrics are only read from the device then.
+        line_seconds: outside of a terminal, minimum time between two plain lines within an epoch.
     """
 
-    runs_last = True  # at an epoch's end its own metrics are there
+    runs_last = True  # so that the epoch's own metrics are shown at its end
     reads_outputs = False
     counts_rounds = True
 
@@ -52,7 +52,7 @@ class TQDMProgressBar(Callback):
     ) -> None:
         for name, value in (("refresh_rate", refresh_rate), ("process_position", process_position)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name}={value!r} is not accepted; pass a whole number from 0 on.")
+                raise ValueError(f"{name}={value!r} is not accepted; pass a whole number from 0.")
         self.refresh_rate, self.process_position, self.leave = refresh_rate, process_position, leave
         self.refresh_seconds, self.line_seconds = refresh_seconds, line_seconds
         self._is_wanted = True
@@ -63,7 +63,7 @@ class TQDMProgressBar(Callback):
         self._loader = self._count = self._eval_count = self._eval_shown = 0
         self._started = self._eval_started = 0.0
         self._due = self._eval_due = NEVER
-        """When the next update comes; never, where nothing is shown: the one comparison that a batch costs."""
+        """When the next update is due; NEVER if nothing is shown. A batch costs one comparison with it."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_train_bar": None, "_eval_bar": None}
@@ -89,13 +89,13 @@ class TQDMProgressBar(Callback):
         self._is_wanted = True
 
     def get_metrics(self, trainer: Trainer, module: Module) -> dict[str, Any]:
-        """Return what stands beside a bar, by name: the run's version and the metrics. Override it to change that."""
+        """Return what is shown next to a bar: the run's version and the metrics. Override it to change that."""
         version = getattr(trainer.loggers[0], "version", None) if trainer.loggers else None
         items: dict[str, Any] = {} if version in (None, "") else {"v_num": version}
         return {**items, **trainer.progress_bar_metrics}
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
-        """Print, above the bars where there are any."""
+        """Print, above the bars if there are any."""
         if self._train_bar is not None or self._eval_bar is not None:
             tqdm.write(sep.join(map(str, args)), **kwargs)
         else:
@@ -113,8 +113,6 @@ class TQDMProgressBar(Callback):
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._close()
-
-    # -- training ----------------------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
         if not self._is_shown:
@@ -155,7 +153,7 @@ class TQDMProgressBar(Callback):
         self._train_bar.update(batches - self._train_bar.n)
 
     def _show_metrics(self, trainer: Trainer, module: Module) -> None:
-        """Show the metrics after the bar, which keeps its width; metrics that exceed the line are cut off."""
+        """Show the metrics next to the bar, which keeps a minimum width: a line that is too long is cut off."""
         bar = self._train_bar
         bar.set_postfix(rounded(self.get_metrics(trainer, module), digits=3), refresh=False)
         if sys.stderr.isatty():  # a notebook has its own
@@ -170,8 +168,6 @@ class TQDMProgressBar(Callback):
         self._write(
             f"epoch {trainer.current_epoch}", batches, _known(trainer.num_training_batches), self._started, text
         )
-
-    # -- validation, test and prediction -----------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
         if trainer.sanity_checking:
@@ -219,7 +215,7 @@ class TQDMProgressBar(Callback):
         self._finish()
 
     def _begin(self, title: str, numbers: list[int | float], *, leave: bool) -> None:
-        """Begin an evaluation of loaders with these numbers of batches."""
+        """Start an evaluation of loaders with these numbers of batches."""
         if not self._is_shown:
             return
         self._title, self._loader, self._eval_count, self._eval_shown = title, 0, 0, 0
@@ -257,8 +253,6 @@ class TQDMProgressBar(Callback):
     def _evaluated(self, numbers: list[int | float]) -> str:
         return f"{self._title} DataLoader {self._loader}" if len(numbers) > 1 else self._title
 
-    # -- bars and lines ----------------------------------------------------------------------------------------------
-
     def _open(self, title: str, total: int | None, below: int, *, leave: bool, initial: int = 0) -> Any:
         return tqdm(
             desc=title,
@@ -267,7 +261,7 @@ class TQDMProgressBar(Callback):
             leave=leave,
             position=2 * self.process_position + below,
             **_size(sys.stderr),
-            mininterval=0.0,  # when an update is due is decided here
+            mininterval=0.0,  # this class decides when an update is due
             miniters=1,
             unit="it",
         )
@@ -285,16 +279,16 @@ class TQDMProgressBar(Callback):
 
 
 def _size(stream: Any) -> dict[str, Any]:
-    """Return how large bars may be: as large as the terminal, or 80 columns where it says that it has none."""
+    """Return the size of the bars: the terminal's, or 80 columns if it reports none."""
     with suppress(AttributeError, OSError, ValueError):
-        if 0 in os.get_terminal_size(stream.fileno()):  # one that a program opened without giving it a size
+        if 0 in os.get_terminal_size(stream.fileno()):  # a pseudo-terminal without a size
             return {"ncols": 80, "nrows": 24}
     return {"dynamic_ncols": True}
 
 
 def _restart(bar: Any, title: str, total: int | None, count: int) -> None:
     bar.set_description_str(title, refresh=False)  # reset shows it
-    bar.total = total  # reset leaves a known total where the new one is unknown
+    bar.total = total  # reset keeps a known total if the new one is None
     bar.reset(total)
     bar.n = bar.initial = bar.last_print_n = count
 
@@ -308,7 +302,7 @@ def _total(numbers: list[int | float], loader: int) -> int | None:
 
 
 def rounded(metrics: dict[str, Any], digits: int = 4) -> dict[str, str]:
-    """Return the numbers as short text, with this many significant digits; whole thousands stay whole."""
+    """Return the numbers as short text with this many significant digits; large ones keep all digits before the point."""
     values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
     return {name: _short(value, digits) if isinstance(value, float) else str(value) for name, value in values.items()}
 

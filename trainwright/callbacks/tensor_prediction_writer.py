@@ -1,9 +1,9 @@
-"""TensorPredictionWriter: each rank's predictions in safetensors files, and `load_predictions`, which reads them in order.
+"""TensorPredictionWriter: writes each rank's predictions to safetensors files; `load_predictions` reads them in order.
 
-    predictions.json                   written last, by rank 0: the files that count, and how predictions are nested
-    part-1f0c9a2b-00001-00003.safetensors   the run, the rank, and the file's number there: samples' keys and their rows
+    predictions.json                   written last, by rank 0: the list of files, and how predictions are nested
+    part-1f0c9a2b-00001-00003.safetensors   run, rank and number: the samples' keys and rows
 
-A sample's key is its index in the dataset; without indices it is its place in the stream of batches.
+A sample's key is its index in the dataset; without indices it is its position in the stream of batches.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 MANIFEST = "predictions.json"
 KEYS = "keys"
 ROWS_BITS = 32
-"""A key without indices is the number of the batch, and this many bits for the row in it."""
+"""A key without indices is the number of the batch, then this many bits for the row."""
 
 
 @dataclass
 class Stream:
-    """What this rank has of one loader: rows that wait for being written, and the files that were."""
+    """This rank's predictions for one loader: rows to be written, and written files."""
 
     nest: Any = None
     """How the tensors of a prediction are nested, as plain data."""
@@ -46,13 +46,13 @@ class Stream:
 
 
 class TensorPredictionWriter(BasePredictionWriter):
-    """Writes predictions while they are made, so that no process holds them all; `load_predictions` reads them.
+    """Writes predictions as they are computed, so that no process holds them all; `load_predictions` reads them.
 
     predict_step returns a tensor with a row for each sample, or a nest (dict, list, tuple) of such tensors.
 
     Args:
-        dirpath: a folder that all ranks reach, or an fsspec URL. It must not hold the predictions of another run.
-        file_megabytes: rows are gathered until they make a file of about this size.
+        dirpath: a folder that all ranks share, or an fsspec URL. It must not hold the predictions of another run.
+        file_megabytes: the approximate size of a file.
 
     Raises:
         ValueError: a size that is not positive.
@@ -68,7 +68,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         self._streams: list[Stream] = []
 
     def on_predict_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        """Make the folder; FileExistsError on every rank where it holds predictions already. Collective."""
+        """Create the folder; raise FileExistsError on every rank if it holds predictions already. Collective."""
         files, path = resolve(self.dirpath)
         is_taken = False
         if trainer.is_global_zero:
@@ -92,15 +92,15 @@ class TensorPredictionWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Set the batch's rows aside, and write a file when there are enough of them."""
+        """Keep the batch's rows, and write a file once there are enough."""
         stream = self._streams[dataloader_idx]
         nest, tensors = encode(prediction, "predict_step's output")
         if stream.nest is None:
             stream.nest = nest
         if nest != stream.nest or not tensors:
             raise TypeError(
-                f"predict_step returned a {type(prediction).__name__} that is nested otherwise than before, or holds more than "
-                "tensors; a TensorPredictionWriter takes one tensor, or one and the same nest of tensors, for each batch."
+                f"predict_step returned a {type(prediction).__name__} that is nested differently than before, or holds more "
+                "than tensors; a TensorPredictionWriter takes one tensor, or the same nest of tensors, for each batch."
             )
         rows = {f"rows/{name}": tensor.detach().cpu() for name, tensor in tensors.items()}
         first = next(iter(rows.values()))
@@ -145,7 +145,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         stream.waiting, stream.waiting_bytes = {}, 0
 
     def on_predict_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        """Write the rest, then on rank 0 the manifest, which makes the predictions complete. Collective."""
+        """Write the remaining rows, then on rank 0 the manifest. Collective."""
         for stream in self._streams:
             self._write(trainer, stream)
         ranks, call = trainer.ranks, "the end of predict"
@@ -169,20 +169,20 @@ class TensorPredictionWriter(BasePredictionWriter):
 
 
 def load_predictions(dirpath: str | os.PathLike[str]) -> Any:
-    """Return what a TensorPredictionWriter has written: each sample once, in the order of the dataset.
+    """Return what a TensorPredictionWriter wrote: each sample once, in the order of the dataset.
 
-    The tensors are nested as predict_step returned them, with a row for each sample of the dataset; of several loaders it is
-    a list. Any process may call it, whatever the number of ranks that wrote.
+    The tensors are nested as predict_step returned them, with a row for each sample of the dataset; for several loaders it is a
+    list. Any process may call it, whatever the number of ranks that wrote.
 
     Raises:
         FileNotFoundError: no predictions, or those of a run that has not ended.
-        ValueError: samples' rows of different shapes, which make no one tensor.
+        ValueError: the samples' rows have different shapes, so they cannot form one tensor.
     """
     files, path = resolve(str(dirpath))
     if not files.exists(f"{path}/{MANIFEST}"):
         raise FileNotFoundError(
-            f"{dirpath} has no {MANIFEST}, which a TensorPredictionWriter writes when a prediction is complete; give the "
-            "dirpath of one that has ended."
+            f"{dirpath} has no {MANIFEST}, which a TensorPredictionWriter writes at the end of predict; give the dirpath "
+            "of a run that has ended."
         )
     with files.open(f"{path}/{MANIFEST}") as stream:
         manifest = json.loads(stream.read())
@@ -204,10 +204,10 @@ def _read(dirpath: str, nest: Any, names: list[str]) -> Any:
     )
     if shapes:
         raise ValueError(
-            f"{dirpath} has samples with predictions of different shapes ({shapes[0]} among them), which make no one "
+            f"{dirpath} has samples with predictions of different shapes ({shapes[0]} among them), which cannot form one "
             f"tensor; pad them in predict_step, or read the files that {MANIFEST} lists one by one."
         )
     keys, order = torch.sort(torch.cat(parts.pop(KEYS)), stable=True)
     is_new = torch.ones_like(keys, dtype=torch.bool)
-    is_new[1:] = keys[1:] != keys[:-1]  # a sampler of the user's own may have given a sample twice
+    is_new[1:] = keys[1:] != keys[:-1]  # a user's sampler may yield a sample twice
     return decode(nest, {key.removeprefix("rows/"): torch.cat(each)[order[is_new]] for key, each in parts.items()})

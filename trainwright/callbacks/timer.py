@@ -1,4 +1,4 @@
-"""Timer: how long the stages of a run take, and the end of a training that may not take longer."""
+"""Timer: measures the stages of a run, and stops training after a given time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ STAGES = ("train", "validate", "test", "predict", "sanity_check")
 
 
 class Timer(Callback):
-    """Measures each stage and, with a duration, stops the training when its time is over.
+    """Measures each stage and, with a duration, stops training when the time is up.
 
     Args:
         duration: "DD:HH:MM:SS", a timedelta, or a dict of timedelta's arguments; None only measures.
-        interval: "step" stops all ranks after one and the same optimizer step, "epoch" at the end of an epoch.
-        verbose: print on rank 0 that the time is over.
+        interval: "step" stops all ranks after the same optimizer step, "epoch" at the end of an epoch.
+        verbose: print on rank 0 that the time is up.
 
-    Time counts from the first batch on, validation within fit included; the time before a resume counts too.
+    Time counts from the first batch, including validation within fit and the time before a resume.
     """
 
     reads_outputs = False
@@ -48,15 +48,15 @@ class Timer(Callback):
         self._is_over = False
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Return when a stage began, by time.monotonic(); None where it has not."""
+        """Return when a stage started, by time.monotonic(); None if it has not."""
         return self._start[_known(stage)]
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return when a stage ended, by time.monotonic(); None where it has not."""
+        """Return when a stage ended, by time.monotonic(); None if it has not."""
         return self._end[_known(stage)]
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return how many seconds a stage has taken so far; of training those before a resume too."""
+        """Return the seconds that a stage has taken so far; for training, also those before a resume."""
         start, end = self.start_time(stage), self.end_time(stage)
         before = self._offset if stage == "train" else 0.0
         if start is None:
@@ -64,7 +64,7 @@ class Timer(Callback):
         return before + (end if end is not None else time.monotonic()) - start
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return how many seconds of the duration are left; None without a duration."""
+        """Return the seconds that are left; None without a duration."""
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Timer(Callback):
         if self.time_elapsed() >= self._duration:
             self._is_over = True
             trainer.stop_soon()
-            self._tell(trainer)
+            self._report(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
         if self._duration is not None and self._interval == "epoch":
@@ -136,18 +136,18 @@ class Timer(Callback):
         self._start[stage], self._end[stage] = time.monotonic(), None
 
     def _decide(self, trainer: TrainerProtocol) -> None:
-        """End the run at this boundary where rank 0's time is over. Collective."""
+        """Stop the run here if rank 0's time is up. Collective."""
         duration = self._duration
         assert duration is not None
         if trainer.ranks.decide(lambda: self.time_elapsed() >= duration, "the look of Timer"):
             self._is_over = True
             trainer.should_stop = True
-            self._tell(trainer)
+            self._report(trainer)
 
-    def _tell(self, trainer: TrainerProtocol) -> None:
+    def _report(self, trainer: TrainerProtocol) -> None:
         if self._verbose and trainer.is_global_zero:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
-            print(f"the time limit of the training is reached after {elapsed}; the run ends.", file=sys.stderr)
+            print(f"training has reached its time limit after {elapsed}; stopping.", file=sys.stderr)
 
 
 def _known(stage: str) -> str:

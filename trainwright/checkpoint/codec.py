@@ -1,10 +1,10 @@
-"""Typed plain data: Python values to JSON and back, with the tensors among them set aside.
+"""Typed plain data: Python values to JSON and back; tensors are kept apart.
 
-What JSON has is written as it is. Everything else is an object with one key that starts with `$` and names its type;
-the types are the table in this file, so that decoding imports nothing and calls nothing that the data names.
+JSON's own types are written as they are. Anything else is an object with one key that starts with `$` and names its type. The
+types are the tables in this file, so decoding imports nothing and calls nothing that the data names.
 
-Some kinds come back as the plainer one: a defaultdict whose factory is none of the types in this file as a dict, a Parameter
-as a tensor, every path as a pathlib.Path.
+Some values come back as a plainer type: a defaultdict with a factory that is not in this file as a dict, a Parameter as a
+tensor, and every path as a pathlib.Path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import math
 import pathlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ ACCEPTED = (
     "torch.Size, torch.dtype, torch.device, pathlib.Path and datetime.timedelta"
 )
 REMEDY = (
-    "Have the state_dict or hook that it comes from return the plain data in it (numbers, a dict, its own state_dict()), or "
+    "Let the state_dict or hook that returned it return plain data instead (numbers, a dict, its own state_dict()), or "
     "leave it out."
 )
 _TORCH_DTYPES = {
@@ -45,20 +45,20 @@ _JSON_INTEGERS = 1 << 63
 
 
 def encode(value: Any, name: str = "state") -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the value as plain JSON-able data, and the tensors that it refers to by name.
+    """Return the value as plain JSON-able data, and its tensors by the names that the data refers to.
 
     Raises:
-        TypeError: something in it is of another type; the message says where, and what is accepted.
+        TypeError: a value in it is of another type; the message says where, and what is accepted.
     """
     encoder = _Encoder()
     return encoder.encode(value, name, 0), encoder.tensors
 
 
 def encode_stored(value: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return what `encode` does for a checkpoint.
+    """Encode a value for a checkpoint.
 
     Raises:
-        CheckpointError: something in the value has no place in a checkpoint; the message says where it stands.
+        CheckpointError: a checkpoint cannot store something in the value; the message says where it is.
     """
     try:
         return encode(value, name)
@@ -67,10 +67,10 @@ def encode_stored(value: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def decode(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the value that `encode` was given.
+    """Return the value that `encode` was called with.
 
     Raises:
-        CheckpointError: the data is not what `encode` makes.
+        CheckpointError: the data was not written by `encode`.
     """
     try:
         return _Decoder(tensors).decode(plain, 0)
@@ -84,11 +84,11 @@ _DICTS: dict[str, Callable[[dict[Any, Any]], Any]] = {"$counter": Counter, "$ord
     f"$default_{factory.__name__}": partial(defaultdict, factory)
     for factory in (int, float, list, dict, set, bool, str, tuple)
 }
-"""Kinds of dicts that are more than a dict to whoever takes them back."""
+"""The subclasses of dict that are restored as such."""
 
 
 def _tag_of(value: dict[Any, Any]) -> str:
-    """Return what stands for the kind of a dict; nothing for a plain one."""
+    """Return the tag of a dict's subclass; empty for a plain dict."""
     if isinstance(value, defaultdict):
         tag = f"$default_{getattr(value.default_factory, '__name__', '')}"
         return tag if tag in _DICTS and value.default_factory is _DICTS[tag].args[0] else ""  # type: ignore[attr-defined]
@@ -111,7 +111,9 @@ class _Encoder:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if kind is list:
             return self._items(value, path, depth)
-        if kind in (dict, OrderedDict, defaultdict, Counter):
+        if kind is dict:
+            return self._dict(value, path, depth)
+        if kind in (OrderedDict, defaultdict, Counter):
             encoded = self._dict(value, path, depth)
             tag = _tag_of(value)
             return {tag: encoded} if tag else encoded
@@ -125,10 +127,12 @@ class _Encoder:
         return self._leaf(value, path)
 
     def _items(self, value: list[Any] | tuple[Any, ...], path: str, depth: int) -> list[Any]:
+        if depth < MAX_DEPTH and _are_plain_integers(value):
+            return list(value)
         return [self.encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
 
     def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
-        plain = all(type(key) is str and not key.startswith("$") for key in value)
+        plain = {*map(type, value)} <= {str} and "$" not in {key[:1] for key in value}
         pairs = []
         for key, item in value.items():
             where = f"{path}.{key}" if type(key) is str else f"{path}[{key!r:.40}]"
@@ -209,6 +213,8 @@ class _Decoder:
         if depth > MAX_DEPTH:
             raise CheckpointError(f"the checkpoint's plain data is nested deeper than {MAX_DEPTH} levels.")
         if isinstance(plain, list):
+            if depth < MAX_DEPTH and _are_plain_integers(plain):
+                return plain
             return [self.decode(item, depth + 1) for item in plain]
         if not isinstance(plain, dict):
             return plain
@@ -232,13 +238,23 @@ class _Decoder:
         import numpy
 
         if name not in _NUMPY_SCALARS:
-            raise ValueError(f"{name!r} is no numpy type of the format")
+            raise ValueError(f"{name!r} is not a numpy type of the format")
         return numpy.array(self.decode(value, MAX_DEPTH - 1), dtype=name)[()]
+
+
+def _are_plain_integers(values: Sequence[Any]) -> bool:
+    """Return whether all items are ints that JSON stores as they are.
+
+    Python's generator has 625 of them: the check of the whole list replaces a call per item, in every save and load.
+    """
+    if {*map(type, values)} != {int}:
+        return False
+    return bool(min(values) >= -_JSON_INTEGERS and max(values) < _JSON_INTEGERS)
 
 
 def _expect(value: Any, kind: type[Any], length: int | None = None) -> Any:
     if type(value) is not kind or (length is not None and len(value) != length):
-        raise ValueError(f"a {type(value).__name__} stands where a {kind.__name__} was expected")
+        raise ValueError(f"found a {type(value).__name__} where a {kind.__name__} was expected")
     return value
 
 
@@ -248,5 +264,5 @@ def _integer(text: Any) -> int:
 
 def _special_float(text: Any) -> float:
     if text not in ("nan", "inf", "-inf"):
-        raise ValueError(f"{text!r} is no special float")
+        raise ValueError(f"{text!r} is not a special float")
     return float(text)

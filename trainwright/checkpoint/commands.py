@@ -1,4 +1,4 @@
-"""`trainwright checkpoint show|verify|export|import`: what a checkpoint holds, whether it is whole, and ways in and out."""
+"""`trainwright checkpoint show|verify|export|import`: inspects and converts checkpoints."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from typing import Any, NoReturn
 
 from trainwright.checkpoint.conversion import EXPORT_DTYPES, export_safetensors, import_checkpoint
 from trainwright.checkpoint.inspection import Verdict, candidates, examine, list_tensors, summary
-from trainwright.checkpoint.opening import open_checkpoint
+from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import CheckpointError
 
 FAILED, BAD_USAGE, INVALID, INTERRUPTED = 1, 2, 77, 130
-"""Exit codes; 77 is that of a checkpoint that is damaged or is none."""
+"""Exit codes; 77 means that a checkpoint is damaged or is not a checkpoint."""
 PROGRAM = "trainwright checkpoint"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, and where to read on."""
+    """Reports errors in one line that points to --help."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_USAGE, f"{self.prog}: {message}. See `{self.prog} --help`.\n")
 
 
 def checkpoint_command(arguments: Sequence[str]) -> int:
-    """Run one of the subcommands and return the exit code: 0, or 77 where a checkpoint is damaged or is none."""
+    """Run a subcommand and return its exit code."""
     options = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     if "out" in options and os.path.lexists(options.out):
-        _complain(options.name, f"{options.out} exists already; nothing is overwritten. Choose another name.")
+        _complain(options.name, f"{options.out} exists already and is not overwritten. Choose another name.")
         return BAD_USAGE
     try:
         code = run(options)
         sys.stdout.flush()
         return code
     except (CheckpointError, OSError, ValueError, ImportError) as error:
-        if isinstance(error, BrokenPipeError):  # whoever was to read on has seen enough
+        if isinstance(error, BrokenPipeError):  # the reader of the pipe has closed it (head, say)
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
@@ -50,7 +50,7 @@ def checkpoint_command(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> _Parser:
-    parser = _Parser(prog=PROGRAM, description="Looks into a checkpoint, verifies it, and brings weights in and out.")
+    parser = _Parser(prog=PROGRAM, description="Inspects and verifies checkpoints, and exports or imports weights.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def command(name: str, about: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
@@ -58,13 +58,13 @@ def _parser() -> _Parser:
         made.set_defaults(run=run, name=name)
         return made
 
-    show = command("show", "Tells what a checkpoint holds.", _show)
+    show = command("show", "Shows what a checkpoint holds.", _show)
     show.add_argument("path", metavar="PATH")
     show.add_argument("--tensors", action="store_true", help="list every tensor with its shape and dtype")
     show.add_argument("--json", action="store_true", help="print JSON")
     verify = command(
         "verify",
-        "Reads every byte of a checkpoint, or of all checkpoints of a directory, and tells what is bad.",
+        "Reads every byte of a checkpoint, or of all checkpoints in a directory, and reports damage.",
         _verify,
     )
     verify.add_argument("path", metavar="PATH")
@@ -73,15 +73,15 @@ def _parser() -> _Parser:
     )
     export.add_argument("path", metavar="PATH")
     export.add_argument("out", metavar="OUT.safetensors")
-    export.add_argument("--section", default="model", help="whose tensors: model (the default) or optimizer")
+    export.add_argument("--section", default="model", help="the section to export: model (the default) or optimizer")
     export.add_argument(
-        "--strip-prefix", default="", metavar="TEXT", help="take the names that begin so, and leave that part out"
+        "--strip-prefix", default="", metavar="TEXT", help="export only names that begin with this, without it"
     )
-    export.add_argument("--prefix", default="", metavar="TEXT", help="put this before each name")
+    export.add_argument("--prefix", default="", metavar="TEXT", help="add this before each name")
     export.add_argument("--dtype", choices=EXPORT_DTYPES, help="convert floating-point tensors")
     bring = command(
         "import",
-        "Makes a checkpoint of weights from a Lightning .ckpt, a file of torch.save with a state_dict, a .safetensors file, or "
+        "Writes a checkpoint of the weights in a Lightning .ckpt, a torch.save file of a state_dict, a .safetensors file, or "
         "an .index.json of several.",
         _import,
     )
@@ -112,7 +112,7 @@ def _show(options: argparse.Namespace) -> int:
             lines.append(f"    {_shown(tensor)}  {tuple(each['shape'])}  {each['dtype']}")
     total = sum(about["files"].values())
     lines.append(
-        f"  files: {len(about['files'])} and manifest.json, {_bytes(total)} (sizes are right; verify looks at all)"
+        f"  files: {len(about['files'])} and manifest.json, {_bytes(total)} (sizes match; verify checks every byte)"
     )
     lines += [f"    {name}  {_bytes(size)}" for name, size in about["files"].items()]
     lines += [f"    {_shown(name)}  not of the checkpoint" for name in about["extra_files"]]
@@ -141,8 +141,8 @@ def _verify(options: argparse.Namespace) -> int:
     bad = [verdict.path for verdict in verdicts if verdict.problems]
     if not bad:
         return 0
-    of = f"{len(bad)} of {len(verdicts)} checkpoints not whole" if len(verdicts) > 1 else f"{bad[0]} is not whole"
-    _complain("verify", f"{of}; a checkpoint has every file as it was written. Use another one, or a good copy.")
+    of = f"{len(bad)} of {len(verdicts)} checkpoints are damaged" if len(verdicts) > 1 else f"{bad[0]} is damaged"
+    _complain("verify", f"{of}; every file has to be as it was written. Use another checkpoint, or a good copy.")
     return INVALID
 
 
@@ -165,7 +165,7 @@ def _export(options: argparse.Namespace) -> int:
     )
     print(f"{_shown(options.out)}: {len(done.names)} tensors, {_bytes(os.path.getsize(options.out))}")
     for name, other in done.shared.items():
-        print(f"  {_shown(name)} is the same tensor as {_shown(other)}, under whose name it is stored")
+        print(f"  {_shown(name)} is the same tensor as {_shown(other)}, and stored under that name")
     if done.left_out:
         print(f"  without {options.strip_prefix!r}, left out: {', '.join(map(_shown, done.left_out))}")
     if done.extra_states:
@@ -177,7 +177,7 @@ def _import(options: argparse.Namespace) -> int:
     weights = import_checkpoint(options.file, options.out)
     print(
         f"{_shown(options.out)}: {len(weights.state_dict)} tensors of a {weights.kind} file, "
-        f"{len(weights.hyper_parameters)} hyper-parameters; weights alone, so fit cannot go on from it"
+        f"{len(weights.hyper_parameters)} hyper-parameters; weights only, so fit cannot resume from it"
     )
     return 0
 
@@ -187,7 +187,7 @@ def _complain(name: str, text: str) -> None:
 
 
 def _shown(text: str) -> str:
-    """Return the text without what a terminal would obey: names come from files that anyone may have written."""
+    """Return the text without control characters: names come from untrusted files."""
     return text if text.isprintable() else ascii(text)[1:-1]
 
 

@@ -1,16 +1,16 @@
-"""Contents: what a run puts into its checkpoint, and where.
+"""Contents: what a run stores in its checkpoint, and in which file.
 
     manifest.json               step, epoch, world size, strategy; every tensor's shape, dtype and pieces; every digest
-    state.json                  "optimizers": parameter groups and what is no tensor in their state
-                                "precision": the loss scale        "seed": what the data's order starts from
-                                "strategy": what it needs to go on bitwise alike
-                                "extra": what is no tensor in the modules' state_dicts (what get_extra_state returned, say)
+    state.json                  "optimizers": parameter groups, and what in their state is not a tensor
+                                "precision": the loss scale        "seed": the seed of the data's order
+                                "strategy": what it needs to resume bitwise
+                                "extra": values in the modules' state_dicts that are not tensors (from get_extra_state, say)
                                 "position": epoch, batch, step        "lr_schedulers", "callbacks"
                                 "metrics": the latest value of each
-                                "loggers": their run folders, and how far what lies there goes
+                                "loggers": their run folders, and how much their files held
     model-RRRRR.safetensors     parameters and buffers by their state_dict names; those of a second model begin with ".1."
     optimizer-RRRRR.safetensors per-parameter tensors as "optimizer number/parameter/key"
-    parameters-RRRRR.safetensors  what optimizers step and no model holds, as "parameter optimizer number.place"
+    parameters-RRRRR.safetensors  parameters that are in no model, as "parameter optimizer number.index"
     rank-RRRRR.json             "rng": the generators of that rank
                                 "metrics": within an epoch, its sums of what was logged, and its torchmetrics states
                                 (the tensors in them are in rank-RRRRR.safetensors)
@@ -34,16 +34,16 @@ from trainwright.compiled_names import clean_name, own_name
 from trainwright.errors import CheckpointError
 
 EXTRA_STATE = "_extra_state"
-"""The last part of the state_dict keys under which torch keeps what a module's `get_extra_state` returned."""
+"""The last part of the state_dict keys under which torch stores what a module's `get_extra_state` returned."""
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether a state_dict key stands for a module's extra state, of whatever kind."""
+    """Return whether a state_dict key is that of a module's extra state."""
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def extra_states(module: nn.Module) -> dict[str, Any]:
-    """Return what is no tensor of the model in a module's state_dict: extra states, and whatever else a layer keeps there."""
+    """Return the values in a module's state_dict that are not tensors of the model: extra states, and what layers add."""
     state = module.state_dict(keep_vars=True)
     return {
         clean_name(name): value
@@ -53,10 +53,10 @@ def extra_states(module: nn.Module) -> dict[str, Any]:
 
 
 def fitting_extra_states(module: nn.Module, states: Mapping[str, Any], path: str, strict: bool) -> dict[str, Any]:
-    """Return what a module's submodules get back of its extra states in a checkpoint; with strict all of it has to fit.
+    """Return the extra states of a checkpoint that a module has places for; with strict all have to match.
 
     Raises:
-        CheckpointError: there is extra state that nothing here takes, or none for what takes some.
+        CheckpointError: the checkpoint's extra states and the module's differ.
     """
     takers = {clean_name(name) for name in _extra_state_takers(module)}
     takers |= {name for name in extra_states(module) if not is_extra_state(name)}
@@ -74,28 +74,28 @@ def _refuse_unlike(path: str, missing: Sequence[str], odd: Sequence[str]) -> Non
     if problems:
         raise CheckpointError(
             f"{path}: it is of another model ({'; '.join(problems)}). Build the model that was saved, or set strict_loading = "
-            "False on the module to take what fits."
+            "False on the module to load what matches."
         )
 
 
 def _extra_state_takers(module: nn.Module) -> Iterator[str]:
-    for place, child in module.named_modules():
+    for name, child in module.named_modules():
         if type(child).set_extra_state is not nn.Module.set_extra_state:
-            yield f"{place}.{EXTRA_STATE}" if place else EXTRA_STATE
+            yield f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE
 
 
 def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:
-    """Give the submodules their extra states back."""
+    """Restore the submodules' extra states."""
     for name, value in states.items():
         if is_extra_state(name):
             module.get_submodule(own_name(module, name).rpartition(".")[0]).set_extra_state(value)
 
 
 def describe_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], left_out: Collection[str]) -> dict[str, Any]:
-    """Return the optimizer's parameter groups (parameters by name) and what in its state is no parameter's tensor.
+    """Return the optimizer's parameter groups (parameters by name) and the values in its state that are not tensors.
 
     Raises:
-        CheckpointError: a key of its state has no place in a checkpoint.
+        CheckpointError: a checkpoint cannot store a key of its state.
     """
     groups = []
     plain: dict[str, dict[str, Any]] = {}
@@ -123,14 +123,14 @@ def _check_keys(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
         if not isinstance(key, str) or "/" in key:
             raise CheckpointError(
                 f"the state of {type(optimizer).__name__} has the key {key!r}; a checkpoint stores names without a slash. "
-                "Give it another name in the optimizer."
+                "Rename it in the optimizer."
             )
 
 
 def check_optimizer(
     number: int, optimizer: Optimizer, names: Mapping[Tensor, str], described: Mapping[str, Any], path: str
 ) -> None:
-    """Refuse to restore an optimizer from the state of one that steps other parameters (CheckpointError)."""
+    """Refuse the state of an optimizer of another type or with other parameters (CheckpointError)."""
     stored = [name for group in described["groups"] for name in group["params"]]
     present = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     if len(described["groups"]) != len(optimizer.param_groups) or sorted(stored) != sorted(present):
@@ -151,9 +151,9 @@ def check_optimizer(
 def restore_optimizer(
     optimizer: Optimizer, names: Mapping[Tensor, str], described: Mapping[str, Any], model: Mapping[str, TensorEntry]
 ) -> None:
-    """Set the parameter groups' values and the plain values of the state; tensors are read into the pieces.
+    """Set the values of the parameter groups and the plain values of the state; tensors are read into the pieces.
 
-    Tensors among plain values (LBFGS keeps lists of them) are put where the parameter is, as torch's own load_state_dict does.
+    Tensors among plain values (LBFGS keeps lists of them) go to the parameter's device, as in torch's own load_state_dict.
     """
     for group, stored in zip(optimizer.param_groups, described["groups"], strict=True):
         for key, value in stored.items():
@@ -165,29 +165,29 @@ def restore_optimizer(
                 optimizer.state[parameter].update(placed(plain, parameter, was.dtype if was is not None else None))
     if shared := described.get("shared", {}):
         device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-        # It is no parameter's, and may hold counts, or the state of a generator, that belong on the host.
+        # It belongs to no parameter, and may hold counts or a generator's state, which belong on the host.
         optimizer.state.update(tree_map(lambda each: each.to(device) if _is_computed_with(each) else each, shared))
 
 
 def placed(value: Any, parameter: Tensor, was: torch.dtype | None) -> Any:
-    """Return plain state of a parameter with the tensors in it on its device, in its dtype where they had that which it had.
+    """Return plain state of a parameter with its tensors on the parameter's device, and in its dtype if they had that before.
 
     Args:
         value: plain data with tensors in it.
         parameter: what the optimizer steps.
-        was: the dtype that the parameter had when the state was saved; None leaves the tensors' dtypes as they are.
+        was: the parameter's dtype when the state was saved; None keeps the tensors' dtypes.
     """
 
-    def place(path: tuple[Any, ...], leaf: Any) -> Any:
+    def moved(path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or path[-1:] == (MappingKey("step"),):
             return leaf
         return leaf.to(parameter.device, parameter.dtype if leaf.dtype == was else leaf.dtype)
 
-    return tree_map_with_path(place, value)
+    return tree_map_with_path(moved, value)
 
 
 def _placed_as(value: Any, present: Any) -> Any:
-    """Return a stored value of a group with its tensors where those are that stand there now (a learning rate's, say)."""
+    """Return a stored value of a group with its tensors on the devices of the present ones (a learning rate, say)."""
     if isinstance(value, Tensor) and isinstance(present, Tensor):
         return value.to(present.device)
     if isinstance(value, (list, tuple)) and isinstance(present, (list, tuple)) and len(value) == len(present):
@@ -202,9 +202,9 @@ def _is_computed_with(value: Any) -> bool:
 def with_dtypes_of(
     names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry], model: Mapping[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Return an optimizer's entries with the state that had its parameter's dtype in the dtype that this has now.
+    """Return an optimizer's entries with state that had its parameter's dtype in the parameter's present dtype.
 
-    So a run may go on in another precision, as torch's own load_state_dict lets it.
+    So a run can resume in another precision, as with torch's own load_state_dict.
     """
     present = {name: parameter.dtype for parameter, name in names.items()}
 
@@ -214,7 +214,7 @@ def with_dtypes_of(
         if was is None or dtype is None or was.dtype == dtype or entry.dtype != was.dtype:
             return entry
         if not entry.shape and (was.shape or key == "step"):
-            return entry  # a count, and no part of the parameter's state
+            return entry  # a count, not a state of the parameter's shape
         return replace(entry, dtype=dtype)
 
     return {name: converted(name, entry) for name, entry in entries.items()}

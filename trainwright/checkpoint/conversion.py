@@ -1,4 +1,4 @@
-"""Checkpoints to files that other libraries read, and their files to checkpoints."""
+"""Conversion of checkpoints to files that other libraries read, and of their files to checkpoints."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from trainwright.checkpoint.contents import is_extra_state
-from trainwright.checkpoint.discovery import temporary_beside
-from trainwright.checkpoint.exchange import Weights, read_weights
 from trainwright.checkpoint.filesystem import LocalFiles, describe, resolve
-from trainwright.checkpoint.opening import Checkpoint, open_checkpoint
+from trainwright.checkpoint.foreign_formats import Weights, read_weights
+from trainwright.checkpoint.reader import Checkpoint, open_checkpoint
 from trainwright.checkpoint.shards import METADATA_KEY, host_bytes
 from trainwright.checkpoint.store import write_checkpoint
+from trainwright.checkpoint.temporary import temporary_path
 from trainwright.checkpoint.tensors import DTYPE_NAMES, DTYPES, Piece, TensorEntry
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
@@ -26,13 +26,13 @@ EXPORT_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.floa
 
 
 class Exported(NamedTuple):
-    """What an export has written and left out.
+    """What an export wrote and left out.
 
     Args:
         names: the names in the file.
-        shared: names that are another name for a tensor in the file, with that name.
-        left_out: names without the prefix that was asked for.
-        extra_states: keys of what the modules' `get_extra_state` returned, for which the file has no place.
+        shared: further names of tensors in the file, each with the name that is stored.
+        left_out: names without the requested prefix.
+        extra_states: keys of what the modules' `get_extra_state` returned, which the file cannot store.
     """
 
     names: list[str]
@@ -52,16 +52,16 @@ def export_safetensors(
 ) -> Exported:
     """Write the tensors of a checkpoint's section as one safetensors file, a few MiB of memory at a time.
 
-    Tied tensors are stored once, under the name that the model has first (in a language model the embedding's); the file's
-    metadata tells the other names, as the safetensors library's own save_model does.
+    Tied tensors are stored once, under the model's first name for them (in a language model the embedding's); the file's
+    metadata lists the other names, like the safetensors library's own save_model.
 
     Args:
         path: the checkpoint, which is verified first.
-        out: the file, on a local disk, that is to be made.
-        section: whose tensors.
-        strip_prefix: take the tensors whose names begin so, and leave this part of the names out.
-        prefix: what to put before each name.
-        dtype: what to convert floating-point tensors to.
+        out: the file to write, on a local disk.
+        section: the section to export.
+        strip_prefix: export only the tensors whose names begin with this, without it.
+        prefix: added before each name.
+        dtype: the dtype to convert floating-point tensors to.
 
     Raises:
         CheckpointError: the checkpoint is damaged, the file exists or cannot be written, or there is nothing to write.
@@ -70,9 +70,7 @@ def export_safetensors(
     if not isinstance(files, LocalFiles):
         raise CheckpointError(f"{out} is not on a local disk; give a local path, and copy the file from there.")
     if not out.endswith(".safetensors"):
-        raise CheckpointError(
-            f"{out} would be a safetensors file under another kind's name; give a name in .safetensors."
-        )
+        raise CheckpointError(f"{out} does not end in .safetensors, which is what an export writes; give such a name.")
     _refuse_existing(files, target)
     checkpoint = open_checkpoint(path)
     entries = checkpoint.tensors(section)
@@ -100,16 +98,16 @@ def export_safetensors(
 
 
 def _untied(entries: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return the tensors without the names that others are stored under too, and those names with the one that was kept."""
+    """Return each tensor under its first name only, and its further names with the first."""
     kept: dict[str, TensorEntry] = {}
     shared: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, entry in entries.items():
-        place = (entry.pieces or name, entry.shape, entry.dtype)
-        if place in first:
-            shared[name] = first[place]
+        stored = (entry.pieces or name, entry.shape, entry.dtype)
+        if stored in first:
+            shared[name] = first[stored]
         else:
-            first[place] = name
+            first[stored] = name
             kept[name] = entry
     return kept, shared
 
@@ -119,7 +117,7 @@ def _header(tensors: Mapping[str, tuple[TensorEntry, torch.dtype]], shared: Mapp
     offset = 0
     for name, (entry, dtype) in tensors.items():
         if name == METADATA_KEY:
-            raise CheckpointError(f"a tensor is called {name!r}, which safetensors keeps for itself; give a --prefix.")
+            raise CheckpointError(f"a tensor is called {name!r}, which safetensors reserves; give a --prefix.")
         size = entry.numel * dtype.itemsize
         table[name] = {
             "dtype": DTYPE_NAMES[dtype],
@@ -146,15 +144,13 @@ def _write(stream: BinaryIO, view: memoryview) -> None:
 
 def _refuse_existing(files: LocalFiles, target: str) -> None:
     if files.exists(target):
-        raise CheckpointError(
-            f"{target} exists already; an export overwrites nothing. Remove it or choose another name."
-        )
+        raise CheckpointError(f"{target} exists already; an export never overwrites. Remove it or choose another name.")
 
 
 @contextlib.contextmanager
 def _new_file(files: LocalFiles, target: str) -> Iterator[BinaryIO]:
-    """Give a file to write into that gets its name when it is whole and synced."""
-    temporary = temporary_beside(target)
+    """Yield a file to write into, which gets its name once it is whole and synced."""
+    temporary = temporary_path(target)
     try:
         files.make_directories(os.path.dirname(target))
         with files.create(temporary) as stream:
@@ -170,7 +166,7 @@ def _new_file(files: LocalFiles, target: str) -> Iterator[BinaryIO]:
 
 
 def import_checkpoint(source: str, path: str) -> Weights:
-    """Make a checkpoint that holds weights and hyper-parameters of whatever `read_weights` reads; return these.
+    """Write a checkpoint of the weights and hyper-parameters in a file that `read_weights` accepts; return these.
 
     Raises:
         CheckpointError: the source holds no weights, or the checkpoint cannot be written.

@@ -1,30 +1,24 @@
-"""Finding the checkpoints of a directory, removing one, and sweeping what writers that died left behind.
+"""Finding the checkpoints of a directory, and removing one.
 
-A checkpoint is a directory whose manifest reads and matches its own digest; order is by step, never by file times. What was
-one and is no more is found too, with what is wrong, by those who ask for candidates.
+A checkpoint is a directory with a manifest that matches its own digest; checkpoints are ordered by step, never by file times.
+`find_candidates` also returns damaged ones, and what is wrong with them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
 import re
-import socket
-import time
-import uuid
 from dataclasses import dataclass
 
 from trainwright.checkpoint.filesystem import Files, resolve
 from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, FormatRefused, Manifest, parse
+from trainwright.checkpoint.temporary import temporary_path
 from trainwright.errors import CheckpointError
 
-# .<name>.tmp-<host>-<pid>-<start of the process>-<unique>: who writes it stands in the name, so one mkdir records it.
-_TEMPORARY = re.compile(r"\..+\.tmp-([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{12}", re.ASCII | re.DOTALL)
 _OURS = re.compile(r"(?:[a-z][a-z0-9_]*-\d{5}\.safetensors|rank-\d{5}\.json)", re.ASCII)
-FOREIGN_SECONDS = 86400.0
 _STEP_IN_NAME = re.compile(r"step=(\d+)", re.ASCII)
 _STEP_IN_MANIFEST = re.compile(rb'"step": ?(\d{1,18})\b')
 
@@ -34,13 +28,13 @@ class CheckpointEntry:
     """A checkpoint that was found.
 
     Args:
-        path: its path, as the directory's was given.
-        step: the optimizer steps made; of a damaged one what its files or its name still tell, infinite where nothing does.
+        path: its path, relative if the directory's was.
+        step: the optimizer steps made; for a damaged one what its files or its name still say, else infinity.
         epoch: the epoch of the save.
-        weights_only: whether no run can go on from it.
-        number: of several saves of one step the later one has the higher.
-        damage: what is wrong with its manifest; empty for a sound one.
-        is_refused: whether it is whole, but of a format that this version does not read (`damage` says which).
+        weights_only: whether no run can resume from it.
+        number: orders several saves of one step.
+        damage: what is wrong with its manifest; empty if nothing is.
+        is_refused: whether it is whole, but of a format version that this version does not read (`damage` says which).
     """
 
     path: str
@@ -53,7 +47,7 @@ class CheckpointEntry:
 
     @property
     def order(self) -> tuple[float, ...]:
-        """Return what puts checkpoints in order; of one step, what holds all is after the weights alone."""
+        """Return the sort key; of one step, a whole checkpoint comes after one with weights only."""
         return self.step, not self.weights_only, self.number, self.epoch
 
 
@@ -61,7 +55,7 @@ def read_manifest(files: Files, path: str) -> Manifest:
     """Read and check the manifest of a directory.
 
     Raises:
-        CheckpointError: there is none, or it is not sound.
+        CheckpointError: it is missing or damaged.
     """
     try:
         listed = files.listing(path)
@@ -72,11 +66,11 @@ def read_manifest(files: Files, path: str) -> Manifest:
     except NotADirectoryError as error:
         raise CheckpointError(
             f"{path} is not a checkpoint: it is a file, and a checkpoint is a directory. The weights in a Lightning .ckpt or "
-            "another file of torch.save are taken by load_from_checkpoint of the Module, and made a checkpoint by `trainwright "
+            "another file of torch.save are loaded by the Module's load_from_checkpoint, and converted by `trainwright "
             "checkpoint import`."
         ) from error
     except OSError as error:
-        raise CheckpointError(f"{path} is not a checkpoint: it is no directory that can be read ({error}).") from error
+        raise CheckpointError(f"{path} is not a checkpoint: it cannot be read as a directory ({error}).") from error
     size = listed.get(MANIFEST_NAME)
     if size is None:
         raise CheckpointError(
@@ -96,15 +90,15 @@ def read_manifest(files: Files, path: str) -> Manifest:
 
 
 def find_checkpoints(directory: str) -> list[CheckpointEntry]:
-    """Return the checkpoints directly in a directory by ascending step; anything else there is passed over."""
+    """Return the checkpoints directly in a directory by ascending step."""
     return [entry for entry in find_candidates(directory) if not entry.damage]
 
 
 def find_candidates(directory: str) -> list[CheckpointEntry]:
-    """Return the checkpoints directly in a directory by ascending step, with those whose manifest is missing or damaged.
+    """Return the checkpoints directly in a directory by ascending step, including those with a missing or damaged manifest.
 
-    What begins with a dot (temporary directories), what a symbolic link leads to, and directories that do not look like
-    checkpoints of ours are passed over; so is one without a manifest where there is no rename, which nobody has finished.
+    Skipped are names that start with a dot (temporary directories), symbolic links, and directories that do not look like
+    checkpoints. Without rename, a directory without a manifest was never finished, and is skipped too.
     """
     files, inside = resolve(directory)
     try:
@@ -123,7 +117,7 @@ def find_candidates(directory: str) -> list[CheckpointEntry]:
         except CheckpointError as error:
             entry = _damaged(files, f"{inside}/{name}", path, error)
         else:
-            # A run's own state is in it, unless it is to be without: an older header does not say so.
+            # Older headers do not say weights_only; a whole checkpoint has the state of each rank.
             without = not any(file.startswith("rank-") for file in manifest.files)
             header = manifest.header
             weights_only = bool(header.get("weights_only", without))
@@ -131,12 +125,12 @@ def find_candidates(directory: str) -> list[CheckpointEntry]:
             number = number if type(number) is int else 0
             entry = CheckpointEntry(path, header["step"], header["epoch"], weights_only, number)
         found += [entry] if entry is not None else []
-    # Of those that nothing else puts in order, a name with a version ("-v1"), the longer one, is the newer.
+    # As the last resort, the longer name is the newer one: it has a version ("-v1").
     return sorted(found, key=lambda entry: (*entry.order, len(entry.path), entry.path))
 
 
 def _damaged(files: Files, inside: str, path: str, error: CheckpointError) -> CheckpointEntry | None:
-    """Return what is left of a checkpoint; None for what does not look like one."""
+    """Return the entry of a damaged checkpoint; None if it does not look like a checkpoint."""
     try:
         listed = files.listing(inside)
     except OSError:
@@ -149,7 +143,7 @@ def _damaged(files: Files, inside: str, path: str, error: CheckpointError) -> Ch
     if named:
         step = int(named[1])
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        if listed.get(MANIFEST_NAME) is not None:  # a plain file: nobody waits for a pipe
+        if listed.get(MANIFEST_NAME) is not None:  # a plain file: a pipe would block
             with files.open(f"{inside}/{MANIFEST_NAME}") as stream:
                 written = _STEP_IN_MANIFEST.search(stream.read(4096))
             step = int(written[1]) if written else step
@@ -166,18 +160,18 @@ def latest_checkpoint(directory: str) -> CheckpointEntry | None:
     return found[-1] if found else None
 
 
-def same_place(left: str, right: str) -> bool:
-    """Return whether two paths or URLs mean the same place, however they are spelled and by whatever links they lead there."""
-    return bool(left) and bool(right) and _place(left) == _place(right)
+def same_path(left: str, right: str) -> bool:
+    """Return whether two paths or URLs lead to the same file or directory, symbolic links resolved."""
+    return bool(left) and bool(right) and _resolved(left) == _resolved(right)
 
 
-def _place(path: str) -> tuple[bool, str]:
+def _resolved(path: str) -> tuple[bool, str]:
     files, inside = resolve(path)
     return files.has_rename, os.path.realpath(inside) if files.has_rename else inside
 
 
 def is_checkpoint(path: str) -> bool:
-    """Return whether a directory holds a sound manifest; its other files are not looked at."""
+    """Return whether a directory has a valid manifest; other files are not checked."""
     files, inside = resolve(path)
     try:
         read_manifest(files, inside)
@@ -187,9 +181,9 @@ def is_checkpoint(path: str) -> bool:
 
 
 def remove_checkpoint(path: str) -> None:
-    """Remove a checkpoint so that a crash on the way never leaves half of one that looks whole.
+    """Remove a checkpoint so that a crash midway never leaves half of one that looks whole.
 
-    Files that are not the checkpoint's own are left where they are, and the directory with them.
+    Files that are not the checkpoint's are left, and the directory with them.
 
     Raises:
         CheckpointError: the path is not a checkpoint; nothing was removed.
@@ -201,7 +195,7 @@ def remove_checkpoint(path: str) -> None:
     own = {MANIFEST_NAME, *manifest.files}
     present = files.listing(inside)
     if files.has_rename and present.keys() <= own:
-        temporary = temporary_beside(inside)
+        temporary = temporary_path(inside)
         files.rename(inside, temporary)
         files.sync_directory(os.path.dirname(inside))
         files.remove_tree(temporary)
@@ -212,76 +206,6 @@ def remove_checkpoint(path: str) -> None:
         if name == MANIFEST_NAME:
             files.sync_directory(inside)
     files.remove_empty(inside)
-
-
-def sweep_temporaries(directory: str) -> list[str]:
-    """Remove the temporary directories of writers that are gone, and return their names.
-
-    Those of processes that live are left alone; on other machines (or in other containers) that does not show, and theirs
-    are left for a day after the last file in them was written.
-    """
-    files, inside = resolve(directory)
-    if not files.has_rename or not os.path.isdir(inside):
-        return []
-    swept = []
-    for name, size in sorted(files.listing(inside).items()):
-        match = _TEMPORARY.fullmatch(name)
-        path = f"{inside}/{name}"
-        if match is None or size is not None or _is_link(files, path):
-            continue
-        is_here = match[1] == machine()
-        if not process_lives(int(match[2]), match[3]) if is_here else _age(path) > FOREIGN_SECONDS:
-            with contextlib.suppress(OSError):  # nobody's run is to end because of it
-                files.remove_tree(path)
-                swept.append(name)
-    return swept
-
-
-def _age(directory: str) -> float:
-    """Return the seconds since the latest change in a directory; 0 where that cannot be seen."""
-    try:
-        with os.scandir(directory) as entries:
-            times = [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
-        return time.time() - max(times, default=os.stat(directory).st_mtime)
-    except OSError:
-        return 0.0
-
-
-def temporary_beside(path: str) -> str:
-    """Return an unused name beside a path that records which process it belongs to."""
-    parent, name = os.path.split(path)
-    pid = os.getpid()
-    return f"{parent}/.{name}.tmp-{machine()}-{pid}-{process_start(pid)}-{uuid.uuid4().hex[:12]}"
-
-
-def machine() -> str:
-    """Return what stands for this machine, and this namespace of process ids, in the names of files."""
-    # Containers may share a host name; the namespace of process ids then differs.
-    namespace = ""
-    with contextlib.suppress(OSError):
-        namespace = os.readlink("/proc/self/ns/pid")
-    return hashlib.sha256(f"{socket.gethostname()} {namespace}".encode()).hexdigest()[:8]
-
-
-def process_start(pid: int) -> str:
-    """Return when a process of this machine began; nothing for one that has ended."""
-    # Process ids come round again, so the time a process started (ticks since boot) goes with it; "0" where unknown.
-    with contextlib.suppress(OSError, IndexError):
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stream:
-            fields = stream.read().rpartition(")")[2].split()
-        return "" if fields[0] in "ZX" else fields[19]  # a zombie writes nothing any more
-    return "0"
-
-
-def process_lives(pid: int, start: str) -> bool:
-    """Return whether the process of this machine with that id and beginning still lives."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return process_start(pid) == start
 
 
 def _is_link(files: Files, path: str) -> bool:

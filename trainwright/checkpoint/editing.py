@@ -1,7 +1,7 @@
-"""A checkpoint's contents as one dict, for hooks that add to it, take from it, or change it.
+"""A checkpoint's contents as one dict, for hooks that add, remove or change values.
 
-Its "state_dict" maps the names of the model's tensors to them: at a save whole tensors wherever the strategy does not shard
-them, else this rank's parts (see rank_part.py); whole tensors in host memory at a load.
+Its "state_dict" holds the model's tensors by name: at a save whole tensors, or this rank's parts if the strategy shards them
+(see rank_part.py); at a load whole tensors in host memory.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainwright.checkpoint.opening import Checkpoint
 from trainwright.checkpoint.rank_part import is_range, shown, stored
+from trainwright.checkpoint.reader import Checkpoint
 from trainwright.checkpoint.shards import copy_whole
 from trainwright.checkpoint.tensors import Piece
 from trainwright.errors import CheckpointError
@@ -28,26 +28,26 @@ Edit = Callable[[dict[str, Any]], None]
 def edit_for_save(
     state: Mapping[str, Any], pieces: Sequence[Piece], header: Mapping[str, int], edit: Edit
 ) -> tuple[dict[str, Any], Callable[[], list[Piece]]]:
-    """Return the state as the hooks leave it, and what returns the model's pieces or refuses what cannot be one.
+    """Return the edited state, and a function that returns the edited model's pieces.
 
-    The latter may fail on one rank alone (CheckpointError), so let all ranks hear of it.
+    The function may fail on one rank only (CheckpointError), so exchange its result.
 
     Raises:
-        TypeError: what they left as "state_dict" is no mapping of names to tensors.
-        ValueError: they put something under a key that is the engine's.
+        TypeError: the "state_dict" is no longer a mapping of names to tensors.
+        ValueError: a hook used a key of the engine's own state.
     """
     contents = {**header, **state, "state_dict": {piece.name: shown(piece) for piece in pieces}}
     before: dict[str, Tensor] = dict(contents["state_dict"])
     edit(contents)
     if taken := sorted(contents.keys() & RESERVED):
         raise ValueError(
-            f"on_save_checkpoint put {', '.join(taken)} into the checkpoint, where the engine keeps its own state; choose "
+            f"on_save_checkpoint put {', '.join(taken)} into the checkpoint, which is reserved for the engine's state; choose "
             "another key."
         )
     tensors = contents.pop("state_dict", {})
     if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise TypeError(
-            "on_save_checkpoint left a state_dict that is no dict of tensors; put other values under a key of their own."
+            "on_save_checkpoint left a state_dict that is not a dict of tensors; put other values under another key."
         )
 
     def left() -> list[Piece]:
@@ -62,7 +62,7 @@ def edit_for_save(
 def edit_for_load(
     checkpoint: Checkpoint, state: Mapping[str, Any], header: Mapping[str, int], edit: Edit
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the state and the model's tensors, read whole, as the hooks leave them."""
+    """Return the edited state, and the edited tensors of the model, read whole."""
     entries = checkpoint.tensors("model")
     tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
     checkpoint.read_into("model", [Piece(name, entries[name].shape, 0, each) for name, each in tensors.items()])
@@ -70,16 +70,16 @@ def edit_for_load(
     edit(contents)
     left = contents.pop("state_dict", {})
     if not isinstance(left, Mapping) or not all(isinstance(value, Tensor) for value in left.values()):
-        raise TypeError("on_load_checkpoint left a state_dict that is no dict of tensors.")
+        raise TypeError("on_load_checkpoint left a state_dict that is not a dict of tensors.")
     return {key: value for key, value in contents.items() if key not in header}, dict(left)
 
 
 def check_model(
     path: str, stored: Mapping[str, Sequence[int]], pieces: Sequence[Piece], strict: bool, lazy: Iterable[str] = ()
 ) -> list[Piece]:
-    """Return the pieces that a checkpoint of these names and shapes fills; refuse one of another model, naming what differs.
+    """Return the pieces that a checkpoint with these names and shapes fills; refuse one of another model.
 
-    With strict False, tensors that only one side has are left out. `lazy` names those of the model that take any shape.
+    With strict False, tensors that only one side has are skipped. `lazy` names tensors of the model that accept any shape.
 
     Raises:
         CheckpointError: names (if strict) or shapes differ.
@@ -103,7 +103,7 @@ def check_model(
         if names
     ]
     if problems:
-        partly = ", or set strict_loading = False on the module to take what fits" if not unlike else ""
+        partly = ", or set strict_loading = False on the module to load what matches" if not unlike else ""
         raise CheckpointError(
             f"{path}: it is of another model ({'; '.join(problems)}). Build the model that was saved, or choose "
             f"another checkpoint{partly}."
@@ -112,10 +112,10 @@ def check_model(
 
 
 def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool, path: str) -> None:
-    """Let a module take a state_dict, as its own `load_state_dict` does.
+    """Load a state_dict with the module's own `load_state_dict`.
 
     Raises:
-        CheckpointError: it is of another model; the text says what differs.
+        CheckpointError: it is of another model; the message says what differs.
     """
     try:
         module.load_state_dict(state, strict=strict)
@@ -125,7 +125,7 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool, path: 
         lazy = [name for name, each in own.items() if is_lazy(each)]
         pieces = [Piece(name, tuple(each.shape), 0, each) for name, each in own.items() if name not in lazy]
         check_model(path, stored, pieces, strict, lazy)
-        raise CheckpointError(f"{path}: the module does not take it: {error}") from error
+        raise CheckpointError(f"{path}: the module does not accept it: {error}") from error
 
 
 def fill(pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,7 @@
-"""The two kinds of place a checkpoint can lie in: a local directory, with fsync and rename, or any other fsspec one.
+"""The file systems a checkpoint can be on: a local one, with fsync and rename, or any other of fsspec.
 
-Both offer the same few operations. A local place is written under a temporary name and renamed; elsewhere, where there
-may be no atomic rename, files are written in place and the manifest, put last in one piece, is the commit.
+A local checkpoint is written under a temporary name and renamed. Elsewhere, where rename may not be atomic, files are written
+under their final names, and the manifest, written last in one piece, is the commit.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 
 class Files(Protocol):
-    """The operations on files that a checkpoint needs; paths are those that `resolve` returned, joined by `/`."""
+    """The file operations that a checkpoint needs; paths are those that `resolve` returned, joined by `/`."""
 
     has_rename: bool
 
     def exists(self, path: str) -> bool:
-        """Return whether anything has this name."""
+        """Return whether the path exists."""
 
     def listing(self, path: str) -> dict[str, int | None]:
         """Return the names in a directory with the size of each plain file, and None for anything else."""
@@ -43,13 +43,13 @@ class Files(Protocol):
         """Create a directory and its missing parents, durably."""
 
     def make_new_directory(self, path: str) -> None:
-        """Create a directory in one that exists; one that is there already is an error."""
+        """Create a directory in an existing one; it must not exist yet."""
 
     def create(self, path: str) -> contextlib.AbstractContextManager[BinaryIO]:
         """Open a new file for writing; on leaving the context it is flushed, synced and closed."""
 
     def put(self, path: str, data: bytes) -> None:
-        """Write a small file durably, in one piece where the place knows such a thing."""
+        """Write a small file durably, atomically if the file system can."""
 
     def open(self, path: str) -> BinaryIO:
         """Open a file for reading."""
@@ -58,20 +58,20 @@ class Files(Protocol):
         """Make the names in a directory durable."""
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a directory to a name at which nothing is, which the caller has seen to."""
+        """Rename a directory; the caller has checked that the target is free."""
 
     def remove_file(self, path: str) -> None:
         """Remove a file."""
 
     def remove_tree(self, path: str) -> None:
-        """Remove a directory and what it holds."""
+        """Remove a directory and its contents."""
 
     def remove_empty(self, path: str) -> None:
-        """Remove a directory where it is empty."""
+        """Remove a directory if it is empty."""
 
 
 def _find_drain() -> Any:
-    """Return the system call that has the disk begin with what a file holds in memory, and does not wait; None without."""
+    """Return the system call that starts writing a file's dirty pages to disk without waiting; None if there is none."""
     call = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
     if call is not None:
         call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
@@ -82,9 +82,9 @@ _drain = _find_drain()
 
 
 class _Draining:
-    """A file being written whose data goes to the disk meanwhile: the sync at its end takes what is left.
+    """A file whose data goes to disk while it is being written, so that the sync at its end has little left to do.
 
-    By itself the kernel would let it lie, and hashing and copying the rest would leave the disk idle. See sync_file_range(2).
+    Otherwise the kernel keeps the data in memory, and the disk is idle during hashing and copying. See sync_file_range(2).
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -92,12 +92,12 @@ class _Draining:
         self._waiting = 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write as the file does, and return how many bytes."""
+        """Write the data and return the number of bytes written."""
         count = self._stream.write(data)
         self._waiting += count
         if self._waiting >= DRAINED_BYTES and _drain is not None:
             self._waiting = 0
-            _drain(self._stream.fileno(), 0, 0, _SYNC_FILE_RANGE_WRITE)  # what fails here fails the sync
+            _drain(self._stream.fileno(), 0, 0, _SYNC_FILE_RANGE_WRITE)  # an error here shows up in the sync
         return count
 
 
@@ -113,7 +113,7 @@ class LocalFiles:
         found: dict[str, int | None] = {}
         with os.scandir(path) as entries:
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # another process has removed it since
+                with contextlib.suppress(FileNotFoundError):  # another process removed it
                     status = entry.stat(follow_symlinks=False)
                     found[entry.name] = status.st_size if stat.S_ISREG(status.st_mode) else None
         return found
@@ -149,7 +149,7 @@ class LocalFiles:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if error.errno not in _UNSUPPORTED:  # some network file systems know no fsync of a directory
+            if error.errno not in _UNSUPPORTED:  # some network file systems cannot sync a directory
                 raise
         finally:
             os.close(descriptor)
@@ -169,7 +169,7 @@ class LocalFiles:
 
 
 def _open_plain(path: str, flags: int) -> int:
-    """Open a plain file: neither what a link leads to nor a pipe, on which an open would wait for a writer."""
+    """Open a plain file: no link, and no pipe, whose open would wait for a writer."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -239,7 +239,7 @@ class RemoteFiles:
 
 
 def resolve(path: str) -> tuple[Files, str]:
-    """Return the files that a path or URL lies in, and the path there."""
+    """Return the file system of a path or URL, and the path within it."""
     filesystem, inside = fsspec.core.url_to_fs(os.fspath(path))
     protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
     inside = str(inside).rstrip("/") or "/"

@@ -1,4 +1,4 @@
-"""A copy of what a rank will write, in host memory that is allocated once: the originals may change as soon as it is made."""
+"""A host copy of what a rank will write, so that training can change the originals while a thread writes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ALIGNMENT = 64
 
 
 class HostMemory:
-    """Host memory for the pieces of one checkpoint at a time, kept for the next.
+    """Host memory for the pieces of one checkpoint at a time, kept for the next save.
 
-    Fresh pages cost more than the copy itself, so it grows only where the next checkpoint is larger. It is page-locked where
-    a piece lies on a device that then copies by itself.
+    Fresh pages cost more than the copy itself, so it is only reallocated for a larger checkpoint. It is page-locked if a
+    piece is on a device that can then copy asynchronously.
     """
 
     def __init__(self) -> None:
@@ -30,31 +30,31 @@ class HostMemory:
         self._locked: LockedMemory | None = None
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._memory = torch.empty(0, dtype=torch.uint8)
         if self._locked is not None:
             self._locked.release()
             self._locked = None
 
     def copy(self, parts: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
-        """Return the pieces with copies of their tensors; tied ones stay tied. What the call before returned is overwritten.
+        """Return the pieces with copies of their tensors; tied ones stay tied. The next call overwrites these copies.
 
         Raises:
-            CheckpointError: a tensor's kind or dtype has no place in a checkpoint.
+            CheckpointError: a checkpoint cannot store a tensor's kind or dtype.
         """
         groups = [group for pieces in parts for group in tied_groups(pieces)]
         for group in groups:
             check_storable(group[0].name, group[0].tensor)
         copied: dict[int, Piece] = {}
         devices = {group[0].tensor.device for group in groups}
-        with torch.inference_mode(False), torch.no_grad():  # a save may be asked for within a validation
+        with torch.inference_mode(False), torch.no_grad():  # a save may happen during a validation
             self._reserve(sum(_room(group[0].tensor) for group in groups), {device.type for device in devices})
             offset = 0
             for group in groups:
                 tensor = group[0].tensor
                 room = self._memory[offset : offset + tensor.numel() * tensor.element_size()]
                 copy = room.view(tensor.dtype).view(tensor.shape) if tensor.numel() else tensor.new_empty(tensor.shape)
-                copy.copy_(tensor, non_blocking=self._locked is not None)  # MPS would not wait for other memory either
+                copy.copy_(tensor, non_blocking=self._locked is not None)  # MPS does not wait for other memory either
                 offset += _room(tensor)
                 copied.update((id(piece), replace(piece, tensor=copy)) for piece in group)
         if self._locked is not None:
@@ -65,7 +65,7 @@ class HostMemory:
     def _reserve(self, size: int, device_types: Collection[str]) -> None:
         locking = next((each for each in sorted(device_types) if has_pinned_memory(each)), None)
         if size > self._memory.numel() or (locking is None) != (self._locked is None):
-            self.release()  # before the larger one is there
+            self.release()  # first, so that both are never allocated at once
             more = size // 16 + (1 << 20)  # metrics and the like grow a little from save to save
             if locking is None:
                 self._memory = torch.empty(size + more, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and all that is wrong with one: for people who look at a checkpoint, not for a run that loads it."""
+"""What a checkpoint holds and what is wrong with it, for the command line; a run that loads one uses reader.py."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from trainwright.checkpoint.codec import encode
 from trainwright.checkpoint.discovery import read_manifest
 from trainwright.checkpoint.filesystem import Files, resolve
 from trainwright.checkpoint.manifest import FORMAT_VERSION, MANIFEST_NAME
-from trainwright.checkpoint.opening import Checkpoint, digest_fault, open_checkpoint, size_fault
+from trainwright.checkpoint.reader import Checkpoint, digest_fault, open_checkpoint, size_fault
 from trainwright.checkpoint.tensors import DTYPE_NAMES, TensorEntry
 from trainwright.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a look at every byte of a checkpoint has shown.
+    """The result of checking every byte of a checkpoint.
 
     Args:
         path: the checkpoint.
-        problems: one line for each bad file; empty where the checkpoint is whole.
+        problems: one line for each bad file; empty if the checkpoint is whole.
         extra_files: names in the directory that are not the checkpoint's.
-        step: the step that it tells; None where its manifest cannot be read.
-        num_files: how many files it consists of.
-        num_bytes: their size together.
+        step: its step; None if its manifest cannot be read.
+        num_files: the number of its files.
+        num_bytes: their total size.
     """
 
     path: str
@@ -38,10 +38,10 @@ class Verdict:
 
 
 def examine(path: str) -> Verdict:
-    """Return everything that is wrong with a checkpoint, not the first fault alone.
+    """Return everything that is wrong with a checkpoint, not only the first fault.
 
-    Each file is read whole; where all of them are as they were written it is also seen whether they hold what the manifest
-    says and whether the plain data can be read.
+    Each file is read whole. If all of them are intact, their tables are compared with the manifest, and the plain data is
+    decoded.
     """
     files, inside = resolve(path)
     try:
@@ -70,14 +70,14 @@ def examine(path: str) -> Verdict:
 
 
 def _read_through(checkpoint: Checkpoint) -> None:
-    checkpoint.check_places()
+    checkpoint.check_layout()
     checkpoint.run_state()
     for rank in range(checkpoint.world_size):
         checkpoint.rank_state(rank)
 
 
 def candidates(path: str) -> list[str]:
-    """Return the path itself, or the directories in it that are, or should be, checkpoints: by their manifest or name."""
+    """Return the path itself, or the directories in it that look like checkpoints by their manifest or name."""
     files, inside = resolve(path)
     try:
         listed = files.listing(inside)
@@ -118,7 +118,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def size_of(table: Mapping[str, TensorEntry]) -> dict[str, int]:
-    """Return how much a section holds; what several names share counts once."""
+    """Return the size of a section; tied tensors count once."""
     distinct = {(entry.pieces or name): entry for name, entry in table.items()}
     return {
         "tensors": len(table),

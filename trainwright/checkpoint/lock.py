@@ -1,9 +1,9 @@
-"""The lock of a folder of checkpoints: two runs that wrote into one would remove each other's.
+"""The lock of a checkpoint folder: two runs that wrote into one folder would remove each other's checkpoints.
 
-It is a POSIX record lock on the file `.lock` in the folder, whose text says who holds it. The kernel drops it when the
-process ends, however that ends; forked loader workers do not have it, and it holds over NFS. Where a file system knows no
-locks, the file's existence is the lock, and the process that it names is looked for. A remote place (any fsspec URL that is
-no local path) has no lock: nothing there is atomic enough to build one on.
+It is a POSIX record lock on the file `.lock` in the folder, whose text names the holder. The kernel releases it when the
+process ends, however it ends; forked loader workers do not inherit it, and it works over NFS. On a file system without locks,
+the file's existence is the lock, and the process that it names is looked up. A remote folder (any fsspec URL that is not a
+local path) has no lock: object stores offer nothing atomic enough to build one on.
 
 NOTE: a process that closes any descriptor of a file loses its POSIX locks on it, so this process opens the file once.
 """
@@ -23,31 +23,31 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from trainwright.checkpoint.discovery import machine, process_lives, process_start
 from trainwright.checkpoint.filesystem import Files, describe, resolve
+from trainwright.checkpoint.temporary import is_process_alive, machine, process_start_time
 from trainwright.errors import CheckpointError
 from trainwright.paths import open_no_link
 
 LOCK_NAME = ".lock"
 ATTEMPTS = 20
 CLAIM_SECONDS = 0.2
-"""How long a claim has to stand where the file system knows no locks: longer than another process takes from look to claim."""
+"""How long a claim has to stand on a file system without locks: longer than another process takes from look to claim."""
 NAMED_SECONDS = 0.5
-"""How long whoever is refused waits for the holder to write its name."""
+"""How long a refused process waits for the holder to write its name."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _IS_HELD = (errno.EACCES, errno.EAGAIN)
 
 
 @dataclass
 class _Holding:
-    """What this process holds."""
+    """A lock that this process holds."""
 
     path: str
     descriptor: int
+    created: list[str]
+    """The directories that were created for it, the innermost first."""
     pid: int = field(default_factory=os.getpid)
     count: int = 1
-    made: list[str] = field(default_factory=list)
-    """The directories that were made for it, the innermost first."""
 
 
 _held: dict[tuple[int, int], _Holding] = {}
@@ -56,19 +56,20 @@ _guard = threading.Lock()
 
 
 class FolderLock:
-    """Holds a folder of checkpoints for this process; made by `lock_folder`.
+    """This process's hold on a checkpoint folder; made by `lock_folder`.
 
     Args:
         folder: the folder.
-        taken_from: who held it before and has ended without giving it back; empty where nobody has.
+        key: the lock file's device and inode; None for a folder without a lock.
+        previous_holder: a process that ended without releasing the lock; empty if there was none.
     """
 
-    def __init__(self, folder: str, key: tuple[int, int] | None, taken_from: str = "") -> None:
-        self.folder, self.taken_from = folder, taken_from
+    def __init__(self, folder: str, key: tuple[int, int] | None, previous_holder: str = "") -> None:
+        self.folder, self.previous_holder = folder, previous_holder
         self._key = key
 
     def release(self) -> None:
-        """Give the folder back, and remove what was made for the lock; a second call does nothing."""
+        """Release the folder and remove what was created for the lock; a second call does nothing."""
         key, self._key = self._key, None
         with _guard:
             holding = _held.get(key) if key is not None else None
@@ -80,15 +81,17 @@ class FolderLock:
             del _held[key]
             with contextlib.suppress(OSError):  # the folder may have been removed
                 if _key(os.stat(holding.path)) == key:
-                    os.unlink(holding.path)  # before the lock goes: who waits finds another file, and looks again
+                    os.unlink(
+                        holding.path
+                    )  # while it is locked: a process that has it open sees that it is gone, and opens again
             os.close(holding.descriptor)
-            with contextlib.suppress(OSError):  # there is something in it
-                for directory in holding.made:
+            with contextlib.suppress(OSError):  # not empty
+                for directory in holding.created:
                     os.rmdir(directory)
 
 
 def lock_folder(folder: str) -> FolderLock:
-    """Hold a folder for this process, made where it is missing. The same process may hold it several times.
+    """Lock a folder for this process, creating it if missing. The same process may lock it several times.
 
     Raises:
         CheckpointError: another process holds it, or nothing can be written there.
@@ -96,7 +99,7 @@ def lock_folder(folder: str) -> FolderLock:
     files, inside = resolve(folder)
     if not files.has_rename:
         return FolderLock(folder, None)
-    path, made = f"{inside}/{LOCK_NAME}", _missing(inside)
+    path, missing = f"{inside}/{LOCK_NAME}", _missing(inside)
     with _guard:
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -104,19 +107,19 @@ def lock_folder(folder: str) -> FolderLock:
                 if key in _held and _held[key].pid == os.getpid():
                     _held[key].count += 1
                     return FolderLock(folder, key)
-            descriptor, earlier = _acquire_in(files, inside, path, folder)
+            descriptor, previous = _acquire_in(files, inside, path, folder)
         except OSError as error:
             raise CheckpointError(
-                f"the folder of checkpoints {folder} cannot be written: {describe(error, path)}. Give ModelCheckpoint a "
-                "dirpath in which files can be made."
+                f"the checkpoint folder {folder} cannot be written: {describe(error, path)}. Give ModelCheckpoint a dirpath in "
+                "which files can be created."
             ) from error
         key = _key(os.fstat(descriptor))
-        _held[key] = _Holding(path, descriptor, made=made)
-    return FolderLock(folder, key, earlier)
+        _held[key] = _Holding(path, descriptor, missing)
+    return FolderLock(folder, key, previous)
 
 
 def _acquire_in(files: Files, inside: str, path: str, folder: str) -> tuple[int, str]:
-    """Lock a folder that another process may remove, empty as it is, in the same moment."""
+    """Lock a folder, and create it again if a process that releases it removes it, empty as it is, in the same moment."""
     for _ in range(ATTEMPTS - 1):
         files.make_directories(inside)
         with contextlib.suppress(FileNotFoundError):
@@ -125,7 +128,7 @@ def _acquire_in(files: Files, inside: str, path: str, folder: str) -> tuple[int,
 
 
 def _acquire(path: str, folder: str) -> tuple[int, str]:
-    """Return the descriptor of the file that is locked now, and who held it and has ended; waits for nobody."""
+    """Return the descriptor of the locked file, and the previous holder if that ended without releasing it; never wait."""
     while True:
         descriptor = open_no_link(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:
@@ -139,9 +142,9 @@ def _acquire(path: str, folder: str) -> tuple[int, str]:
                 return _acquire_by_name(path, folder, descriptor)
             with contextlib.suppress(FileNotFoundError):
                 if _key(os.stat(path)) == _key(os.fstat(descriptor)):  # else its holder has just removed it
-                    earlier = _read(descriptor)
+                    previous = _read(descriptor)
                     _write(descriptor)
-                    return descriptor, _describe(earlier) if earlier else ""
+                    return descriptor, _describe(previous) if previous else ""
         except BaseException:
             os.close(descriptor)
             raise
@@ -149,42 +152,42 @@ def _acquire(path: str, folder: str) -> tuple[int, str]:
 
 
 def _acquire_by_name(path: str, folder: str, descriptor: int) -> tuple[int, str]:
-    """Take the lock where there are no locks: put a file of one's own in its place, and see whether it stays there."""
+    """Take the lock on a file system without locks: replace the file by a new one, and see whether that one stays."""
     holder = _read(descriptor)
-    if holder and (holder.get("machine") != machine() or process_lives(int(holder["pid"]), str(holder["start"]))):
+    if holder and (holder.get("machine") != machine() or is_process_alive(int(holder["pid"]), str(holder["start"]))):
         raise _refusal(folder, path, holder)
     own = f"{path}-{uuid.uuid4().hex[:12]}"
-    mine = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    claim = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        _write(mine)
+        _write(claim)
         os.rename(own, path)
-        time.sleep(CLAIM_SECONDS)  # of several that found nobody, the last one has it
-        if _key(os.stat(path)) != _key(os.fstat(mine)):
+        time.sleep(CLAIM_SECONDS)  # if several processes saw no holder, the last to rename wins
+        if _key(os.stat(path)) != _key(os.fstat(claim)):
             raise _refusal(folder, path, {})
     except BaseException:
-        os.close(mine)
+        os.close(claim)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(own)
         raise
     os.close(descriptor)
-    return mine, _describe(holder) if holder else ""
+    return claim, _describe(holder) if holder else ""
 
 
 def _refusal(folder: str, path: str, holder: dict[str, Any]) -> CheckpointError:
     return CheckpointError(
-        f"the folder of checkpoints {folder} is in use by another run: {_describe(holder)}. Wait for its end or stop it, or "
-        f"give ModelCheckpoint another dirpath. (If you are sure that no such process is left, remove {path}.)"
+        f"the checkpoint folder {folder} is in use by another run: {_describe(holder)}. Wait until it ends, stop it, or give "
+        f"ModelCheckpoint another dirpath. (If you are sure that this process no longer runs, remove {path}.)"
     )
 
 
 def _describe(holder: dict[str, Any]) -> str:
     if not holder:
-        return "one that has just begun"
+        return "one that has just started"
     return f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
 
 
 def _read(descriptor: int) -> dict[str, Any]:
-    """Return who the file names; nothing where it names nobody."""
+    """Return the holder that the file names, empty if none."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:
@@ -193,7 +196,7 @@ def _read(descriptor: int) -> dict[str, Any]:
 
 
 def _read_soon(descriptor: int) -> dict[str, Any]:
-    """Return who a file that is locked names, which its holder writes right after."""
+    """Return the holder of a locked file, which writes its name right after locking it."""
     for _ in range(ATTEMPTS):
         if holder := _read(descriptor):
             return holder
@@ -208,14 +211,14 @@ def _write(descriptor: int) -> None:
         "pid": pid,
         "since": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
         "machine": machine(),
-        "start": process_start(pid),
+        "start": process_start_time(pid),
     }
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
 
 def _missing(directory: str) -> list[str]:
-    """Return the directories that are not there yet, the innermost first."""
+    """Return the missing directories of a path, the innermost first."""
     missing = []
     while directory and not os.path.isdir(directory):
         missing.append(directory)

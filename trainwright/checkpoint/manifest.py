@@ -1,11 +1,11 @@
-"""The manifest: the one file that makes a directory a checkpoint, and what may stand in it.
+"""The manifest: the file that makes a directory a checkpoint.
 
-It is JSON that carries the digest of itself, every file's size and digest, and every tensor's shape, dtype and pieces.
-A digest shows damage, not malice, so everything that is read is also checked for sense before it is used.
+It is JSON with a digest of itself, every file's size and digest, and every tensor's shape, dtype and pieces. A digest shows
+damage, not malice, so all values are also validated before use.
 
-Versions: the first line up to the digest and the keys `format` and `format_version` stay as they are for good, so that every
-version can refuse what is newer by name. Keys that a reader does not know are passed over, at the top, in the header and in
-a tensor's entry: a writer may add what readers can do without. What they cannot do without raises FORMAT_VERSION.
+Versions: the first line up to the digest and the keys `format` and `format_version` never change, so that every version can
+name a newer one that it refuses. Readers ignore unknown keys at the top, in the header and in a tensor's entry, so a writer
+may add keys that readers can do without. Any other change raises FORMAT_VERSION.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 from trainwright.checkpoint.shards import FileRecord, unique_keys
@@ -31,12 +32,12 @@ _HEAD = b'{"sha256": "%s", "manifest": '
 _TAIL = b"}\n"
 _HEAD_BYTES = len(_HEAD) - 2 + 64
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}", re.ASCII)
-"""The names that are taken from what was read; no path of more than one part is among them."""
+"""The file names that are accepted from a manifest; none is a path of several parts."""
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 class FormatRefused(CheckpointError):
-    """A manifest that is sound, but of a format that this version does not read."""
+    """A valid manifest of a format that this version does not read."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Manifest:
     """What a checkpoint consists of.
 
     Args:
-        header: what the writer says of it: step, epoch, world_size and more, plain JSON.
+        header: plain JSON from the writer: step, epoch, world_size and more.
         files: the size and digest of each file by its name.
         sections: the tensors of each section by name.
     """
@@ -54,8 +55,13 @@ class Manifest:
     sections: dict[str, dict[str, TensorEntry]]
 
 
+def rank_section(rank: int) -> str:
+    """Return the name under which a rank's own state is stored."""
+    return f"rank-{rank:05d}"
+
+
 def render(manifest: Manifest) -> bytes:
-    """Return the file's bytes; a flipped bit anywhere in them is noticed by `parse`."""
+    """Return the file's bytes; `parse` detects any flipped bit in them."""
     body = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -68,7 +74,7 @@ def render(manifest: Manifest) -> bytes:
 
 
 def dump_json(value: Any, name: str) -> bytes:
-    """Return compact JSON, refused where it would be too long to be read back."""
+    """Return compact JSON; refuse what would be too long to be read back."""
     data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
     if len(data) > MAX_JSON_BYTES - 256:
         raise CheckpointError(f"{name} would take {len(data) >> 20} MiB; keep large values in tensors or numpy arrays.")
@@ -76,7 +82,7 @@ def dump_json(value: Any, name: str) -> bytes:
 
 
 def load_json(data: bytes, name: str) -> Any:
-    """Return what a JSON file holds; damage and nesting without end are a CheckpointError."""
+    """Return the content of a JSON file; raise CheckpointError if it is damaged or nested too deeply."""
     try:
         return json.loads(data.decode(), parse_constant=_refuse_constant, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
@@ -86,7 +92,7 @@ def load_json(data: bytes, name: str) -> Any:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def table_to_json(table: Mapping[str, TensorEntry]) -> dict[str, Any]:
@@ -95,52 +101,58 @@ def table_to_json(table: Mapping[str, TensorEntry]) -> dict[str, Any]:
         name: {
             "shape": list(entry.shape),
             "dtype": DTYPE_NAMES[entry.dtype],
-            "pieces": [[piece.file, piece.key, piece.start, piece.numel] for piece in entry.pieces],
+            "pieces": entry.pieces,
         }
         for name, entry in table.items()
     }
 
 
 def table_from_json(table: Mapping[str, Any]) -> dict[str, TensorEntry]:
-    """Return the tensors of a section; raises the built-in exceptions where the data has another form."""
+    """Return the tensors of a section; malformed data raises built-in exceptions."""
     entries = {}
     for name, item in table.items():
         shape = item["shape"]
-        sane = type(shape) is list and len(shape) <= MAX_DIMENSIONS and all(map(_is_count, shape))
-        # An empty tensor has strides too, which are as long as its other dimensions together.
-        _check(sane and _is_count(math.prod(size or 1 for size in shape)), name, "shape", shape)
-        pieces = [StoredPiece(*piece) for piece in item["pieces"]]
+        sane = type(shape) is list and len(shape) <= MAX_DIMENSIONS and _are_counts(shape)
+        # The strides of an empty tensor are the products of its other dimensions, so these have to fit too.
+        if not sane or not _are_counts([math.prod(filter(None, shape))]):
+            raise _malformed(name, "shape", shape)
+        pieces = tuple(starmap(StoredPiece, item["pieces"]))
         for piece in pieces:
             sane = isinstance(piece.file, str) and isinstance(piece.key, str)
-            _check(sane and _is_count(piece.start) and _is_count(piece.numel), name, "piece", piece)
-        entries[name] = TensorEntry(tuple(shape), DTYPES[item["dtype"]], tuple(pieces))
+            if not sane or not _are_counts(piece[2:]):
+                raise _malformed(name, "piece", piece)
+        entries[name] = TensorEntry(tuple(shape), DTYPES[item["dtype"]], pieces)
     return entries
 
 
 def parse(data: bytes) -> Manifest:
-    """Return the manifest that a file holds.
+    """Return the manifest from a file's bytes.
 
     Raises:
-        CheckpointError: the file is damaged, of another format or a newer version, or says something that cannot be.
+        CheckpointError: the file is damaged, of another format or a newer version, or inconsistent.
     """
     digest = data[_HEAD.index(b"%s") :][:64]
     body = data[_HEAD_BYTES : -len(_TAIL)]
     if data != _HEAD % digest + body + _TAIL or hashlib.sha256(body).hexdigest().encode() != digest:
         raise CheckpointError(
-            f"{MANIFEST_NAME} does not match its own digest: it is damaged, or not a manifest of ours."
+            f"{MANIFEST_NAME} does not match its own digest: it is damaged, or was not written by trainwright."
         )
     content = load_json(body, MANIFEST_NAME)
     try:
         _check_format(content)
         header = content["header"]
         for field in ("step", "epoch", "world_size"):
-            _check(_is_count(header[field]), "header", field, header[field])
+            if not _are_counts([header[field]]):
+                raise _malformed("header", field, header[field])
         files = {name: _parse_record(name, record) for name, record in content["files"].items()}
         sections = {name: table_from_json(table) for name, table in content["sections"].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST_NAME} is malformed: {type(error).__name__}: {error}") from error
     manifest = Manifest(header, files, sections)
     check_tensors(manifest)
+    for table in sections.values():
+        for name, entry in table.items():
+            check_coverage(name, entry.numel, entry.pieces)
     return manifest
 
 
@@ -148,7 +160,8 @@ def _check_format(content: Mapping[str, Any]) -> None:
     if content["format"] != FORMAT:
         raise FormatRefused(f"{MANIFEST_NAME} has format {content['format']!r}; this version reads {FORMAT!r}.")
     version = content["format_version"]
-    _check(_is_count(version), "manifest", "format_version", version)
+    if not _are_counts([version]):
+        raise _malformed("manifest", "format_version", version)
     if version != FORMAT_VERSION:
         raise FormatRefused(
             f"{MANIFEST_NAME} has format version {version}; this trainwright reads version {FORMAT_VERSION}. "
@@ -163,13 +176,15 @@ def _parse_record(name: str, record: Any) -> FileRecord:
             "Do not use this checkpoint: it was not written by trainwright."
         )
     size, digest = record
-    _check(_is_count(size), name, "size", size)
-    _check(isinstance(digest, str) and _SHA256.fullmatch(digest) is not None, name, "digest", digest)
+    if not _are_counts([size]):
+        raise _malformed(name, "size", size)
+    if not isinstance(digest, str) or _SHA256.fullmatch(digest) is None:
+        raise _malformed(name, "digest", digest)
     return FileRecord(size, digest)
 
 
 def check_tensors(manifest: Manifest) -> None:
-    """Check that every tensor lies whole within files that are large enough to hold it."""
+    """Check that every tensor lies in listed files that are large enough to hold it."""
     total = sum(record.size for record in manifest.files.values())
     for table in manifest.sections.values():
         for name, entry in table.items():
@@ -183,13 +198,11 @@ def check_tensors(manifest: Manifest) -> None:
                     raise CheckpointError(f"tensor {name!r} claims {piece.numel} elements of the smaller {piece.file}.")
             if math.prod(entry.shape) * entry.dtype.itemsize > total:
                 raise CheckpointError(f"tensor {name!r} claims shape {entry.shape}, more than all files hold.")
-            check_coverage(name, entry.numel, entry.pieces)
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
+def _are_counts(values: Sequence[Any]) -> bool:
+    return {*map(type, values)} <= {int} and min(values, default=0) >= 0 and max(values, default=0) < 1 << 62
 
 
-def _check(good: bool, name: str, what: str, value: Any) -> None:
-    if not good:
-        raise ValueError(f"{name[:200]!r} has {what} {str(value)[:200]!r}")
+def _malformed(name: str, what: str, value: Any) -> ValueError:
+    return ValueError(f"{name[:200]!r} has {what} {str(value)[:200]!r}")

@@ -1,4 +1,4 @@
-"""A rank's part of a sharded tensor, as hooks see it at a save: it keeps track of which range of the whole it is."""
+"""A rank's part of a sharded tensor, as hooks see it at a save: it knows which range of the whole it is."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from trainwright.errors import CheckpointError
 class RankPart(Tensor):
     """A range of a tensor whose other ranges are on other ranks; made by `shown`.
 
-    What is computed of it element by element is the same range of the result, and so it can be stored under whatever name. A
-    result of another shape (a norm, a slice) is this rank's own: of which range of what, nobody can say.
+    An elementwise result is the same range of the whole result, so it can be stored under any name. A result of another shape
+    (a norm, a slice) corresponds to no range of anything, and cannot be stored.
     """
 
     source: Piece
-    """The piece that it is, or was computed of."""
+    """The piece that it is, or was computed from."""
     is_range: bool
-    """Whether its elements are still those of the source's range, one for one."""
+    """Whether its elements still correspond one to one to the source's range."""
 
     @classmethod
     def of(cls, tensor: Tensor, source: Piece, is_range: bool) -> RankPart:
@@ -48,7 +48,7 @@ class RankPart(Tensor):
             are_ranges = len(ranges) == 1 and all(each.is_range for each in parts)
 
             def derived(tensor: Tensor) -> Tensor:
-                if isinstance(tensor, RankPart):  # changed in place, or given back as it was
+                if isinstance(tensor, RankPart):  # changed in place, or returned unchanged
                     tensor.is_range = tensor.is_range and are_ranges
                     return tensor
                 is_range = are_ranges and tensor.shape == parts[0].source.tensor.shape
@@ -63,7 +63,7 @@ class RankPart(Tensor):
 
 def shown(piece: Piece) -> Tensor:
     """Return a piece's tensor for hooks: a whole one, or this rank's part. It is the memory in use."""
-    if piece.is_whole and piece.tensor.shape != piece.shape:  # a sharded one, of which this rank happens to hold all
+    if piece.is_whole and piece.tensor.shape != piece.shape:  # sharded, but this rank holds all of it
         piece = replace(piece, tensor=piece.tensor.view(piece.shape))
     if piece.is_whole and piece.writer in (None, 0):
         return piece.tensor
@@ -71,22 +71,22 @@ def shown(piece: Piece) -> Tensor:
 
 
 def is_range(tensor: Tensor) -> bool:
-    """Return whether a tensor is a whole one, or a part that is still the range that it was."""
+    """Return whether a tensor is whole, or a part that still corresponds to its range."""
     return not isinstance(tensor, RankPart) or tensor.is_range
 
 
 def stored(name: str, value: Tensor) -> Piece:
-    """Return the piece that a tensor which hooks have put into a state_dict stands for: a part's own range, or all of it.
+    """Return the piece for a tensor that hooks left in a state_dict.
 
     Raises:
-        CheckpointError: it was computed of a part, and is no part of the result.
+        CheckpointError: it was computed from a part, and corresponds to no range of a whole tensor.
     """
     if not isinstance(value, RankPart):
         return Piece(name, tuple(value.shape), 0, value.detach(), 0)
     if not value.is_range:
         raise CheckpointError(
-            f"on_save_checkpoint left as {name!r} in the state_dict what was computed of this rank's part of "
-            f"{value.source.name!r}, which other ranks hold the rest of. Change such tensors element by element (a cast, a "
-            "factor), or under strategy='ddp', which has them whole."
+            f"on_save_checkpoint left {name!r} in the state_dict, computed from this rank's part of {value.source.name!r}; the "
+            "other ranks hold the rest. Use elementwise operations on such tensors (a cast, a factor), or strategy='ddp', "
+            "which keeps them whole."
         )
     return replace(value.source, name=name, tensor=value.detach().as_subclass(Tensor))

@@ -1,4 +1,4 @@
-"""Replacement: a checkpoint takes the path of another one, which goes. At each moment one of the two is there, whole."""
+"""Replacement: a new checkpoint takes the path of an old one, which is removed. At any moment one of the two is whole."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import contextlib
 import os
 import warnings
 
-from trainwright.checkpoint.discovery import is_checkpoint, read_manifest, temporary_beside
+from trainwright.checkpoint.discovery import is_checkpoint, read_manifest
 from trainwright.checkpoint.filesystem import Files, describe, resolve
 from trainwright.checkpoint.manifest import MANIFEST_NAME
+from trainwright.checkpoint.temporary import temporary_path
 from trainwright.errors import CheckpointError
 
 
@@ -19,23 +20,23 @@ def is_link(path: str) -> bool:
 
 
 def is_replaceable(path: str) -> bool:
-    """Return whether what has a path is a whole checkpoint that can make room: no link, and with no file of others in it."""
+    """Return whether a path is a whole checkpoint that can be replaced: no link, and without foreign files."""
     return not _objection(*resolve(path))
 
 
 def refuse_irreplaceable(files: Files, path: str) -> None:
-    """Refuse a path that is taken by what cannot make room (CheckpointError)."""
+    """Refuse a path that is taken and cannot be replaced (CheckpointError)."""
     if objection := _objection(files, path):
         raise CheckpointError(
-            f"{path} exists already, and overwrite=True replaces nothing but a whole checkpoint: {objection}. Remove it, or "
-            "choose another name."
+            f"{path} exists already, and overwrite=True only replaces a whole checkpoint: {objection}. Remove it, or choose "
+            "another name."
         )
 
 
 def _objection(files: Files, path: str) -> str:
-    """Return why what has a path cannot make room for a checkpoint; nothing where it can."""
+    """Return why a path cannot be replaced by a checkpoint; empty if it can."""
     if not files.has_rename:
-        return "its file system has no rename, by which one takes the place of the other"
+        return "its file system has no rename, by which one replaces the other"
     if os.path.islink(path):
         return "it is a symbolic link"
     try:
@@ -43,32 +44,32 @@ def _objection(files: Files, path: str) -> str:
     except CheckpointError as error:
         return str(error).removesuffix(".")
     others = sorted(files.listing(path).keys() - own)
-    return f"it holds {others[0]} too, which is not the checkpoint's" if others else ""
+    return f"it also holds {others[0]}, which is not the checkpoint's" if others else ""
 
 
-def free_beside(files: Files, path: str) -> str:
-    """Return the first path with a version, beside one that is taken, that nothing has; checkpoints are found there."""
+def versioned_path(files: Files, path: str) -> str:
+    """Return the first free path with a version; a search for checkpoints finds it there."""
     stem, number = path.removesuffix(".ckpt"), 1
     while files.exists(free := f"{stem}-v{number}{path[len(stem) :]}"):
         number += 1
     return free
 
 
-def replace_checkpoint(place: str, path: str) -> None:
-    """Give a whole checkpoint the path of another one, which goes: between two renames neither has that path.
+def replace_checkpoint(newer: str, path: str) -> None:
+    """Rename a whole checkpoint to the path of an older one, which is removed. Between two renames neither has that path.
 
     Raises:
-        CheckpointError: it is not done; the new one, and the other where it is not replaceable, are left where they are.
+        CheckpointError: nothing was replaced; both checkpoints are where they were.
     """
-    files, source = resolve(place)
+    files, source = resolve(newer)
     target = resolve(path)[1]
-    if not is_checkpoint(place):
-        raise CheckpointError(f"{place} is no whole checkpoint, so that at {path} stays.")
+    if not is_checkpoint(newer):
+        raise CheckpointError(f"{newer} is not a whole checkpoint, so {path} is kept.")
     old = ""
     try:
         if files.exists(target):
             refuse_irreplaceable(files, target)
-            old = temporary_beside(target)
+            old = temporary_path(target)
             files.rename(target, old)
         files.rename(source, target)
         files.sync_directory(os.path.dirname(target))
@@ -79,9 +80,9 @@ def replace_checkpoint(place: str, path: str) -> None:
             if old:
                 files.rename(old, target)
         text = describe(error, target)
-        raise CheckpointError(f"{place} is whole, but did not get the path {path}: {text}") from error
+        raise CheckpointError(f"{newer} is whole, but could not be renamed to {path}: {text}") from error
     if old:
         try:
             files.remove_tree(old)
-        except OSError as error:  # what is left of it has the name of a temporary directory
+        except OSError as error:  # the rest has a temporary name, so a later run sweeps it
             warnings.warn(f"{path} was replaced, but not all of it could be removed: {error}.", stacklevel=2)

@@ -1,7 +1,7 @@
-"""Safetensors files: one written piece by piece and hashed on the way, and ranges of it read back in place.
+"""Safetensors files: written piece by piece and hashed on the way; ranges are read back in place.
 
-Reading is by byte ranges, so the same code serves a local file and a remote one, reads no more than the overlap of what
-is stored and what is wanted, and meets a file that was cut short with an error (a memory map would end the process).
+Reading by byte ranges works for local and remote files, reads only the overlap of what is stored and what is wanted, and
+raises an error for a truncated file (a memory map would kill the process).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainwright.errors import CheckpointError
 
 CHUNK_BYTES = 8 << 20
 THREADED_BYTES = 1 << 20
-"""From how many bytes on another thread is worth its start (about 0.1 ms)."""
+"""The size from which hashing in another thread pays for its start (about 0.1 ms)."""
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library reads no longer header
 METADATA_KEY = "__metadata__"
 _OR_ELSE = "or leave it out of the state_dict that it comes from (a buffer by persistent=False)."
@@ -44,7 +44,7 @@ class HashingStream:
         self._digest = hashlib.sha256()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write all of the data; what is large is hashed meanwhile in a thread, as each takes about as long as the other."""
+        """Write all of the data; hash large data in a thread meanwhile, since both take about the same time."""
         view = memoryview(data)
         if len(view) < THREADED_BYTES:
             self._digest.update(view)
@@ -53,7 +53,7 @@ class HashingStream:
             thread = threading.Thread(target=self._digest.update, args=(view,), name="trainwright-hash")
             try:
                 thread.start()
-            except RuntimeError:  # no more threads, as Python 3.12.0 and .1 have it at the end of a program
+            except RuntimeError:  # Python 3.12.0 and 3.12.1 start no threads at interpreter exit
                 self._digest.update(view)
                 self._write(view)
             else:
@@ -70,52 +70,53 @@ class HashingStream:
                 chunk = chunk[self.stream.write(chunk) :]
 
     def record(self) -> FileRecord:
-        """Return the size and digest of what was written."""
+        """Return the size and digest of the written data."""
         return FileRecord(self.size, self._digest.hexdigest())
 
 
 def write_shard(out: HashingStream, file_name: str, pieces: Sequence[Piece]) -> dict[str, TensorEntry]:
-    """Write the pieces as one safetensors file and return what it holds, by tensor name.
+    """Write the pieces as one safetensors file and return its entries by tensor name.
 
-    Tied names are stored once: the entries of both point at one key. A piece without elements is left out where the
-    tensor has some. At most one tensor at a time is copied to host memory.
+    Tied names are stored once, and their entries point at one key. An empty piece of a tensor that is not empty is skipped.
+    At most one tensor at a time is copied to host memory.
 
     Raises:
-        CheckpointError: a tensor's kind or dtype has no place in a safetensors file.
+        CheckpointError: a safetensors file cannot store a tensor's kind or dtype.
     """
     entries: dict[str, TensorEntry] = {}
-    stored: list[tuple[str, Piece]] = []
+    stored: list[tuple[str, Sequence[int], torch.Tensor]] = []
     keys = {METADATA_KEY}
     for group in tied_groups(pieces):
         first = group[0]
         check_storable(first.name, first.tensor)
-        key = first.name if first.is_whole else f"{first.name}[{first.start}:{first.stop}]"
+        is_whole = first.is_whole
+        key = first.name if is_whole else f"{first.name}[{first.start}:{first.stop}]"
         while key in keys:
             key += "+"
         keys.add(key)
-        kept = first.tensor.numel() > 0 or first.is_whole
+        kept = is_whole or first.tensor.numel() > 0
         if kept:
-            stored.append((key, first))
+            stored.append((key, first.shape if is_whole else first.tensor.shape, first.tensor))
         for piece in group:
-            place = (StoredPiece(file_name, key, piece.start, piece.tensor.numel()),) if kept else ()
+            own = (StoredPiece(file_name, key, piece.start, piece.tensor.numel()),) if kept else ()
             shape, dtype = tuple(piece.shape), piece.tensor.dtype
             known = entries.get(piece.name, TensorEntry(shape, dtype))
             if (known.shape, known.dtype) != (shape, dtype):
                 raise CheckpointError(f"two pieces of tensor {piece.name!r} differ in the shape or dtype of the whole.")
-            entries[piece.name] = TensorEntry(shape, dtype, known.pieces + place)
-    stored.sort(key=lambda item: -item[1].tensor.element_size())  # keeps every tensor aligned, as the library does
+            entries[piece.name] = TensorEntry(shape, dtype, known.pieces + own)
+    stored.sort(key=lambda item: -item[2].element_size())  # keeps every tensor aligned, like the library
     out.write(_render_header(file_name, stored))
-    for _, piece in stored:
-        out.write(host_bytes(piece.tensor))
+    for _, _, tensor in stored:
+        out.write(host_bytes(tensor))
     return entries
 
 
 def check_storable(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor whose kind or dtype has no place in a safetensors file (CheckpointError)."""
+    """Refuse a tensor whose kind or dtype a safetensors file cannot store (CheckpointError)."""
     own = type(tensor)
     if own.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise CheckpointError(
-            f"tensor {name!r} is a {own.__module__}.{own.__qualname__}, which keeps its values in a way of its own; a "
+            f"tensor {name!r} is a {own.__module__}.{own.__qualname__}, which stores its values in its own format; a "
             "checkpoint stores plain tensors. Use a layer or an optimizer that keeps plain ones."
         )
     if tensor.dtype not in DTYPE_NAMES:
@@ -133,14 +134,14 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
         raise CheckpointError(f"tensor {name!r} has its memory freed; gather it, or give this rank's own range.")
 
 
-def _render_header(file_name: str, stored: Sequence[tuple[str, Piece]]) -> bytes:
+def _render_header(file_name: str, stored: Sequence[tuple[str, Sequence[int], torch.Tensor]]) -> bytes:
     table: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}
     offset = 0
-    for key, piece in stored:
-        size = piece.tensor.numel() * piece.tensor.element_size()
+    for key, shape, tensor in stored:
+        size = tensor.numel() * tensor.element_size()
         table[key] = {
-            "dtype": DTYPE_NAMES[piece.tensor.dtype],
-            "shape": list(piece.shape if piece.is_whole else piece.tensor.shape),
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(shape),
             "data_offsets": [offset, offset + size],
         }
         offset += size
@@ -152,7 +153,7 @@ def _render_header(file_name: str, stored: Sequence[tuple[str, Piece]]) -> bytes
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the elements in row-major order as bytes; memory is copied only off a device or out of another layout."""
+    """Return the elements in row-major order as bytes; copy only from a device or another layout."""
     if tensor.numel() == 0:
         return memoryview(b"")
     tensor = tensor.detach()
@@ -163,13 +164,13 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor's memory as a row of bytes."""
-    # To torch a tensor of one element is contiguous whatever its strides, but no view of another dtype wants those.
+    # torch calls a one-element tensor contiguous whatever its strides, but such strides forbid a view of another dtype.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """Where the bytes of one key lie in a safetensors file."""
+    """Where the bytes of one key are in a safetensors file."""
 
     dtype: torch.dtype
     numel: int
@@ -177,10 +178,10 @@ class StoredArray:
 
 
 def read_header(stream: BinaryIO, name: str, size: int) -> dict[str, StoredArray]:
-    """Read the table of a safetensors file of `size` bytes: sizes, bounds, no hole and no overlap are checked.
+    """Read the table of a safetensors file of `size` bytes, checking sizes, bounds, holes and overlaps.
 
     Raises:
-        CheckpointError: the header is not one, or does not fit the file.
+        CheckpointError: the header is malformed, or does not match the file.
     """
     prefix = _read_exactly(stream, 8, name)
     length = int.from_bytes(prefix, "little")
@@ -204,7 +205,7 @@ def read_header(stream: BinaryIO, name: str, size: int) -> dict[str, StoredArray
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict; a key that comes twice would mean one thing here and another to other readers."""
+    """Return a JSON object as a dict; refuse a repeated key, which readers interpret differently."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key comes twice in one object")
@@ -218,7 +219,7 @@ def _parse_header(table: Mapping[str, Any]) -> dict[str, tuple[StoredArray, int]
             continue
         shape, (begin, stop) = item["shape"], item["data_offsets"]
         if any(type(number) is not int or number < 0 for number in (*shape, begin, stop)):
-            raise ValueError(f"{key!r} has a size that is no count")
+            raise ValueError(f"{key!r} has a size that is not a count")
         arrays[key] = (StoredArray(DTYPES[item["dtype"]], math.prod(shape), begin), stop)
     return arrays
 
@@ -230,7 +231,7 @@ def _read_exactly(stream: BinaryIO, count: int, name: str) -> bytes:
 
 
 def fill(stream: BinaryIO, view: memoryview, name: str) -> None:
-    """Read exactly as many bytes as the view has room for."""
+    """Read exactly as many bytes as the view holds."""
     while view:
         count = stream.readinto(view)  # type: ignore[attr-defined]
         if not count:
@@ -240,7 +241,7 @@ def fill(stream: BinaryIO, view: memoryview, name: str) -> None:
 
 @dataclass(frozen=True)
 class Copy:
-    """Elements to read: `numel` of them from `first` on under the key of `source`, to `to` in the destination."""
+    """Elements to read: `numel` of them, from `first` on in `source`, to `to` in the destination."""
 
     source: StoredPiece
     first: int
@@ -252,7 +253,7 @@ def plan_copies(entries: Mapping[str, TensorEntry], piece: Piece) -> list[Copy]:
     """Return the stored ranges that fill a destination.
 
     Raises:
-        CheckpointError: the tensor has another shape, or an element of the destination is in no file.
+        CheckpointError: the tensor has another shape, or an element of the destination is not stored.
     """
     entry = entries[piece.name]
     if tuple(piece.shape) != entry.shape:
@@ -279,9 +280,9 @@ def copy_into(
     copies: Iterable[Copy],
     locate: Callable[[str, str], tuple[BinaryIO, StoredArray]],
 ) -> None:
-    """Fill a destination in place from the files; a destination of another dtype than the stored one is converted.
+    """Fill a destination in place from the files, converting to its dtype.
 
-    `locate` returns the open file and the place in it of a (file, key).
+    `locate` returns the open file for a (file, key), and where the key's bytes are in it.
     """
     target = piece.tensor.detach()
     if target.numel() == 0:
@@ -304,10 +305,10 @@ def copy_into(
 
 
 def copy_whole(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values into a tensor of their shape; into an expanded one what its repeated elements have in common.
+    """Copy values into a tensor of their shape; into an expanded one if its repeated elements are equal.
 
     Raises:
-        RuntimeError: these differ there, or the dtypes do not convert.
+        RuntimeError: they are not, or the dtypes do not convert.
     """
     for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if stride == 0 and size > 1:

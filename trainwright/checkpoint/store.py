@@ -1,10 +1,9 @@
 """Writing a checkpoint so that it exists whole or not at all; the public names of this part are gathered here.
 
-Rank 0 makes a temporary directory beside the target; every rank writes its own files there, hashed on the way and
-synced; rank 0 writes the manifest last, renames the directory and syncs its parent. After each of the three the ranks
-exchange their outcomes: every rank reaches each exchange, whatever happened to it, and a failure anywhere is the same
-error on all. Where there is no rename (object stores) the files are written in place and the manifest, put last, is
-the commit.
+Rank 0 creates a temporary directory next to the target; every rank writes its files there, hashed on the way and synced; rank 0
+writes the manifest last, renames the directory and syncs its parent. After each of the three steps the ranks exchange results:
+every rank reaches each exchange, and a failure on one rank is the same error on all. Without rename (object stores) the files
+are written under their final names, and the manifest, written last, is the commit.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from trainwright.checkpoint.discovery import (
     is_checkpoint,
     latest_checkpoint,
     remove_checkpoint,
-    same_place,
-    sweep_temporaries,
-    temporary_beside,
+    same_path,
 )
 from trainwright.checkpoint.filesystem import Files, describe, resolve
 from trainwright.checkpoint.manifest import (
@@ -34,14 +31,16 @@ from trainwright.checkpoint.manifest import (
     Manifest,
     check_tensors,
     dump_json,
+    rank_section,
     render,
     table_from_json,
     table_to_json,
 )
-from trainwright.checkpoint.opening import Checkpoint, ReadReport, open_checkpoint, rank_section
-from trainwright.checkpoint.replacement import free_beside, refuse_irreplaceable, replace_checkpoint
+from trainwright.checkpoint.reader import Checkpoint, ReadReport, open_checkpoint
+from trainwright.checkpoint.replacement import refuse_irreplaceable, replace_checkpoint, versioned_path
 from trainwright.checkpoint.shards import FileRecord, HashingStream, check_storable, write_shard
-from trainwright.checkpoint.tensors import Piece, TensorEntry, deal, merge
+from trainwright.checkpoint.temporary import sweep_temporaries, temporary_path
+from trainwright.checkpoint.tensors import Piece, TensorEntry, assign_writers, merge
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
@@ -61,7 +60,7 @@ __all__ = [
     "latest_checkpoint",
     "open_checkpoint",
     "remove_checkpoint",
-    "same_place",
+    "same_path",
     "sweep_temporaries",
     "write_checkpoint",
 ]
@@ -82,16 +81,16 @@ def write_checkpoint(
     """Write a checkpoint; when this returns, on any rank, it is durable. Collective: call on every rank.
 
     Args:
-        path: the directory or URL to write, which must not exist yet unless it is to be overwritten.
+        path: the directory or URL to write, which must not exist unless `overwrite` is given.
         sections: this rank's pieces by section (model, optimizer, ...).
         state: plain data of the whole run; rank 0's is stored.
         rank_state: plain data of this rank; None stores nothing.
         header: plain JSON for the manifest, with at least `step` and `epoch`; rank 0's is stored.
         ranks: those that write it.
-        overwrite: let it take the place of a whole checkpoint that has the path, once it is committed under a name beside.
+        overwrite: replace a whole checkpoint at the path, once the new one is committed under another name.
 
     Raises:
-        CheckpointError: on every rank with the same text; nothing was changed, earlier checkpoints least of all.
+        CheckpointError: on every rank with the same text; earlier checkpoints are unchanged.
     """
     write_contents(
         path,
@@ -103,7 +102,7 @@ def write_checkpoint(
 
 
 class Contents(NamedTuple):
-    """What one rank writes: its pieces by section, and plain data by file name, encoded, with the tensors in it."""
+    """What one rank writes: its pieces by section, and encoded plain data with its tensors by file name."""
 
     sections: dict[str, list[Piece]]
     plain: dict[str, tuple[Any, list[Piece]]]
@@ -112,10 +111,10 @@ class Contents(NamedTuple):
 def collect(
     sections: Mapping[str, Sequence[Piece]], state: Any, rank_state: Any, rank: int, world_size: int
 ) -> Contents:
-    """Return this rank's part of a checkpoint; see `write_checkpoint` for the arguments. Only its tensors are still live.
+    """Return this rank's part of a checkpoint; see `write_checkpoint` for the arguments. Its tensors are not copied.
 
     Raises:
-        CheckpointError: a section's name, or something in the state, is not accepted.
+        CheckpointError: a section's name or a value in the state is not accepted.
     """
     for name in sections:
         if not _SECTION.fullmatch(name):
@@ -124,14 +123,14 @@ def collect(
     if rank_state is not None:
         states[rank_section(rank)] = rank_state
     plain = {name: encode_state(value, name) for name, value in states.items()}
-    return Contents({name: deal(pieces, rank, world_size) for name, pieces in sections.items()}, plain)
+    return Contents({name: assign_writers(pieces, rank, world_size) for name, pieces in sections.items()}, plain)
 
 
 def encode_state(value: Any, name: str) -> tuple[Any, list[Piece]]:
     """Return a state as plain data, and the tensors in it.
 
     Raises:
-        CheckpointError: something in it, a tensor too, has no place in a checkpoint; the text says where it stands.
+        CheckpointError: a checkpoint cannot store a value or tensor in it; the message says where it is.
     """
     encoded, tensors = encode_stored(value, name)
     for key, tensor in tensors.items():
@@ -157,8 +156,8 @@ def write_contents(
         describe=partial(describe, path=target),
     )
     full_header = {"world_size": ranks.world_size, **header}
-    place = run_on_all((lambda: _begin(files, target, full_header, overwrite)) if rank == 0 else None)[0]
-    writer = _Writer(files, place)
+    directory = run_on_all((lambda: _begin(files, target, full_header, overwrite)) if rank == 0 else None)[0]
+    writer = _Writer(files, directory)
 
     def write_own() -> dict[str, Any]:
         contents = gather()
@@ -170,12 +169,12 @@ def write_contents(
 
     try:
         tables = run_on_all(write_own, reads=rank == 0)
-        run_on_all((lambda: _commit(files, place, target, full_header, tables, overwrite)) if rank == 0 else None)
+        run_on_all((lambda: _commit(files, directory, target, full_header, tables, overwrite)) if rank == 0 else None)
     except Exception as error:
         if files.has_rename:
             if rank == 0:
-                _discard(files, place)
-        elif isinstance(error, CheckpointError):  # else it is not known whether rank 0 has committed
+                _discard(files, directory)
+        elif isinstance(error, CheckpointError):  # else rank 0 may have committed
             writer.discard()
         raise
 
@@ -183,40 +182,40 @@ def write_contents(
 class _Writer:
     """The files that this rank writes, and what they hold."""
 
-    def __init__(self, files: Files, place: str) -> None:
+    def __init__(self, files: Files, directory: str) -> None:
         self._files = files
-        self._place = place
+        self._directory = directory
         self._created: list[str] = []
         self._records: dict[str, FileRecord] = {}
         self._sections: dict[str, dict[str, TensorEntry]] = {}
 
     def write_shard(self, section: str, stem: str, pieces: Sequence[Piece]) -> None:
-        """Write the pieces as one file; none where there is nothing to store."""
+        """Write the pieces as one file, if there are any."""
         if pieces:
             name = f"{stem}.safetensors"
             self._sections[section] = self._write(name, lambda out: write_shard(out, name, pieces))
 
     def write_plain(self, name: str, value: Any, tensors: Sequence[Piece]) -> None:
-        """Write encoded plain data, and the tensors in it beside it."""
+        """Write encoded plain data, and its tensors in a second file."""
         data = dump_json(value, f"{name}.json")
         self._write(f"{name}.json", lambda out: out.write(data))
         self.write_shard(name, name, tensors)
 
     def table(self) -> dict[str, Any]:
-        """Return what was written, for the manifest."""
+        """Return the manifest's entries for the written files."""
         return {
             "files": {name: [record.size, record.sha256] for name, record in self._records.items()},
             "sections": {name: table_to_json(table) for name, table in self._sections.items()},
         }
 
     def discard(self) -> None:
-        """Remove this rank's files again, as far as that goes."""
+        """Remove this rank's files, as far as possible."""
         for name in self._created:
             with contextlib.suppress(Exception):
-                self._files.remove_file(f"{self._place}/{name}")
+                self._files.remove_file(f"{self._directory}/{name}")
 
     def _write(self, name: str, write: Callable[[HashingStream], Any]) -> Any:
-        path = f"{self._place}/{name}"
+        path = f"{self._directory}/{name}"
         self._created.append(name)
         try:
             with self._files.create(path) as stream:
@@ -224,7 +223,7 @@ class _Writer:
                 result = write(out)
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{name}: the directory that rank 0 made is not there ({error}). "
+                f"{name}: the directory that rank 0 created does not exist here ({error}). "
                 "Write to a file system that all ranks share."
             ) from error
         except OSError as error:
@@ -234,38 +233,38 @@ class _Writer:
 
 
 def _begin(files: Files, target: str, header: Mapping[str, Any], overwrite: bool) -> str:
-    """Check the target and return the directory to write into, made."""
+    """Check the target, create the directory to write into and return it."""
     for field in ("step", "epoch", "world_size"):
         if type(header.get(field)) is not int or header[field] < 0:
-            raise CheckpointError(f"the header's {field} is {header.get(field)!r}; a number from 0 on is accepted.")
+            raise CheckpointError(f"the header's {field} is {header.get(field)!r}; accepted is a whole number from 0.")
     dump_json(dict(header), "the header")
     if files.exists(target if files.has_rename else f"{target}/{MANIFEST_NAME}"):
         if not overwrite:
             raise CheckpointError(
-                f"{target} exists already; a checkpoint is overwritten with overwrite=True alone. Pass that, remove it, or "
+                f"{target} exists already; a checkpoint is only overwritten with overwrite=True. Pass that, remove it, or "
                 "choose another name."
             )
         refuse_irreplaceable(files, target)
     if not files.has_rename:
         files.make_directories(target)
         return target
-    place = temporary_beside(target)
-    files.make_directories(os.path.dirname(place))
-    files.make_new_directory(place)
-    return place
+    directory = temporary_path(target)
+    files.make_directories(os.path.dirname(directory))
+    files.make_new_directory(directory)
+    return directory
 
 
 def _commit(
-    files: Files, place: str, target: str, header: Mapping[str, Any], tables: Sequence[Any], overwrite: bool
+    files: Files, directory: str, target: str, header: Mapping[str, Any], tables: Sequence[Any], overwrite: bool
 ) -> None:
-    """Write the manifest and give the directory its name."""
+    """Write the manifest and rename the directory to its target."""
     records = {name: FileRecord(*record) for table in tables for name, record in table["files"].items()}
     names = sorted({name for table in tables for name in table["sections"]})
     parts = [{name: table_from_json(part) for name, part in table["sections"].items()} for table in tables]
     merged = {name: merge(part[name] for part in parts if name in part) for name in names}
     manifest = Manifest(dict(header), records, merged)
     check_tensors(manifest)
-    listed = files.listing(place)
+    listed = files.listing(directory)
     for name, record in records.items():
         if listed.get(name) != record.size:
             raise CheckpointError(
@@ -278,23 +277,23 @@ def _commit(
             files.put(f"{target}/{MANIFEST_NAME}", data)
         except Exception:
             with contextlib.suppress(Exception):
-                files.remove_file(f"{target}/{MANIFEST_NAME}")  # it may have arrived all the same
+                files.remove_file(f"{target}/{MANIFEST_NAME}")  # it may have arrived despite the error
             raise
         return
-    files.put(f"{place}/{MANIFEST_NAME}", data)
-    files.sync_directory(place)
-    free = free_beside(files, target) if overwrite and files.exists(target) else target
-    files.rename(place, free)
+    files.put(f"{directory}/{MANIFEST_NAME}", data)
+    files.sync_directory(directory)
+    free = versioned_path(files, target) if overwrite and files.exists(target) else target
+    files.rename(directory, free)
     try:
         files.sync_directory(os.path.dirname(target))
     except Exception:
         with contextlib.suppress(OSError):
-            files.rename(free, place)  # not known to be durable, so it is taken back
+            files.rename(free, directory)  # undone, since it may not be durable
         raise
     if free != target:
         replace_checkpoint(free, target)
 
 
-def _discard(files: Files, place: str) -> None:
+def _discard(files: Files, directory: str) -> None:
     with contextlib.suppress(OSError):
-        files.remove_tree(place)
+        files.remove_tree(directory)

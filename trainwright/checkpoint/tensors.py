@@ -1,8 +1,8 @@
-"""Pieces of tensors: what a rank holds of each tensor, who writes which, and what a checkpoint has stored.
+"""Pieces of tensors: what a rank holds of each tensor, which rank writes it, and where a checkpoint stores it.
 
-A piece is one contiguous range of a tensor flattened in row-major order. Every strategy's share of a tensor can be said
-that way, so a checkpoint written under one strategy is read under another by copying the overlaps of two lists of
-pieces. The files themselves are `shards.py`'s.
+A piece is one contiguous range of a tensor flattened in row-major order. Every strategy's shard of a tensor is such a range,
+so a checkpoint written under one strategy is read under another by copying the overlaps of two lists of pieces. `shards.py`
+reads and writes the files.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import heapq
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 
@@ -49,7 +51,7 @@ class Piece:
         shape: the shape of the whole tensor.
         start: where the range begins in the flattened whole tensor.
         tensor: the elements: either the whole tensor in any layout, or a 1-D tensor with the range.
-        writer: the rank that writes it; None where every rank holds an equal copy, so that the writer is dealt out.
+        writer: the rank that writes it; None if every rank holds a copy, so that `assign_writers` chooses one.
     """
 
     name: str
@@ -79,9 +81,8 @@ class Piece:
         return self.start == 0 and self.tensor.numel() == math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class StoredPiece:
-    """A range of a tensor in a file: `numel` elements from `start` on lie there under `key`."""
+class StoredPiece(NamedTuple):
+    """A range of a tensor in a file: `numel` elements from `start` on, stored under `key`."""
 
     file: str
     key: str
@@ -91,7 +92,7 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a checkpoint: its whole shape, its dtype, and where its pieces lie (ordered by their starts)."""
+    """A tensor in a checkpoint: its whole shape, its dtype, and its stored pieces, ordered by start."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -104,7 +105,7 @@ class TensorEntry:
 
 
 def tied_groups(pieces: Iterable[Piece]) -> list[list[Piece]]:
-    """Group the pieces that are the same memory read in the same way (tied names); most groups hold one piece."""
+    """Group the pieces that are the same view of the same memory (tied names); most groups hold one piece."""
     groups: dict[Hashable, list[Piece]] = {}
     for index, piece in enumerate(pieces):
         groups.setdefault(_identity(piece) or index, []).append(piece)
@@ -119,10 +120,10 @@ def _identity(piece: Piece) -> Hashable:
     return (*memory, tensor.dtype, tuple(tensor.shape), tensor.stride(), tuple(piece.shape), piece.start)
 
 
-def deal(pieces: Sequence[Piece], rank: int, world_size: int) -> list[Piece]:
+def assign_writers(pieces: Sequence[Piece], rank: int, world_size: int) -> list[Piece]:
     """Return the pieces that this rank writes: its own, and its part of the replicated ones, balanced by bytes.
 
-    The same answer on every rank without a word exchanged, whatever the order of the pieces. Tied names go to one rank.
+    Every rank computes the same assignment without communication, whatever the order of its pieces. Tied names go to one rank.
     """
     strays = [piece for piece in pieces if piece.writer is not None and not 0 <= piece.writer < world_size]
     if strays:
@@ -130,7 +131,9 @@ def deal(pieces: Sequence[Piece], rank: int, world_size: int) -> list[Piece]:
             f"the piece of {strays[0].name!r} has writer={strays[0].writer}; accepted are None and 0 to "
             f"{world_size - 1}."
         )
-    groups = tied_groups(piece for piece in pieces if piece.writer is None)
+    if world_size == 1:
+        return list(pieces)
+    groups = tied_groups([piece for piece in pieces if piece.writer is None])
     ordered = sorted(groups, key=lambda group: (-_bytes(group[0]), min((piece.name, piece.start) for piece in group)))
     loads = [(0, other) for other in range(world_size)]
     mine = {id(piece) for piece in pieces if piece.writer == rank}
@@ -147,10 +150,10 @@ def _bytes(piece: Piece) -> int:
 
 
 def merge(tables: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
-    """Join what several files hold of the tensors of one section, and check that each is there whole and once.
+    """Merge the tables of several files for one section, and check that every element is stored exactly once.
 
     Raises:
-        CheckpointError: two parts disagree on a shape or dtype, elements are missing, or some are stored twice.
+        CheckpointError: two tables disagree on a shape or dtype, elements are missing, or some are stored twice.
     """
     merged: dict[str, TensorEntry] = {}
     found: dict[str, list[StoredPiece]] = {}
@@ -164,16 +167,17 @@ def merge(tables: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]
                 )
             found.setdefault(name, []).extend(entry.pieces)
     for name, entry in merged.items():
-        pieces = sorted(found[name], key=lambda piece: (piece.start, piece.numel))
-        if entry.numel == 0:
+        pieces = sorted(found[name], key=attrgetter("start", "numel"))
+        numel = entry.numel
+        if numel == 0:
             pieces = pieces[:1]
-        check_coverage(name, entry.numel, pieces)
+        check_coverage(name, numel, pieces)
         merged[name] = TensorEntry(entry.shape, entry.dtype, tuple(pieces))
     return merged
 
 
 def check_coverage(name: str, numel: int, pieces: Sequence[StoredPiece]) -> None:
-    """Raise where the pieces, ordered by start, do not cover each of `numel` elements exactly once."""
+    """Raise unless the pieces, ordered by start, cover each of `numel` elements exactly once."""
     reached = 0
     for piece in pieces:
         if piece.start > reached:

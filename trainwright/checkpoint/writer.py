@@ -1,7 +1,7 @@
-"""The saves of one engine, one after the other: each made within the call, or in the background.
+"""The saves of one engine, one after the other, each within the call or in the background.
 
-In the background the call returns once this rank's part lies in host memory. A thread then does what a save within the call
-does, and runs no collective: outcomes go over the key-value store on a channel of these saves alone.
+In the background the call returns once this rank's part is in host memory. A thread then does the same as a blocking save,
+without a collective: the ranks exchange results over the key-value store, on a channel for these saves only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainwright.errors import CheckpointError
 
 NICENESS = 10
 DROP_SECONDS = 2.0
-"""How long a save that is given up may take to leave the files and the store alone."""
+"""How long an abandoned save may take to stop using the files and the store."""
 
 
 class BackgroundSave:
@@ -38,16 +38,16 @@ class BackgroundSave:
     def __init__(self, path: str, write: Callable[[], None]) -> None:
         self.path = path
         self.error: CheckpointError | None = None
-        """Why it failed, alike on every rank; None as long as it has not."""
+        """Why it failed, the same on every rank; None unless it has."""
         self._write = write
-        # Not the thread's own word: a join that a Ctrl-C interrupts marks it as ended (in Python up to 3.12).
+        # Not Thread.is_alive: up to Python 3.12, a join interrupted by Ctrl-C marks a running thread as ended.
         self._has_ended = threading.Event()
-        # A daemon: the end of the interpreter waits in `_finish_at_exit`, where the others may be known to have gone.
+        # A daemon: the interpreter waits in `_finish_at_exit` instead, which knows whether the other ranks have failed.
         self._thread = threading.Thread(target=self._run, name="trainwright-save", daemon=True)
 
     @property
     def is_committed(self) -> bool:
-        """Whether the checkpoint is there, durably."""
+        """Whether the checkpoint is durable."""
         return self._has_ended.is_set() and self.error is None
 
     def start(self) -> None:
@@ -55,11 +55,11 @@ class BackgroundSave:
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it has ended, committed or failed; return whether it has within so many seconds."""
+        """Wait until it has committed or failed; return whether it did within the given time."""
         return self._has_ended.wait(seconds)
 
     def _run(self) -> None:
-        _give_way()
+        _lower_priority()
         try:
             self._write()
         except CheckpointError as error:
@@ -76,7 +76,7 @@ class CheckpointWriter:
 
     Args:
         ranks: those that save.
-        has_failed: tells whether this process is known to have failed, and its peers to leave.
+        has_failed: returns whether this process has failed, so that its peers are leaving.
     """
 
     def __init__(self, ranks: Ranks, has_failed: Callable[[], bool]) -> None:
@@ -84,7 +84,7 @@ class CheckpointWriter:
         self._has_failed = has_failed
         self._memory = HostMemory()
         self.in_flight: BackgroundSave | None = None
-        """The save that was begun last, until it is waited for."""
+        """The save in the background, until it is waited for."""
 
     def save(
         self,
@@ -97,14 +97,14 @@ class CheckpointWriter:
         blocking: bool,
         overwrite: bool = False,
     ) -> None:
-        """Write a checkpoint (see `write_checkpoint`), or begin to. Collective.
+        """Write a checkpoint (see `write_checkpoint`), or start to. Collective.
 
         Raises:
-            CheckpointError: this save failed, or the one in flight before it; on every rank alike.
+            CheckpointError: this save failed, or the one in flight before it; the same on every rank.
         """
         self.finish()
         files, inside = resolve(path)
-        path = inside if files.has_rename else path  # the working directory may be another when the thread looks
+        path = inside if files.has_rename else path  # the working directory may change before the thread runs
         write = partial(write_contents, path, header=header, overwrite=overwrite)
         gather = partial(collect, sections, state, rank_state, self._ranks.rank, self._ranks.world_size)
         if blocking:
@@ -117,10 +117,10 @@ class CheckpointWriter:
         atexit.register(self._finish_at_exit)
 
     def finish(self) -> None:
-        """Wait for the save in flight, if there is one. Collective.
+        """Wait for the save in flight, if any. Collective.
 
         Raises:
-            CheckpointError: it failed, on every rank alike; earlier checkpoints are unchanged.
+            CheckpointError: it failed, the same on every rank; earlier checkpoints are unchanged.
         """
         save = self.in_flight
         if save is None:
@@ -130,27 +130,27 @@ class CheckpointWriter:
         except BaseException:  # Ctrl-C
             self.drop()
             raise
-        self._forget()
+        self._clear()
         if save.error is not None:
             raise save.error
 
     def drop(self) -> None:
-        """Wait for the save in flight no longer, since a rank that it needs is gone; earlier checkpoints are unchanged."""
+        """Abandon the save in flight, since a rank that it needs is gone; earlier checkpoints are unchanged."""
         save = self.in_flight
         if save is not None:
-            self._forget()
+            self._clear()
             self._thread_ranks.give_up()
-            memory, self._memory = self._memory, HostMemory()  # what is still being written keeps its own
+            memory, self._memory = self._memory, HostMemory()  # the abandoned save may still read its copy
             if save.wait(DROP_SECONDS):
                 self._memory = memory
 
     def release(self) -> None:
-        """Give back the host memory that is kept for the next save."""
+        """Free the host memory that is kept for the next save."""
         if self.in_flight is None:
             self._memory.release()
 
     def _copied(self, gather: Callable[[], Contents]) -> Callable[[], Contents]:
-        """Return what gives a copy of the contents, or raises why there is none: among the ranks, so that all learn of it."""
+        """Return a function that returns a copy of the contents, or raises the copy's error in the exchange with all ranks."""
         try:
             contents = gather()
             names = [*contents.sections, *contents.plain]
@@ -162,12 +162,12 @@ class CheckpointWriter:
         plain = {name: (value, copies[name]) for name, (value, _) in contents.plain.items()}
         return lambda: Contents(sections, plain)
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self.in_flight = None
         atexit.unregister(self._finish_at_exit)
 
     def _finish_at_exit(self) -> None:
-        """Let no process end before its last save has committed, and say so where it does not."""
+        """Keep the process from ending before its last save has committed, and print a failure."""
         save = self.in_flight
         if save is None:
             return
@@ -183,10 +183,10 @@ class CheckpointWriter:
             print(f"trainwright: {save.error}", file=sys.stderr)
 
 
-def _give_way() -> None:
-    """Let this thread, and those that it starts, have what training leaves of the processor, where threads have a priority.
+def _lower_priority() -> None:
+    """Lower the priority of this thread and those that it starts, where threads have one.
 
-    A step's threads wait for each other, so one that has to share its core holds up all of them.
+    The threads of a training step wait for each other, so slowing one of them down slows down all.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from trainwright.checkpoint.exchange import read_weights
+from trainwright.checkpoint.foreign_formats import read_weights
 from trainwright.data.collection import leaves
 from trainwright.data.combined import CombinedLoader
 from trainwright.data.transfer import to_device

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.opening import Verify
+from trainwright.checkpoint.reader import Verify
 from trainwright.data.seeding import set_rng_state
 from trainwright.engine import gathering
 from trainwright.engine.between_ranks import portion

@@ -21,7 +21,7 @@ from trainwright.checkpoint.contents import (
 )
 from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
 from trainwright.checkpoint.filesystem import describe
-from trainwright.checkpoint.opening import Verify
+from trainwright.checkpoint.reader import Verify
 from trainwright.checkpoint.store import SAVE, Checkpoint, open_checkpoint
 from trainwright.checkpoint.tensors import Piece
 from trainwright.checkpoint.writer import CheckpointWriter
@@ -65,7 +65,7 @@ _holders: WeakKeyDictionary[nn.Module, ref[Strategy]] = WeakKeyDictionary()
 """The strategy that a module was set up by last, in this process."""
 
 
-class Opened(NamedTuple):
+class OpenCheckpoint(NamedTuple):
     """A checkpoint that has been verified: its state, and the model's tensors where hooks have changed them (see `open`)."""
 
     checkpoint: Checkpoint
@@ -392,7 +392,7 @@ class Engine:
         self.finish_save()  # it may be the one
         return open_checkpoint(path, verify, ranks=self.ranks)
 
-    def open(self, source: str | Checkpoint, *, edit: Edit | None = None, verify: Verify = "full") -> Opened:
+    def open(self, source: str | Checkpoint, *, edit: Edit | None = None, verify: Verify = "full") -> OpenCheckpoint:
         """Verify a checkpoint that is not yet, and let `edit` change its contents before they are taken. Collective.
 
         Raises:
@@ -401,13 +401,13 @@ class Engine:
         checkpoint = self.verified(source, verify) if isinstance(source, str) else source
         state = checkpoint.run_state()
         if edit is None:
-            return Opened(checkpoint, state, None)
+            return OpenCheckpoint(checkpoint, state, None)
         header = {"epoch": int(checkpoint.header["epoch"]), "global_step": int(checkpoint.header["step"])}
-        return Opened(checkpoint, *edit_for_load(checkpoint, state, header, edit))
+        return OpenCheckpoint(checkpoint, *edit_for_load(checkpoint, state, header, edit))
 
     def load(
         self,
-        source: str | Opened,
+        source: str | OpenCheckpoint,
         *,
         weights_only: bool = False,
         strict: bool = True,
@@ -426,7 +426,7 @@ class Engine:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
         """
         use(self.device)
-        checkpoint, state, tensors = source if isinstance(source, Opened) else self.open(source)
+        checkpoint, state, tensors = source if isinstance(source, OpenCheckpoint) else self.open(source)
         lazy: dict[str, LazyTensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         pieces: list[Piece] = []

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainwright.checkpoint.contents import extra_states, fitting_extra_states, is_extra_state, set_extra_states
-from trainwright.checkpoint.opening import Checkpoint
+from trainwright.checkpoint.reader import Checkpoint
 from trainwright.compiled_names import clean_name, own_name
 from trainwright.engine.named_state import prefix_of
 from trainwright.errors import CheckpointError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainwright.checkpoint.contents import check_optimizer, restore_optimizer, with_dtypes_of
-from trainwright.checkpoint.opening import Checkpoint
+from trainwright.checkpoint.reader import Checkpoint
 from trainwright.checkpoint.tensors import TensorEntry
 from trainwright.engine.named_state import Named, optimizer_pieces
 from trainwright.errors import CheckpointError

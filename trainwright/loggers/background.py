@@ -1,4 +1,4 @@
-"""A thread that does a logger's writing, so that a training step never waits for a file."""
+"""A thread that writes for a logger, so that a training step never waits for a file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ Work = Callable[[], None]
 
 
 class BackgroundWriter:
-    """Does what it is given one after the other in one daemon thread, which lives while there is work.
+    """Runs the submitted work in order in one daemon thread, which lives while there is work.
 
-    A failure is kept and raised by the next `wait`. In a forked child (a loader worker) there is no thread, and what is
-    submitted there is dropped: the file belongs to the parent.
+    The next `wait` raises a failure. In a forked child (a loader worker) work is dropped: the file belongs to the parent.
     """
 
     def __init__(self) -> None:
@@ -27,7 +26,7 @@ class BackgroundWriter:
         self._process = os.getpid()
 
     def submit(self, work: Work) -> None:
-        """Have it done soon; returns at once."""
+        """Queue the work and return."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -37,7 +36,7 @@ class BackgroundWriter:
                 self._thread.start()
 
     def wait(self) -> None:
-        """Wait until all that was submitted is done, and raise the first failure since the last call."""
+        """Wait until all submitted work is done, and raise the first failure since the last call."""
         if os.getpid() != self._process:
             return
         if self._thread is not None:
@@ -53,18 +52,18 @@ class BackgroundWriter:
             try:
                 work = self._queue.get(timeout=IDLE_SECONDS)
             except queue.Empty:
-                with self._lock:  # nobody submits between this look and the end
+                with self._lock:  # so that no work is submitted between the check and the thread's end
                     if self._queue.empty():
                         self._thread = None
                         return
                 continue
             try:
                 work()
-            except Exception as error:  # whatever a file system raises
+            except Exception as error:  # file systems raise errors of any type
                 self._error = self._error or error
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # a copy, in another process say, begins with no thread and nothing to do
+        return {}  # a copy (in another process, say) starts without thread and work
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         BackgroundWriter.__init__(self)

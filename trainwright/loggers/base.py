@@ -1,8 +1,8 @@
-"""The logger contract, and what every logger does with the values that it is given.
+"""The logger contract, and how loggers convert values.
 
-The trainer calls `start` at each run's beginning on every rank, then on rank 0: `log_hyperparams` and `log_graph` once,
+The trainer calls `start` on every rank at the start of a run, then on rank 0: `log_hyperparams` and `log_graph` once,
 `log_metrics` for each row, `state_dict` at each checkpoint, `flush` at each epoch's end, `finalize` and `close` at the run's
-end. Where a run goes on, `load_state_dict` comes before `start`. What user code calls on another rank does nothing.
+end. A resumed run calls `load_state_dict` before `start`. Calls from user code on other ranks do nothing.
 """
 
 from __future__ import annotations
@@ -11,68 +11,68 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-Status = Literal["success", "failed", "interrupted"]
+RunResult = Literal["success", "failed", "interrupted"]
 
 
 class Logger:
-    """Override what the logger can keep; the rest does nothing."""
+    """Override what the logger can record; the rest does nothing."""
 
     log_dir: str | None = None
-    """The folder of this run; None before `start`, or where the logger has none."""
+    """The folder of this run; None before `start`, or without a folder."""
     save_dir: str | None = None
-    """The folder of all runs; None where the logger has none."""
+    """The folder of all runs; None without a folder."""
     name: str | None = None
-    """What the runs of this logger are called together."""
+    """The common name of this logger's runs."""
     version: int | str | None = None
-    """Which of them this run is."""
+    """The version of this run among them."""
     experiment: Any = None
-    """The writer's own object, for what it can do beyond this contract."""
+    """The underlying writer, for anything beyond this contract."""
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
-        """Choose the place of this run. Collective: called at each run's beginning, on every rank.
+        """Choose where this run logs. Collective: called at the start of each run, on every rank.
 
         `agreed(text)` returns rank 0's text on every rank.
         """
 
     def log_hyperparams(self, params: Mapping[str, Any] | argparse.Namespace) -> None:
-        """Keep the hyper-parameters of the run; called once by the trainer."""
+        """Record the hyper-parameters of the run; called once by the trainer."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write one row; without a step it is of the step of the row before."""
+        """Write one row; the step defaults to that of the previous row."""
 
     def log_graph(self, model: Any) -> None:
-        """Keep the graph of the model; called once by the trainer."""
+        """Record the graph of the model; called once by the trainer."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, on rank 0, where this logger stands, as plain data for a checkpoint; what goes before it is written first."""
+        """Return, on rank 0, this logger's position as plain data for a checkpoint, once everything before it is written."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a checkpoint's run stood; called on every rank, before `start`, and only if that gave a state.
+        """Resume from the position in a checkpoint; called on every rank before `start`, if the checkpoint has a state.
 
-        What was logged after that state was taken will be logged again.
+        The resumed run logs again what was logged after that position.
         """
 
     def save(self) -> None:
-        """Write what is held back; what `flush` does by default."""
+        """Write what is buffered; `flush` calls it by default."""
 
     def flush(self) -> None:
         """Make what was logged durable; called at the end of each epoch."""
         self.save()
 
-    def finalize(self, status: Status) -> None:
-        """Called at the end of a run, before `close`, with how it ended."""
+    def finalize(self, status: RunResult) -> None:
+        """Called at the end of a run, before `close`, with the run's result."""
 
     def close(self) -> None:
-        """Flush and close; called at the end of a run, after a failure too."""
+        """Flush and close; called at the end of a run, also after a failure."""
         self.flush()
 
 
 def to_numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the metrics as python numbers, the items of a dict among them as name/key.
+    """Return the metrics as Python numbers; the items of a dict become name/key.
 
     Raises:
-        TypeError: a value that is no number and no tensor or array of one element.
+        TypeError: a value is neither a number nor a tensor or array of one element.
     """
     numbers: dict[str, Any] = {}
     for name, value in metrics.items():
@@ -100,7 +100,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def to_dict(params: Mapping[str, Any] | argparse.Namespace) -> dict[str, Any]:
-    """Return hyper-parameters as a dict; TypeError where they are no Mapping and no Namespace."""
+    """Return hyper-parameters as a dict; raise TypeError unless they are a Mapping or a Namespace."""
     if isinstance(params, argparse.Namespace):
         return dict(vars(params))
     if not isinstance(params, Mapping):

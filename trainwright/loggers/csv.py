@@ -1,4 +1,4 @@
-"""The CSV logger: one folder a run, one row a moment in metrics.csv, the hyper-parameters in hparams.json."""
+"""The CSV logger: a folder per run, with the metrics in metrics.csv and the hyper-parameters in hparams.json."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from trainwright.paths import open_no_link
 class CSVLogger(FolderLogger):
     """Writes `<save_dir>/<name>/version_<n>/metrics.csv` and `hparams.json`.
 
-    The columns are step, epoch, then the metrics as they come; a new metric adds a column. Rows wait in memory and are
-    written by a thread: when 100 wait, every ten seconds or so, at an epoch's end, and at the end of the run.
+    The columns are step, epoch, then the metrics in order of appearance; a new metric adds a column. Rows are buffered and
+    written by a thread: every 100 rows, about every ten seconds, at an epoch's end, and at the end of the run.
 
     Args:
         save_dir: a path or an fsspec URL; by default the trainer's default_root_dir.
         name: the folder of all runs.
-        version: the run's own folder; by default version_<n> with the next n that is free.
-        prefix: stands before the name of every metric, with a dash.
-        flush_logs_every_n_steps: how many rows are written together.
+        version: the run's folder; by default version_<n> with the next free n.
+        prefix: put before the name of every metric, with a dash.
+        flush_logs_every_n_steps: the number of rows that are written together.
 
     >>> logger = tw.CSVLogger("runs", name="digits")
     >>> tw.Trainer(logger=logger, max_epochs=1, enable_model_summary=False).fit(module, loader)
@@ -45,7 +45,7 @@ class CSVLogger(FolderLogger):
     ) -> None:
         if isinstance(flush_logs_every_n_steps, bool) or not isinstance(flush_logs_every_n_steps, int):
             raise TypeError(
-                f"flush_logs_every_n_steps={flush_logs_every_n_steps!r} is no int; give the number of rows."
+                f"flush_logs_every_n_steps={flush_logs_every_n_steps!r} is not an int; give the number of rows."
             )
         if flush_logs_every_n_steps < 1:
             raise ValueError(f"flush_logs_every_n_steps={flush_logs_every_n_steps} must be at least 1.")
@@ -54,25 +54,25 @@ class CSVLogger(FolderLogger):
 
     @property
     def metrics_path(self) -> str:
-        """Return the path of metrics.csv; RuntimeError before the run has begun."""
+        """Return the path of metrics.csv; raise RuntimeError before the run has started."""
         if self.log_dir is None:
-            raise RuntimeError("the CSV logger has no folder before trainer.fit, validate or test has begun.")
+            raise RuntimeError("the CSV logger has no folder before trainer.fit, validate or test has started.")
         return f"{self.log_dir}/metrics.csv"
 
     @property
     def experiment(self) -> NoReturn:
-        """Not there: a table of numbers is all that this logger writes."""
+        """Not available: this logger only writes a table of numbers."""
         raise AttributeError(
-            "CSVLogger has no experiment object: it keeps numbers only. For images, texts and histograms pass "
+            "CSVLogger has no experiment object: it writes numbers only. For images, texts and histograms pass "
             "logger=TensorBoardLogger(...), or both in a list with that one first."
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._file = None  # the next one begins at that position
+        self._file = None  # the next one starts at that position
 
     def _written(self) -> dict[str, Any]:
-        """Write what waits but the latest row, which may still get more: it goes into the checkpoint as it is."""
+        """Write all rows but the latest, which may still get more values and is stored in the checkpoint instead."""
         self._take_open_row()
         self._flush(all_but=1)
         file = self._open()
@@ -98,7 +98,7 @@ class CSVLogger(FolderLogger):
         latest = self._rows[-1] if self._rows else {}
         is_same_moment = all(latest.get(name) == row.get(name) for name in ("step", "epoch"))
         if is_same_moment and not latest.keys() & (row.keys() - {"step", "epoch"}):
-            latest.update(row)  # what training and validation say of one moment is one row
+            latest.update(row)  # training and validation values of one moment share a row
         else:
             self._rows.append(row)
 
@@ -116,7 +116,7 @@ class CSVLogger(FolderLogger):
 
 
 def set_aside(path: str) -> None:
-    """Give the table of an earlier run another name: its rows are none of the run that begins."""
+    """Rename the table of an earlier run, so that its rows do not mix with this run's."""
     filesystem, inside = fsspec.core.url_to_fs(path)
     if not filesystem.exists(inside):
         return
@@ -125,18 +125,18 @@ def set_aside(path: str) -> None:
         number += 1
     filesystem.mv(inside, f"{stem}-{number}.csv")
     warnings.warn(
-        f"{path} is of an earlier run; it is kept as {stem}-{number}.csv, and this run begins a table of its own. Leave out "
-        "version= for a folder of each run's own.",
+        f"{path} is from an earlier run; it is kept as {stem}-{number}.csv, and this run starts a new table. Leave out "
+        "version= to get a folder per run.",
         stacklevel=2,
     )
 
 
 class MetricsFile:
-    """A CSV file to which rows with any columns are added; it goes on with one that is there.
+    """A CSV file that rows with any columns are added to; it continues an existing one.
 
     Args:
         path: the file.
-        keep: go on after so many rows: the first write drops what lies behind them, and leaves the columns. None keeps all.
+        keep: the number of rows to keep: the first write drops later ones, but not their columns. None keeps all.
     """
 
     def __init__(self, path: str, keep: int | None = None) -> None:
@@ -145,10 +145,10 @@ class MetricsFile:
         self._failed: list[Row] = []
         self._columns: list[str] = []
         self._text = ""
-        """All that was written, where the place cannot append (object stores)."""
+        """Everything written so far, if the file system cannot append (object stores)."""
         text = self._read()
         self._is_whole = text.endswith("\n")
-        """False where there is no file, its writer was killed amid a line, or rows are to go: write it anew."""
+        """False if the file has to be rewritten: it is missing, ends within a line, or has rows to drop."""
         rows: list[list[str]] = []
         if "\n" in text:
             self._columns, *rows = csv.reader(io.StringIO(text[: text.rindex("\n") + 1], newline=""))
@@ -157,14 +157,14 @@ class MetricsFile:
         if keep is not None and keep != self.num_rows:
             if keep > self.num_rows:
                 warnings.warn(
-                    f"{path} has {self.num_rows} rows, but the checkpoint knows of {keep}; those that are missing cannot be "
-                    "written again. Look for what has changed the file.",
+                    f"{path} has {self.num_rows} rows, but the checkpoint expects {keep}; the missing ones cannot be written "
+                    "again. Find out what changed the file.",
                     stacklevel=2,
                 )
             self.num_rows, self._is_whole = min(keep, self.num_rows), False
 
     def append(self, rows: list[Row]) -> None:
-        """Append rows; where they bring new columns, write the file anew. Rows that fail come with the next ones."""
+        """Append rows; rewrite the file if they have new columns. Rows that fail are retried with the next ones."""
         rows = self._failed = self._failed + rows
         known = len(self._columns)
         columns = list(dict.fromkeys([*self._columns, *(name for row in rows for name in row)]))
@@ -186,12 +186,12 @@ class MetricsFile:
         self.num_rows += len(rows)
 
     def cut(self) -> None:
-        """Drop the rows behind those that were to be kept, if there are any."""
+        """Drop the rows after those to keep, if any."""
         if self._columns and not self._is_whole:
             self.append([])
 
     def sync(self) -> None:
-        """Have a local file on the disk, not in the system's memory."""
+        """Sync a local file to disk."""
         if self._is_local and self._is_whole:
             with open(self._local_path(), "rb") as file:
                 os.fsync(file.fileno())
@@ -204,7 +204,7 @@ class MetricsFile:
                 while view:
                     view = view[file.write(view) :]
             except OSError:
-                file.truncate(end)  # half a row is none
+                file.truncate(end)  # no partial row
                 raise
 
     def _read(self) -> str:

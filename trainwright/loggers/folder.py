@@ -1,4 +1,4 @@
-"""Loggers that keep a run's files in a folder of its own: how the folder is claimed, shared, and what lies in it."""
+"""Loggers that write into a folder per run: how the folder is claimed and shared, and what it holds."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from trainwright.paths import absolute
 
 HPARAMS_NAME = "hparams.json"
 LONGEST_WAIT_SECONDS = 10.0
-"""A row does not wait longer than this for the next to be written with it."""
+"""The longest time that a row is buffered."""
 Row = dict[str, Any]
 
 
 class FolderLogger(Logger):
     """Base of the loggers that write into `<save_dir>/<name>/version_<n>`.
 
-    Rows wait in memory until there are some, and a thread writes them; `flush` waits for it. A subclass says how rows are
-    written (`_write_rows`), and which kind of file it is (`kind`): loggers of different kinds may share a folder.
+    Rows are buffered, and a thread writes them; `flush` waits for it. A subclass writes the rows (`_write_rows`), and names its
+    kind of file (`kind`): loggers of different kinds may share a folder.
 
     Args:
         save_dir: a path or an fsspec URL; None for the trainer's default_root_dir, or the working directory without one.
-        name: the folder of all runs; none where it is empty or None.
-        version: the run's own folder, a number or a name; by default the next number that is free.
-        prefix: stands before the name of every metric, with a dash.
-        rows_at_once: write when so many rows wait.
+        name: the folder of all runs within save_dir; empty or None for save_dir itself.
+        version: the run's folder, a number or a name; by default the next free number.
+        prefix: put before the name of every metric, with a dash.
+        rows_at_once: the number of rows to buffer.
     """
 
     kind = ""
@@ -72,33 +72,33 @@ class FolderLogger(Logger):
         self._is_writer = True
         self._is_new = False
         self._is_first_here = False
-        """Whether this is the first run of the logger in a folder that was given: an earlier run may have written there."""
+        """Whether this is the logger's first run in a given folder, which an earlier run may have written to."""
         self._step = 0
         self._written_at = 0.0
         self._writer = BackgroundWriter()
-        self._goes_on = False
+        self._is_resumed = False
         self._position: dict[str, Any] = {}
-        """Where the run that goes on stood, until the first row is written; then nothing."""
+        """The position that a resumed run continues from, until its first row is written; empty then."""
         self._known_hparams = ""
 
     @property
     def root_dir(self) -> str:
-        """Return the folder of all runs, with the name."""
+        """Return the folder of all runs, including the name."""
         root = self.save_dir if self.save_dir.endswith("/") else f"{self.save_dir}/"
         return f"{root}{self.name}".rstrip("/") if self.name else root.removesuffix("/")
 
     def use_root(self, root: str) -> None:
-        """Take the trainer's default_root_dir, where no folder was given."""
+        """Use the trainer's default_root_dir if no save_dir was given."""
         if self._follows_root and self._folder is None:
             self.save_dir = root
 
     def agree_on_root(self, agreed: Callable[[str], str]) -> None:
-        """Take rank 0's folder of all runs: a rank's working directory may be its own. Collective: call on every rank."""
+        """Use rank 0's save_dir, since working directories may differ by rank. Collective: call on every rank."""
         self.save_dir = agreed(self.save_dir)
 
     @property
     def log_dir(self) -> str | None:  # type: ignore[override]
-        """Return the folder of this run; None before the run has begun."""
+        """Return the folder of this run; None before the run has started."""
         return self._folder
 
     def folder_of(self, version: int | str) -> str:
@@ -106,18 +106,18 @@ class FolderLogger(Logger):
         return f"{self.root_dir}/{f'version_{version}' if isinstance(version, int) else version}"
 
     def run_folders(self) -> list[str]:
-        """Return the folders of the runs that this one may go on with, the newest first: by number, not by time."""
+        """Return the folders of the runs that this one may resume, the newest first, by number, not by time."""
         if self._folder is not None or self.version is not None:
             return [self._folder or self.folder_of(self.version or 0)]
         filesystem, inside = fsspec.core.url_to_fs(self.root_dir)
         return [self.folder_of(number) for number in sorted(_numbers(filesystem, inside), reverse=True)]
 
     def log_dir_in(self, folder: str) -> str:
-        """Return what `log_dir` is where the run has that folder."""
+        """Return the `log_dir` of a run with that folder."""
         return folder
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the run's folder, and how far what lies in it goes. Rows that wait are written first."""
+        """Write the buffered rows; return the run's folder and the position in its files."""
         if self._folder is None or not self._is_writer:
             return {}
         inside = fsspec.core.url_to_fs(self._folder)[1]
@@ -125,14 +125,14 @@ class FolderLogger(Logger):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._folder is None and self.version is None:
-            self.version, self._goes_on = state["version"], True
+            self.version, self._is_resumed = state["version"], True
         self._position, self._known_hparams = dict(state), str(state.get("hparams", ""))
 
     def drop_later_rows(self) -> None:
-        """Drop what lies behind the position of the checkpoint that the run resumes from: the run writes that again."""
+        """Drop everything after the position of the checkpoint that the run resumes from, since the run writes it again."""
 
     def _written(self) -> dict[str, Any]:
-        """Write what waits, and return how far it goes."""
+        """Write what is buffered, and return the position in the files."""
         self.flush()
         return {}
 
@@ -143,11 +143,11 @@ class FolderLogger(Logger):
     def _start(self, agreed: Callable[[str], str], is_writer: bool, shared: str | None) -> None:
         self._is_writer = is_writer
         self._is_new = self._folder is None and self.version is None
-        self._is_first_here = self._folder is None and self.version is not None and not self._goes_on
+        self._is_first_here = self._folder is None and self.version is not None and not self._is_resumed
         if self._folder is not None:
-            self._goes_on = False
-            return  # the next run of a trainer goes on in its folder
-        self._writes_hparams = shared is None  # else the one whose folder it is does
+            self._is_resumed = False
+            return  # a trainer's next run continues in its folder
+        self._writes_hparams = shared is None  # in a shared folder, only its first logger
         chosen = shared or agreed(claim_folder(self.root_dir, self.version) if is_writer else "")
         self._folder = chosen
         if self.version is None:
@@ -157,29 +157,29 @@ class FolderLogger(Logger):
         self._written_at = time.monotonic()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add a row; it is written soon, or by the next `flush`."""
+        """Add a row, which is written soon, or by the next `flush`."""
         if not self._is_writer:
             return
         self._step = step = self._step if step is None else step
         self._add_row({"step": step, **to_numbers(metrics, self.prefix)})
         if len(self._rows) > self._rows_at_once or time.monotonic() - self._written_at > LONGEST_WAIT_SECONDS:
-            self._submit_rows(all_but=1)  # the latest may still get more
+            self._submit_rows(all_but=1)  # the latest may still get more values
 
     def _add_row(self, row: Row) -> None:
         self._rows.append(row)
 
     def log_hyperparams(self, params: Mapping[str, Any] | argparse.Namespace) -> None:
-        """Write the hyper-parameters to `hparams.json`; those of an earlier call stay beside them."""
+        """Write the hyper-parameters to `hparams.json`, in addition to those of earlier calls."""
         if not self._is_writer:
             return
         self._hparams.update(to_dict(params))
         self._submit_hparams()
 
     def flush(self) -> None:
-        """Write what waits, and return when it is written.
+        """Write what is buffered, and wait for it.
 
         Raises:
-            OSError: it could not be written; the message names the folder.
+            OSError: writing failed; the message names the folder.
         """
         self._flush()
 
@@ -191,7 +191,7 @@ class FolderLogger(Logger):
         self._submit_flush()
         try:
             self._writer.wait()
-        except Exception as error:  # also what a writer of another library raises
+        except Exception as error:  # other libraries' writers raise other types
             raise OSError(
                 f"{type(self).__name__} could not write to {self.log_dir}: {type(error).__name__}: {error}. Free space "
                 "there, or give the logger another save_dir."
@@ -210,7 +210,7 @@ class FolderLogger(Logger):
         text = json.dumps(_jsonable(self._hparams), indent=2) + "\n"
         if text != self._hparams_text:
             known, self._known_hparams = self._known_hparams, ""
-            if known and known == _digest(text):  # the run that goes on has written them
+            if known and known == _digest(text):  # the resumed run has written them already
                 self._hparams_text = text
                 return
             self._hparams_text, path = text, f"{self.log_dir}/{HPARAMS_NAME}"
@@ -225,17 +225,15 @@ class FolderLogger(Logger):
         pass
 
     def _write_rows(self, rows: list[Row]) -> None:
-        """Write rows; called in the writer's thread."""
+        """Write rows; runs in the writer's thread."""
         raise NotImplementedError
 
 
 def start_loggers(loggers: Sequence[Logger], agreed: Callable[[str], str], *, is_writer: bool) -> None:
-    """Start the loggers of one trainer; loggers of different kinds with one save_dir and name share a folder.
-
-    Collective: call on every rank.
+    """Start the loggers of a trainer; those of different kinds with the same save_dir and name share a folder. Collective.
 
     Raises:
-        ValueError: two loggers of one kind would write into the same folder.
+        ValueError: two loggers of the same kind would write into one folder.
     """
     started: list[FolderLogger] = []
     for logger in loggers:
@@ -245,28 +243,28 @@ def start_loggers(loggers: Sequence[Logger], agreed: Callable[[str], str], *, is
             logger.start(agreed, is_writer=is_writer)
             continue
         taken = {each._folder for each in started if each.kind == logger.kind}
-        beside = [each._folder for each in started if each.root_dir == logger.root_dir and each._folder not in taken]
-        if logger._goes_on and logger.version is not None:
-            beside = [folder for folder in beside if folder == logger.folder_of(logger.version)]
-        shares = beside and (logger.version is None or logger._goes_on)
-        logger._start(agreed, is_writer, beside[0] if shares else None)
+        others = [each._folder for each in started if each.root_dir == logger.root_dir and each._folder not in taken]
+        if logger._is_resumed and logger.version is not None:
+            others = [folder for folder in others if folder == logger.folder_of(logger.version)]
+        joins = others and (logger.version is None or logger._is_resumed)
+        logger._start(agreed, is_writer, others[0] if joins else None)
         if logger._folder in taken:
             raise ValueError(
                 f"logger= holds two {type(logger).__name__} that write to {logger._folder}; leave out one of them, or give "
-                "them names or versions that differ."
+                "them different names or versions."
             )
         started.append(logger)
 
 
 def withdraw_loggers(loggers: Sequence[Logger]) -> None:
-    """Give back the folders that were claimed for a run which was refused before it began, where nothing else is in them.
+    """Remove the folders that were claimed for a run that was refused before it started, unless they hold other files.
 
-    Only on the one process of a job: several would have to agree, and after a failure nothing is agreed on any more.
-    A folder in which an earlier run was to go on is left as it is, and the next run of the logger has one of its own.
+    Only for a job of one process: several would have to agree, which they cannot after a failure. The folder of a run that
+    was to be resumed is kept, and the logger's next run gets a new one.
     """
     for logger in loggers:
-        if isinstance(logger, FolderLogger) and logger._goes_on:
-            logger._folder, logger.version, logger._goes_on, logger._position = None, None, False, {}
+        if isinstance(logger, FolderLogger) and logger._is_resumed:
+            logger._folder, logger.version, logger._is_resumed, logger._position = None, None, False, {}
     own = [logger for logger in loggers if isinstance(logger, FolderLogger) and logger._is_new]
     for folder in {logger._folder for logger in own if logger._folder is not None and is_local(logger._folder)}:
         inside = fsspec.core.url_to_fs(folder)[1]
@@ -278,12 +276,12 @@ def withdraw_loggers(loggers: Sequence[Logger]) -> None:
                 logger._folder = logger.version = None
                 logger._hparams_text = ""
                 if logger.name:
-                    with contextlib.suppress(OSError):  # there are other runs in it
+                    with contextlib.suppress(OSError):  # it holds other runs
                         os.rmdir(os.path.dirname(inside))
 
 
 def claim_folder(root: str, version: int | str | None) -> str:
-    """Make the folder of a run and return its path; without a version the next number that nobody else has."""
+    """Create the folder of a run and return its path; without a version the next free number."""
     filesystem, inside = fsspec.core.url_to_fs(root)
     filesystem.makedirs(inside, exist_ok=True)
     if version is not None:
@@ -294,14 +292,14 @@ def claim_folder(root: str, version: int | str | None) -> str:
     while True:
         path = f"{inside}/version_{number}"
         try:
-            filesystem.mkdir(path, create_parents=False)  # of two processes that try, one succeeds
+            filesystem.mkdir(path, create_parents=False)  # only one of several processes succeeds
         except FileExistsError:
             number += 1
             continue
-        except FileNotFoundError:  # a run that was refused has given the root back
+        except FileNotFoundError:  # a refused run has removed the root
             filesystem.makedirs(inside, exist_ok=True)
             continue
-        if not filesystem.exists(path):  # an object store has no empty folders: a first file makes it one
+        if not filesystem.exists(path):  # an object store has no empty folders
             filesystem.pipe_file(f"{path}/{HPARAMS_NAME}", b"{}\n")
         return f"{root}/version_{number}"
 
@@ -317,19 +315,19 @@ def _numbers(filesystem: Any, inside: str) -> list[int]:
 
 
 def is_local(path: str) -> bool:
-    """Return whether a path or URL lies in the local file system."""
+    """Return whether a path or URL is on the local file system."""
     return isinstance(fsspec.core.url_to_fs(path)[0], LocalFileSystem)
 
 
 def write_file(path: str, data: bytes) -> None:
-    """Write a file whole: a reader sees the earlier one or this one, and on a local disk so does a crash."""
+    """Write a whole file; on a local disk atomically and durably."""
     filesystem, inside = fsspec.core.url_to_fs(path)
     if not isinstance(filesystem, LocalFileSystem):
         filesystem.pipe_file(inside, data)
         return
     temporary = f"{inside}.{os.getpid()}-{threading.get_ident()}.tmp"
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)  # of a process that was killed; a link too
+        os.unlink(temporary)  # left by a killed process, or a link
     try:
         with open(temporary, "xb") as file:
             file.write(data)
@@ -347,7 +345,7 @@ def _digest(text: str) -> str:
 
 
 def _jsonable(value: Any) -> Any:
-    """Return the value as JSON has it; what JSON has not as a list or as text."""
+    """Return the value as JSON data; other types become lists or text."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Where the loggers of a run stand, for its checkpoints, and how the loggers of a later run go on from there."""
+"""The positions of a run's loggers in its checkpoints, and how the loggers of a resumed run continue there."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from trainwright.loggers.base import Logger
 from trainwright.loggers.folder import FolderLogger
 
 CHECKPOINTS = "checkpoints"
-"""The folder of the checkpoints in a logger's folder of the run."""
+"""The default checkpoint folder within a run's log folder."""
 
 
 def logger_states(loggers: Sequence[Logger]) -> list[dict[str, Any]]:
-    """Return where the loggers stand, as plain data. Rank 0's; what goes before it is written when this returns."""
+    """Return the loggers' positions as plain data, once everything before them is written. On rank 0."""
     states = [(type(logger).__name__, logger.state_dict()) for logger in loggers]
     return [{"class": name, "state": state} for name, state in states if state]
 
 
 def match_states(loggers: Sequence[Logger], states: Sequence[dict[str, Any]], path: str) -> list[int | None]:
-    """Return, for each logger, which of a checkpoint's states it goes on from: its place, -1 for the folder alone, or None.
+    """Return, for each logger, the index of the checkpoint's state that it resumes from, -1 for the folder only, or None.
 
-    A logger takes the state of one of its class. Where it keeps a folder, it does so only if that is the folder of a run of
-    its own save_dir and name: the one that it has (an earlier run of the trainer, or its version), or, where the version is
-    open, any. The checkpoint may have been moved together with its run folder. Other loggers begin as in a fresh run.
-    Rank 0's: it looks at the folders.
+    A logger resumes from the state of one of its class. If it writes into a folder, that has to be a run folder of its own
+    save_dir and name: the one that it has (from an earlier run of the trainer, or by its version), else any. The checkpoint may
+    have been moved together with its run folder. Other loggers start as in a new run. On rank 0: it reads the folders.
     """
     taken: set[int] = set()
     matches: list[int | None] = []
     for logger in loggers:
         match = None
-        for place, each in enumerate(states):
-            if place not in taken and each["class"] == type(logger).__name__ and _fits(logger, each["state"], path):
-                match = place
-                taken.add(place)
+        for index, each in enumerate(states):
+            if index not in taken and each["class"] == type(logger).__name__ and _fits(logger, each["state"], path):
+                match = index
+                taken.add(index)
                 break
         if match is None and isinstance(logger, FolderLogger) and run_of(path, logger) is not None:
-            match = -1  # of a run that had other loggers
+            match = -1  # the run had other loggers
         matches.append(match)
     return matches
 
@@ -47,7 +46,7 @@ def match_states(loggers: Sequence[Logger], states: Sequence[dict[str, Any]], pa
 def resume_loggers(
     loggers: Sequence[Logger], states: Sequence[dict[str, Any]], path: str, matches: Sequence[int | None]
 ) -> None:
-    """Let the loggers go on as `match_states` has found; before they are started, on every rank."""
+    """Load the states that `match_states` found, before the loggers are started, on every rank."""
     for logger, match in zip(loggers, matches, strict=True):
         if match is not None and match >= 0:
             logger.load_state_dict(states[match]["state"])
@@ -64,7 +63,7 @@ def _fits(logger: Logger, state: dict[str, Any], path: str) -> bool:
 
 
 def run_of(path: str, logger: FolderLogger) -> int | None:
-    """Return the number of the run in whose folder a checkpoint has its default place, if the logger's version is open."""
+    """Return the number of the run in whose default folder a checkpoint is, unless the logger's version is given."""
     if logger.version is not None:
         return None
     numbers = (re.fullmatch(r"version_(\d+)", part) for part in reversed(path.split("/")))
@@ -73,7 +72,7 @@ def run_of(path: str, logger: FolderLogger) -> int | None:
 
 
 def lies_in(path: str, logger: FolderLogger, folder: str) -> bool:
-    """Return whether a checkpoint has its default place in a run's folder."""
+    """Return whether a checkpoint is in the default folder of a run."""
     return _same(path.rstrip("/").rpartition("/")[0], f"{logger.log_dir_in(folder)}/{CHECKPOINTS}")
 
 

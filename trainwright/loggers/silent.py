@@ -1,4 +1,4 @@
-"""The logger that keeps nothing, for runs whose numbers are nobody's while user code talks to its logger all the same."""
+"""A no-op logger for fast_dev_run: user code may still call it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from trainwright.loggers.base import Logger
 
 
 class SilentExperiment:
-    """Has every attribute, takes every call, is a context manager and an empty collection, and does nothing."""
+    """Has every attribute, accepts every call, is a context manager and an empty collection, and does nothing."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy, pickle and the like ask for protocols that this object does not have
+        if name.startswith("__"):  # copy and pickle look up protocols that this object does not have
             raise AttributeError(name)
         return self
 
@@ -39,7 +39,7 @@ class SilentExperiment:
 
 
 class SilentLogger(Logger):
-    """Takes the place of the loggers in a trial run (`fast_dev_run`): whatever it is asked, it does nothing."""
+    """Replaces the loggers in a trial run (`fast_dev_run`): every call does nothing."""
 
     name = ""
     version = ""

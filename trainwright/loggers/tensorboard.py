@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 100
 FILE_SUFFIX = ".trainwright"
-"""Ends the names of our event files: other writers may have theirs in the folder too, and those are never touched."""
+"""The suffix of our event files; those of other writers in the folder are never touched."""
 _WALL_TIME = "\0time"
 
 
 class TensorBoardLogger(FolderLogger):
-    """Writes event files for TensorBoard into `<save_dir>/<name>/version_<n>`, and `hparams.json` beside them.
+    """Writes TensorBoard event files and `hparams.json` into `<save_dir>/<name>/version_<n>`.
 
     Args:
         save_dir: a path, or an fsspec URL that tensorboard can write to; by default the trainer's default_root_dir.
         name: the folder of all runs.
-        version: the run's own folder; by default version_<n> with the next n that is free.
+        version: the run's folder; by default version_<n> with the next free n.
         log_graph: log the model's graph; the module needs `example_input_array`.
         default_hp_metric: log hp_metric=-1 with the hyper-parameters, so that TensorBoard's HPARAMS page has a metric.
-        prefix: stands before the name of every metric, with a dash.
+        prefix: put before the name of every metric, with a dash.
         sub_dir: a folder within the run's.
-        kwargs: further arguments of torch.utils.tensorboard.SummaryWriter; to its filename_suffix one of our own is added.
+        kwargs: further arguments of torch.utils.tensorboard.SummaryWriter; our own suffix is added to its filename_suffix.
 
     Raises:
         ImportError: tensorboard is not installed.
@@ -69,27 +69,27 @@ class TensorBoardLogger(FolderLogger):
         self.sub_dir = os.fspath(sub_dir) if sub_dir is not None else None
         self._log_graph, self._default_hp_metric, self._kwargs = log_graph, default_hp_metric, kwargs
         self._experiment: SummaryWriter | None = None
-        self._opening = threading.Lock()  # the writer's thread and the user's may both be the first
+        self._opening = threading.Lock()  # the writer's thread and the user's may both open it
         self._hp_metrics: dict[str, Any] = {}
         self._has_hp_metric = False
         self._latest_step = -1
         self._synced: dict[str, int] = {}
         self._earlier: dict[str, int] = {}
-        """The event files that were there when the present one was opened, and their sizes."""
+        """The event files that existed when the present one was opened, and their sizes."""
 
     @property
     def log_dir(self) -> str | None:  # type: ignore[override]
-        """Return the folder of this run, with sub_dir; None before the run has begun."""
+        """Return the folder of this run, with sub_dir; None before the run has started."""
         return self.log_dir_in(self._folder) if self._folder is not None else None
 
     def log_dir_in(self, folder: str) -> str:
         return f"{folder}/{self.sub_dir}" if self.sub_dir else folder
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on in the folder: what its event files hold from the checkpoint on goes, once the run has been restored.
+        """Continue in the folder; events after the checkpoint are removed once the run is restored.
 
-        A board that is open meanwhile hides what it has of the steps behind the checkpoint. Where files cannot be cut (object
-        stores) that is all, and numbers of the checkpoint's very step may come twice.
+        An open TensorBoard hides the steps after the checkpoint. Files that cannot be truncated (object stores) keep them, and
+        values of the checkpoint's own step may appear twice.
         """
         if self._experiment is not None:
             self.close()
@@ -105,28 +105,28 @@ class TensorBoardLogger(FolderLogger):
         for name, size in (self._event_files() if self._experiment is None else self._earlier).items():
             path = f"{folder}/{name}"
             if name not in files:
-                os.unlink(path)  # of a run that went on from there before, and was killed
+                os.unlink(path)  # of a run that was resumed here before, and killed
             elif files[name] < size:
                 descriptor = open_no_link(path, os.O_WRONLY)
                 os.ftruncate(descriptor, files[name])
                 os.close(descriptor)
 
     def _written(self) -> dict[str, Any]:
-        """Write what waits, and return how long the event files are then."""
+        """Write what is buffered, and return the sizes of the event files."""
         self.flush()
-        place = {"purge_step": self._latest_step + 1}
+        position = {"purge_step": self._latest_step + 1}
         if not is_local(str(self.log_dir)):
-            return place
+            return position
         files = self._event_files()
         for name, size in files.items():
             if self._synced.get(name) != size:
                 with open(f"{url_to_fs(str(self.log_dir))[1]}/{name}", "rb") as file:
                     os.fsync(file.fileno())
         self._synced = files
-        return {**place, "files": files}
+        return {**position, "files": files}
 
     def _event_files(self) -> dict[str, int]:
-        """Return the sizes of this logger's event files by name; of a local folder."""
+        """Return the sizes of this logger's event files in a local folder, by name."""
         pattern = re.compile(rf"events\.out\.tfevents\..*{re.escape(self._kwargs['filename_suffix'])}")
         with contextlib.suppress(FileNotFoundError), os.scandir(url_to_fs(str(self.log_dir))[1]) as entries:
             return {
@@ -138,17 +138,17 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def experiment(self) -> Any:
-        """Return the SummaryWriter; on ranks other than 0 an object that does nothing.
+        """Return the SummaryWriter; on all ranks but 0 an object that does nothing.
 
         Raises:
-            RuntimeError: the run has not begun, so that there is no folder yet.
+            RuntimeError: the run has not started, so the folder does not exist yet.
         """
         if not self._is_writer:
             return SilentExperiment()
         if self._folder is None:
             raise RuntimeError(
-                "the TensorBoard logger has no folder before trainer.fit, validate or test has begun; use its experiment "
-                "in a hook, on_fit_start say."
+                "the TensorBoard logger has no folder before trainer.fit, validate or test has started; use its "
+                "experiment in a hook, such as on_fit_start."
             )
         return self._open()
 
@@ -168,21 +168,21 @@ class TensorBoardLogger(FolderLogger):
         metrics: Mapping[str, Any] | float | None = None,
         step: int | None = None,
     ) -> None:
-        """Write the hyper-parameters for the HPARAMS page, with metrics (or one, as hp_metric) if they are given."""
+        """Write the hyper-parameters for the HPARAMS page, with metrics if given (a number is hp_metric)."""
         if not self._is_writer:
             return
         given = metrics if isinstance(metrics, Mapping) or metrics is None else {"hp_metric": metrics}
         if given:
             self._hp_metrics.update(to_numbers(given))
             self.log_metrics(given, step)
-            self._hparams_text = ""  # with other metrics they are written again
+            self._hparams_text = ""  # write them again, with these metrics
         super().log_hyperparams(to_dict(params))
 
     def _on_hparams(self, params: dict[str, Any]) -> None:
         metrics = dict(self._hp_metrics)
         if not metrics and self._default_hp_metric:
             metrics = self._hp_metrics = {"hp_metric": -1}
-            if not self._has_hp_metric:  # else the run that goes on has written it
+            if not self._has_hp_metric:  # else the resumed run has written it
                 self._add_row({"step": 0, **metrics})
         shown = dict(_flattened(params))
 
@@ -196,7 +196,7 @@ class TensorBoardLogger(FolderLogger):
         self._writer.submit(write)
 
     def log_graph(self, model: Any) -> None:
-        """Log the model's graph for its `example_input_array`, a tensor or a tuple of them; a failure is a warning."""
+        """Log the model's graph for its `example_input_array`, a tensor or a tuple of tensors; warn if that fails."""
         if not self._log_graph or not self._is_writer or self._folder is None:
             return
         example = getattr(model, "example_input_array", None)
@@ -212,7 +212,7 @@ class TensorBoardLogger(FolderLogger):
         modes = [(each, each.training) for each in model.modules()]
         try:
             with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")  # the tracer is deprecated, and remarks on the model's code
+                warnings.simplefilter("ignore")  # the tracer is deprecated, and warns about the model's code
                 with forked_generators():
                     model.eval()
                     self._open().add_graph(_stand_in(model), tuple(part.to(device) for part in parts))
@@ -240,13 +240,13 @@ class TensorBoardLogger(FolderLogger):
         writer = self._open()._get_file_writer()  # type: ignore[no-untyped-call]
         for row in rows:
             step, moment = row.pop("step"), row.pop(_WALL_TIME)
-            # One event a row: add_scalar makes one a number, at six times the price.
+            # One event per row: add_scalar writes one per number, which takes six times as long.
             values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items()]
             writer.add_summary(Summary(value=values), step, moment)
 
     def _submit_flush(self) -> None:
         def flush() -> None:
-            if self._experiment is not None:  # asked in the thread, which may be about to open it
+            if self._experiment is not None:  # checked in the thread, which may be about to open it
                 self._experiment.flush()
 
         self._writer.submit(flush)
@@ -259,7 +259,7 @@ class TensorBoardLogger(FolderLogger):
 
 
 class _StandIn(nn.Module):
-    """Has the parts of a module and calls it: the tracer reads every property of what it traces, `trainer` too."""
+    """Has a module's parameters and calls it: the tracer reads every property of what it traces, including `trainer`."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ def _stand_in(module: nn.Module) -> nn.Module:
 
 
 def _flattened(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the hyper-parameters as TensorBoard takes them: names with slashes, and numbers, bools or text."""
+    """Yield the hyper-parameters for TensorBoard: names with slashes, and numbers, bools or text."""
     for key, value in params.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:

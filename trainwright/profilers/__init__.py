@@ -1,4 +1,4 @@
-"""Profilers: where the time of a run goes."""
+"""Profilers: where a run spends its time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROFILERS: dict[str, type[Profiler]] = {
 
 
 def resolve_profiler(profiler: str | Profiler | None) -> Profiler:
-    """Return the profiler that a name or an instance stands for; None is one that measures nothing.
+    """Return the profiler for a name or an instance; for None one that measures nothing.
 
     Raises:
         ValueError: the name is unknown.

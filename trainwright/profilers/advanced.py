@@ -1,4 +1,4 @@
-"""Which functions each action spent its time in."""
+"""The advanced profiler: the functions that each action spends its time in."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trainwright.profilers.base import Profiler
 class AdvancedProfiler(Profiler):
     """Runs Python's cProfile for each action.
 
-    What an action does within another counts for the inner one alone, as Python has one profile at a time.
+    An action within another counts for the inner one only, since Python has one active profile.
 
     Args:
-        dirpath: the folder for what is written; a local path or a URL. The run's log folder where left out.
-        filename: what the files are called, between the stage and the rank. With neither of both, the text is printed.
-        line_count_restriction: how many functions of each action are shown: a number, or a fraction of all.
-        dump_stats: also write each action's profile to a file ending in .prof, for tools such as snakeviz.
+        dirpath: the output folder, a local path or a URL; by default the run's log folder.
+        filename: the middle of the files' names, between the stage and the rank. Without both, the text is printed.
+        line_count_restriction: the functions to show of each action: a number, or a fraction of all.
+        dump_stats: also write each action's profile to a .prof file, for tools such as snakeviz.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class AdvancedProfiler(Profiler):
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | os.PathLike[str] | None = None) -> None:
         super().setup(stage, local_rank, log_dir)
-        if self._has_ended:  # not at the end of the run before, so that one can look at its numbers
+        if self._has_ended:  # not at the previous run's end, so that its numbers stay readable
             self.profiles, self._has_ended = {}, False
 
     def start(self, action: str) -> None:
@@ -61,7 +61,7 @@ class AdvancedProfiler(Profiler):
             profile.enable()
         except ValueError as error:  # since Python 3.12
             raise RuntimeError(
-                "another profiling tool is at work in this process, and Python has one at a time; run without it, or without "
+                "another profiling tool is active in this process, and Python allows one at a time; run without it, or without "
                 "profiler='advanced'."
             ) from error
         self._running.append(action)
@@ -70,8 +70,7 @@ class AdvancedProfiler(Profiler):
         if action not in self._running:
             raise RuntimeError(f"action={action!r} was stopped, but it is not running; start it first.")
         self.profiles[self._running[-1]].disable()
-        place = len(self._running) - 1 - self._running[::-1].index(action)  # actions may end in another order
-        del self._running[place]
+        del self._running[len(self._running) - 1 - self._running[::-1].index(action)]  # actions may overlap
         if self._running:
             self.profiles[self._running[-1]].enable()
 

@@ -1,6 +1,6 @@
-"""The profiler contract: actions are started and stopped by name, and told about in a summary at the end of a run.
+"""The profiler contract: actions are started and stopped by name, and summarized at the end of a run.
 
-Every rank profiles; rank 0 alone prints or writes its summary.
+Every rank profiles; only rank 0 prints or writes its summary.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Profiler:
     """Override `start`, `stop` and `summary`; this one measures nothing.
 
     Args:
-        dirpath: the folder for what is written; a local path or a URL. The run's log folder where left out.
-        filename: what the files are called, between the stage and the rank; "profile" where left out. With neither of
-            both, the summary is printed.
+        dirpath: the output folder, a local path or a URL; by default the run's log folder.
+        filename: the middle of the files' names, between the stage and the rank; by default "profile". Without both, the
+            summary is printed.
     """
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None) -> None:
         if filename is not None and (not filename or "/" in filename or os.sep in filename):
-            raise ValueError(f"filename={filename!r} is no plain name; give the folder as dirpath.")
+            raise ValueError(f"filename={filename!r} is not a plain name; give the folder as dirpath.")
         self.dirpath = None if dirpath is None else os.fspath(dirpath)
         self.filename = filename
         self.stage: str | None = None
@@ -45,25 +45,25 @@ class Profiler:
         return Environment.detect().rank
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | os.PathLike[str] | None = None) -> None:
-        """Called at the beginning of a run, on every rank; the stage is "fit", "validate", "test" or "predict"."""
+        """Called at the start of a run, on every rank; the stage is "fit", "validate", "test" or "predict"."""
         self.stage = stage
         self.log_dir = None if log_dir is None else os.fspath(log_dir)
 
     def attach(self, module: nn.Module) -> None:
-        """Called after `setup` with the module that is run, on every rank."""
+        """Called after `setup` with the run's module, on every rank."""
 
     def start(self, action: str) -> None:
-        """Begin an action."""
+        """Start an action."""
 
     def stop(self, action: str) -> None:
-        """End an action."""
+        """Stop an action."""
 
     def summary(self) -> str:
-        """Return what was measured, as text; empty where there is nothing to tell."""
+        """Return the measurements as text; empty if there are none."""
         return ""
 
     def describe(self) -> None:
-        """Print the summary, or write it to a file where a folder or a file name was given; on rank 0."""
+        """Print the summary, or write it to a file if dirpath or filename was given; on rank 0."""
         if self.rank != 0:
             return
         text = self.summary()
@@ -75,10 +75,10 @@ class Profiler:
             self.write(".txt", lambda path: Path(path).write_text(text + "\n", encoding="utf-8"))
 
     def teardown(self, stage: str) -> None:
-        """Called at the end of a run, after `describe`, and after a failure too; on every rank."""
+        """Called at the end of a run after `describe`, also after a failure; on every rank."""
 
     def profile(self, action: str) -> AbstractContextManager[str]:
-        """Measure what is in the block as one action."""
+        """Measure the block as one action."""
         return self._measure(action)
 
     def timed(self, function: Callable[..., T], action: str) -> Callable[..., T]:
@@ -96,24 +96,24 @@ class Profiler:
         return measured
 
     def timed_iterator(self, iterable: Iterable[T], action: str) -> Iterator[T]:
-        """Return an iterator that measures how long each item is waited for."""
+        """Return an iterator that measures the wait for each item."""
         return TimedIterator(iter(iterable), self, action)
 
     def write(self, suffix: str, save: Callable[[str], object]) -> str:
-        """Have `save(path)` write a local file and bring it to its place, whose path is returned."""
+        """Let `save(path)` write a local file, move it to the output folder and return its path."""
         name = "-".join(part for part in (self.stage, self.filename or "profile", str(self.rank)) if part) + suffix
         filesystem, folder = fsspec.core.url_to_fs(self.dirpath or self.log_dir or os.getcwd())
         filesystem.makedirs(folder, exist_ok=True)
-        place = posixpath.join(folder, name)
+        target = posixpath.join(folder, name)
         is_local = "file" in filesystem.protocol
         with tempfile.TemporaryDirectory(dir=folder if is_local else None, prefix=".") as temporary:
             written = os.path.join(temporary, name)
             save(written)
             if is_local:
-                os.replace(written, place)  # not through a symbolic link that stands there
+                os.replace(written, target)  # does not write through a symbolic link
             else:
-                filesystem.put_file(written, place)
-        return place
+                filesystem.put_file(written, target)
+        return target
 
     @contextmanager
     def _measure(self, action: str) -> Iterator[str]:
@@ -125,13 +125,7 @@ class Profiler:
 
 
 class TimedIterator(Iterator[T]):
-    """An iterator with each of its `next` calls measured.
-
-    Args:
-        iterator: where the items come from.
-        profiler: measures.
-        action: what a call is counted as.
-    """
+    """An iterator whose `next` calls are measured as an action."""
 
     def __init__(self, iterator: Iterator[T], profiler: Profiler, action: str) -> None:
         self._next = profiler.timed(iterator.__next__, action)
@@ -141,7 +135,7 @@ class TimedIterator(Iterator[T]):
 
 
 class PassThroughProfiler(Profiler):
-    """Measures nothing and costs nothing: what is to be measured is returned as it is."""
+    """Measures nothing and costs nothing: it wraps nothing."""
 
     def profile(self, action: str) -> AbstractContextManager[str]:
         return nullcontext(action)

@@ -1,7 +1,7 @@
-"""What of a run is measured, and as which action. Without a profiler nothing is wrapped, so nothing is paid.
+"""What is measured of a run, and as which action. Without a profiler nothing is wrapped, so it costs nothing.
 
-The actions are those of the engine below, the hooks of callbacks and module ("[callback] EarlyStopping.on_train_end") and
-the waiting for batches ("train_dataloader_next", and for each evaluation its own).
+The actions are those of the engine below, the hooks of callbacks and module ("[callback] EarlyStopping.on_train_end") and the
+wait for batches ("train_dataloader_next", and one for each evaluation).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ENGINE_ACTIONS: Mapping[str, str | None] = {
 
 
 def is_measuring(profiler: Profiler | None) -> bool:
-    """Whether there is anything to wrap."""
+    """Return whether the profiler measures anything."""
     return profiler is not None and not isinstance(profiler, PassThroughProfiler)
 
 
 def instrument(engine: object, profiler: Profiler | None, actions: Mapping[str, str | None] = ENGINE_ACTIONS) -> Undo:
-    """Measure an object's methods from now on, until the function that is returned is called."""
+    """Measure an object's methods until the returned function is called."""
     if profiler is None or not is_measuring(profiler):
         return lambda: None
     for method, action in actions.items():

@@ -1,4 +1,4 @@
-"""torch.profiler: the operators on the host and the device, as a table and as a trace for a browser."""
+"""The PyTorch profiler: operators on the host and the device, as a table and a trace for a browser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainwright.devices import cuda
 from trainwright.profilers.base import Profiler
 
 STEP_ACTIONS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
-"""Per stage the action that stands for a batch: its start moves the schedule on."""
+"""The action per stage that is a batch: its start advances the schedule."""
 
 SORT_KEYS = (
     "count",
@@ -28,26 +28,26 @@ SORT_KEYS = (
         for key in ("{}_time", "{}_time_total", "{}_memory_usage", "self_{}_time_total", "self_{}_memory_usage")
     ),
 )
-"""What torch can sort the table by."""
+"""The keys that torch can sort the table by."""
 
 
 class PyTorchProfiler(Profiler):
     """Runs torch.profiler, with each action and each submodule as a named range.
 
-    By default the first batch is left out, the second warms up and the three after it are recorded, once a run.
+    By default the first batch is skipped, the second warms up and the next three are recorded, once per run.
 
     Args:
-        dirpath: the folder for what is written; a local path or a URL. The run's log folder where left out.
-        filename: what the files are called, between the stage and the rank. With neither of both, the table is printed.
-        group_by_input_shapes: tell operators with inputs of different shapes apart.
-        emit_nvtx: emit ranges for Nsight Systems in place of recording; start Python under `nsys profile`.
+        dirpath: the output folder, a local path or a URL; by default the run's log folder.
+        filename: the middle of the files' names, between the stage and the rank. Without both, the table is printed.
+        group_by_input_shapes: list operators separately for different input shapes.
+        emit_nvtx: emit ranges for Nsight Systems instead of recording; start Python under `nsys profile`.
         export_to_chrome: write a trace for chrome://tracing or perfetto.dev on each rank, after each recording.
-        row_limit: how many rows the table has.
-        sort_by_key: what the table is sorted by; the total time on the device, or the CPU where no other is recorded.
+        row_limit: the number of rows of the table.
+        sort_by_key: the column to sort by; by default the total time on the device, or on the CPU if only that is recorded.
         record_module_names: name the forward of each submodule.
         table_kwargs: further arguments for the table, such as `max_name_column_width`.
         **profiler_kwargs: arguments for `torch.profiler.profile`, such as `schedule`, `activities` or `on_trace_ready`, which
-            is then called in place of writing a trace.
+            then replaces the writing of a trace.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class PyTorchProfiler(Profiler):
         self._has_ended = False
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | os.PathLike[str] | None = None) -> None:
-        self._end()  # where it was used before the run
+        self._end()  # it may have been used before the run
         super().setup(stage, local_rank, log_dir)
         self._averages, self._batches, self._recordings, self._has_ended = None, 0, 0, False
 
@@ -112,13 +112,13 @@ class PyTorchProfiler(Profiler):
         named.pop().__exit__(None, None, None)
 
     def summary(self) -> str:
-        """Return the table of the last recording that is complete."""
+        """Return the table of the last complete recording."""
         if self.emit_nvtx or not self._ranges:
             return ""
         if self._averages is None:
             return (
                 f"Profile of {self.stage or 'this run'}: torch.profiler recorded nothing in {self._batches} batches; by "
-                "default it begins with the third. Run more of them, or pass schedule=None to record all."
+                "default it starts with the third. Run more batches, or pass schedule=None to record all."
             )
         averages: Any = self._averages
         table = averages.table(sort_by=self._sort_key(), row_limit=self.row_limit, **self.table_kwargs)
@@ -140,26 +140,26 @@ class PyTorchProfiler(Profiler):
         self._recorder = recorder
 
     def _advance(self, recorder: profile) -> None:
-        """Move the schedule on by a batch; drop a recorder that fails on the way.
+        """Advance the schedule by a batch; stop a recorder that fails in between.
 
-        It says then that it is in a state that it may never have begun, and torch crashes where such a one is left. So
-        what did begin is ended here.
+        After a failure it may report a state that it never entered, and torch crashes when such a recorder is left. So this
+        ends what was started.
         """
         before = recorder.current_action
         try:
             recorder.step()
-        except BaseException:  # a trace that cannot be written, a warning that is an error
+        except BaseException:  # an unwritable trace, or a warning as an error
             self._recorder, self._has_ended = None, True
             is_running = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
             if before == ProfilerAction.WARMUP and not is_running:
-                recorder.start_trace()  # what is prepared ends by running
+                recorder.start_trace()  # a prepared trace can only end after it was started
                 recorder.stop_trace()
             elif before in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE) and is_running:
                 recorder.stop_trace()
             raise
 
     def _end(self) -> None:
-        """End the recording, after a failure too; what was recorded up to here counts."""
+        """End the recording, also after a failure; what was recorded so far is kept."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -195,7 +195,7 @@ def _open_range(name: str) -> Any:
 
 
 def _name_forward(module: nn.Module, name: str) -> list[Any]:
-    """Have each forward of a module recorded as a named range; return the handles that end it."""
+    """Record each forward of a module as a named range; return the handles of its hooks."""
     ranges: list[Any] = []
 
     def enter(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""How long each action took."""
+"""The simple profiler: the time of each action."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainwright.profilers.base import Profiler
 
 @dataclass
 class Duration:
-    """What is known of one action."""
+    """The calls and the total time of one action."""
 
     calls: int = 0
     seconds: float = 0.0
@@ -20,12 +20,12 @@ class Duration:
 class SimpleProfiler(Profiler):
     """Measures the duration of each action and shows them in a table.
 
-    An action may contain others, so the percentages add up to more than 100.
+    Actions may contain others, so the percentages can add up to more than 100.
 
     Args:
-        dirpath: the folder for what is written; a local path or a URL. The run's log folder where left out.
-        filename: what the file is called, between the stage and the rank. With neither of both, the table is printed.
-        extended: False leaves out the number of calls and the share of the whole.
+        dirpath: the output folder, a local path or a URL; by default the run's log folder.
+        filename: the middle of the file's name, between the stage and the rank. Without both, the table is printed.
+        extended: False leaves out the number of calls and the percentage.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SimpleProfiler(Profiler):
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | os.PathLike[str] | None = None) -> None:
         super().setup(stage, local_rank, log_dir)
-        if self._has_ended:  # not at the end of the run before, so that one can look at its numbers
+        if self._has_ended:  # not at the previous run's end, so that its numbers stay readable
             self.durations, self._has_ended = {}, False
         if not self.durations:
             self._began = time.perf_counter()
@@ -59,7 +59,7 @@ class SimpleProfiler(Profiler):
         began = starts.pop()
         duration = self.durations.setdefault(action, Duration())
         duration.calls += 1
-        if not starts:  # one within itself counts once
+        if not starts:  # a nested call of itself counts once
             duration.seconds += now - began
 
     def summary(self) -> str:
@@ -90,7 +90,7 @@ class SimpleProfiler(Profiler):
 
 
 def _table(rows: list[list[str]]) -> str:
-    """Return rows of cells as text; the first row is the header, the first column is set left."""
+    """Return rows of cells as text; the first row is the header, the first column is left-aligned."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = []
     for first, *others in rows:

@@ -6,11 +6,11 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from trainwright.callbacks.checkpoint_name import SUFFIX
+from trainwright.callbacks.checkpoint_files import SUFFIX
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint.filesystem import resolve
-from trainwright.checkpoint.opening import Checkpoint, Verify, check_verify
-from trainwright.checkpoint.store import CheckpointEntry, find_candidates, find_checkpoints, same_place
+from trainwright.checkpoint.reader import Checkpoint, Verify, check_verify
+from trainwright.checkpoint.store import CheckpointEntry, find_candidates, find_checkpoints, same_path
 from trainwright.errors import CheckpointError
 from trainwright.loggers import Logger
 from trainwright.loggers.folder import FolderLogger
@@ -245,7 +245,7 @@ def _is_newest(path: str) -> bool:
     except CheckpointError:  # nobody may look there
         return False
     entries = [each for each in found if not each.weights_only]
-    return bool(entries) and same_place(entries[-1].path, path)
+    return bool(entries) and same_path(entries[-1].path, path)
 
 
 def _candidates(trainer: Trainer, call: str) -> tuple[list[str], list[CheckpointEntry]]:
@@ -254,7 +254,7 @@ def _candidates(trainer: Trainer, call: str) -> tuple[list[str], list[Checkpoint
     found: list[CheckpointEntry] = []
     for callback in trainer.checkpoint_callbacks:
         folder, entries = _folder_with_any(trainer, callback, call)
-        if folder is not None and not any(same_place(folder, each) for each in folders):
+        if folder is not None and not any(same_path(folder, each) for each in folders):
             folders.append(folder)
             found += entries
     return folders, sorted(found, key=lambda entry: entry.order)

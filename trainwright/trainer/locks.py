@@ -37,7 +37,7 @@ class FolderLocks:
         def take() -> list[str]:
             for folder in wanted:
                 self._locks[folder] = lock_folder(folder)
-            return [self._locks[folder].taken_from for folder in wanted]
+            return [self._locks[folder].previous_holder for folder in wanted]
 
         holders = self._trainer.engine.ranks.decide(take, "the locks of the checkpoints' folders")
         for folder, earlier in zip(wanted, holders, strict=True):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.checkpoint.exchange import is_plain
+from trainwright.checkpoint.foreign_formats import is_plain
 from trainwright.metric_kinds import is_collection, is_metric
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.logged_value import Key, Reduced

@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.contents import extra_states
 from trainwright.checkpoint.editing import Edit
-from trainwright.checkpoint.exchange import is_plain
-from trainwright.checkpoint.opening import Checkpoint
+from trainwright.checkpoint.foreign_formats import is_plain
+from trainwright.checkpoint.reader import Checkpoint
 from trainwright.checkpoint.shards import check_storable
 from trainwright.checkpoint.store import encode_state
 from trainwright.data.datamodule import DataModule
 from trainwright.data.loader_state import LoaderState
 from trainwright.data.seeding import isolate_rng, rng_state
-from trainwright.engine.engine import Opened
+from trainwright.engine.engine import OpenCheckpoint
 from trainwright.engine.gradients import held_gradients, hold_gradients
 from trainwright.engine.named_state import model_pieces
 from trainwright.errors import CheckpointError
@@ -252,12 +252,12 @@ def edit_with_hooks(trainer: Trainer, name: str) -> Edit | None:
     return edit
 
 
-def open_with_hooks(trainer: Trainer, checkpoint: Checkpoint) -> Opened:
+def open_with_hooks(trainer: Trainer, checkpoint: Checkpoint) -> OpenCheckpoint:
     """Read a verified checkpoint and show its contents to on_load_checkpoint, which may still build layers then. Collective."""
     return trainer.engine.open(checkpoint, edit=edit_with_hooks(trainer, "on_load_checkpoint"))
 
 
-def open_to_resume(trainer: Trainer, checkpoint: Checkpoint) -> Opened:
+def open_to_resume(trainer: Trainer, checkpoint: Checkpoint) -> OpenCheckpoint:
     """Open a checkpoint and take the state of the parts; what that draws does not shift what the run draws. Collective."""
     with isolate_rng():
         opened = open_with_hooks(trainer, checkpoint)
@@ -265,7 +265,7 @@ def open_to_resume(trainer: Trainer, checkpoint: Checkpoint) -> Opened:
     return opened
 
 
-def restore_parts(trainer: Trainer, opened: Opened) -> None:
+def restore_parts(trainer: Trainer, opened: OpenCheckpoint) -> None:
     """Take the state of the callbacks and of the datamodule, before the optimizers are made and on_fit_start is called.
 
     So a callback that changes the module or adds parameter groups can do so again there.
@@ -277,7 +277,7 @@ def restore_parts(trainer: Trainer, opened: Opened) -> None:
     _restore_datamodule(trainer, opened.state)
 
 
-def restore(trainer: Trainer, opened: Opened) -> dict[str, Any] | None:
+def restore(trainer: Trainer, opened: OpenCheckpoint) -> dict[str, Any] | None:
     """Take the run's state from a checkpoint, and return this rank's generators, to be set when training begins. Collective.
 
     Raises:
@@ -372,7 +372,7 @@ def _unfinished_metrics(trainer: Trainer, checkpoint: Checkpoint, own: dict[str,
     return together
 
 
-def restore_weights(trainer: Trainer, opened: Opened) -> None:
+def restore_weights(trainer: Trainer, opened: OpenCheckpoint) -> None:
     """Take a module's weights, and the datamodule's state, from a checkpoint. Collective.
 
     Raises:

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from trainwright.checkpoint.exchange import is_plain, read_weights
+from trainwright.checkpoint.foreign_formats import is_plain, read_weights
 from trainwright.checkpoint.store import Piece, write_checkpoint
 from trainwright.errors import CheckpointError
 
@@ -127,8 +127,8 @@ class Planted:
             lambda path: saved(path, {"model": {"w": torch.ones(1)}, "epoch": 1}),
             "a dict with 'model', 'epoch', and 'model'",
         ),
-        (lambda path: saved(path, torch.ones(1)), "holds a Tensor, no dict"),
-        (lambda path: saved(path, {"state_dict": {"w": 1}}), "'w' is no tensor"),
+        (lambda path: saved(path, torch.ones(1)), "holds a Tensor, not a dict"),
+        (lambda path: saved(path, {"state_dict": {"w": 1}}), "'w' is not a tensor"),
         (lambda path: put(path, (FIXTURES / "lightning.ckpt").read_bytes()[:5000]), "damaged or cut short"),
         (lambda path: put(path, b"PK\x03\x04aaa"), "damaged or cut short"),
         (lambda path: put(path, b"\x50" + bytes(7) + b"{aaaa"), "safetensors file and cannot be read"),

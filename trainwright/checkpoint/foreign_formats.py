@@ -1,7 +1,7 @@
-"""Weights and hyper-parameters out of whatever holds them: our checkpoints, Lightning's, a state_dict, safetensors.
+"""Reads weights and hyper-parameters from our checkpoints, Lightning's, a state_dict, or safetensors.
 
-For one process, onto the CPU. A foreign file may be a pickle; of those, torch's restricted reader takes tensors and plain
-data and nothing else, and what it does not take is refused, never run.
+For one process, onto the CPU. A foreign file may be a pickle: torch's restricted reader accepts tensors and plain data only,
+and anything else is refused, never run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from trainwright.checkpoint.codec import encode
 from trainwright.checkpoint.contents import is_extra_state
 from trainwright.checkpoint.manifest import FILE_NAME, MANIFEST_NAME, load_json
-from trainwright.checkpoint.opening import Verify, check_verify, open_checkpoint
+from trainwright.checkpoint.reader import Verify, check_verify, open_checkpoint
 from trainwright.checkpoint.shards import METADATA_KEY
 from trainwright.checkpoint.tensors import DTYPES, Piece
 from trainwright.compiled_names import clean_name
@@ -44,24 +44,24 @@ _ENGINES = {
     "latest": "DeepSpeed",
     "mp_rank_00_model_states.pt": "DeepSpeed",
 }
-"""A file in a directory, and which library's sharded checkpoint it gives away."""
+"""Files that identify another library's sharded checkpoint."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What a checkpoint holds for its model to be built again.
+    """What is needed to rebuild the model of a checkpoint.
 
     Args:
         state_dict: the model's tensors, whole, on the CPU.
         kind: what it was read from.
-        hyper_parameters: the module's; empty where none were stored.
-        hyper_parameter_forms: the forms of those that are no plain data; see plain_forms.py.
-        hparams_name: the argument that they are the content of; "kwargs" where they are the arguments themselves.
+        hyper_parameters: the module's; empty if none were stored.
+        hyper_parameter_forms: the forms of those that are not plain data; see plain_forms.py.
+        hparams_name: the argument that they are the content of; "kwargs" if they are the arguments themselves.
         datamodule_hyper_parameters: the datamodule's.
         datamodule_hyper_parameter_forms, datamodule_hparams_name: as above.
-        epoch: the epoch of the save; None where the file does not tell.
-        global_step: the number of optimizer steps made.
-        contents: all else that the file says, with those above: what `on_load_checkpoint` is shown.
+        epoch: the epoch of the save; None if the file does not say.
+        global_step: the number of optimizer steps.
+        contents: everything else in the file, with those above, for `on_load_checkpoint`.
     """
 
     state_dict: dict[str, Any]
@@ -78,10 +78,10 @@ class Weights:
 
 
 def read_weights(path: str | os.PathLike[str], verify: Verify = "full") -> Weights:
-    """Read the weights and hyper-parameters at a path or an fsspec URL; `verify` is for checkpoints of ours.
+    """Read the weights and hyper-parameters at a path or an fsspec URL; `verify` applies to our own checkpoints.
 
     Raises:
-        CheckpointError: there is nothing, it is damaged, it is none of what is accepted, or it holds pickled objects.
+        CheckpointError: nothing is there, or it is damaged, of a kind that is not accepted, or contains pickled objects.
     """
     check_verify(verify)
     name = os.fspath(path)
@@ -95,7 +95,7 @@ def read_weights(path: str | os.PathLike[str], verify: Verify = "full") -> Weigh
         if not filesystem.exists(inside):
             raise CheckpointError(f"{name} does not exist; accepted is {ACCEPTED}.")
         if isinstance(filesystem, LocalFileSystem) and not os.path.isfile(inside):
-            raise CheckpointError(f"{name} is a pipe or a device, no file; accepted is {ACCEPTED}.")
+            raise CheckpointError(f"{name} is a pipe or a device, not a file; accepted is {ACCEPTED}.")
         if inside.endswith(INDEX_SUFFIX):
             return _from_index(name, filesystem.cat_file(inside, 0, MAX_INDEX_BYTES + 1))
         with filesystem.open(inside, "rb") as stream:
@@ -107,36 +107,36 @@ def read_weights(path: str | os.PathLike[str], verify: Verify = "full") -> Weigh
                 return _from_safetensors(name, stream.read())
     except OSError as error:
         raise CheckpointError(f"{name} cannot be read: {error}") from error
-    raise CheckpointError(f"{name} is no checkpoint: it begins with {start!r}. Accepted is {ACCEPTED}.")
+    raise CheckpointError(f"{name} is not a checkpoint: it begins with {start!r}. Accepted is {ACCEPTED}.")
 
 
 def _from_index(path: str, data: bytes) -> Weights:
-    """Read the files that an index names; they lie beside it."""
+    """Read the files that an index names, which are in its directory."""
     if len(data) > MAX_INDEX_BYTES:
         raise CheckpointError(f"{path} is larger than {MAX_INDEX_BYTES >> 20} MiB; an index is a list of names.")
     content = load_json(data, path)
-    places = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise CheckpointError(f'{path} has no "weight_map" of tensors and files; accepted is {ACCEPTED}.')
     parts: dict[str, Weights] = {}
-    for file in sorted(set(places.values())):
+    for file in sorted(set(files.values())):
         if not FILE_NAME.fullmatch(file) or file.endswith(INDEX_SUFFIX):
             raise CheckpointError(
-                f"{path} names the file {file[:200]!r}; accepted are plain names of files beside the index. Do not use it."
+                f"{path} names the file {file[:200]!r}; accepted are names of files in its directory. Do not use it."
             )
         parts[file] = read_weights(f"{path.rpartition('/')[0] or '.'}/{file}")
-    missing = [name for name, file in places.items() if clean_name(name) not in parts[file].state_dict]
+    missing = [name for name, file in files.items() if clean_name(name) not in parts[file].state_dict]
     if missing:
         raise CheckpointError(
-            f"{path}: {places[missing[0]]} holds no {missing[0]!r}, though the index places it there ({len(missing)} in all). "
+            f"{path}: {files[missing[0]]} holds no {missing[0]!r}, though the index places it there ({len(missing)} in all). "
             "Get the files that belong to this index."
         )
-    names = {clean_name(name): file for name, file in places.items()}
+    names = {clean_name(name): file for name, file in files.items()}
     return Weights({name: parts[file].state_dict[name] for name, file in names.items()}, "safetensors")
 
 
 def is_plain(value: Any, largest_tensor: int = LARGEST_PLAIN_TENSOR) -> bool:
-    """Return whether a hyper-parameter may be stored: plain data, with no tensor of more elements than that in it."""
+    """Return whether a hyper-parameter may be stored: plain data without tensors of more elements than `largest_tensor`."""
     try:
         tensors = encode(value)[1].values()
     except TypeError:
@@ -154,7 +154,7 @@ def _from_directory(path: str, names: set[str], verify: Verify) -> Weights:
     if MANIFEST_NAME not in names:
         engine = next((engine for name, engine in _ENGINES.items() if name in names), None)
         what = f"a sharded checkpoint of {engine}" if engine else f"a directory without a {MANIFEST_NAME}"
-        remedy = " Make one file of it with that library's own tool first." if engine else ""
+        remedy = " Convert it to one file with that library's own tool first." if engine else ""
         raise CheckpointError(f"{path} is {what}; accepted is {ACCEPTED}.{remedy}")
     checkpoint = open_checkpoint(path, verify)
     if "model" not in checkpoint.sections:
@@ -163,7 +163,7 @@ def _from_directory(path: str, names: set[str], verify: Verify) -> Weights:
     tensors: dict[str, Any] = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
     checkpoint.read_into("model", [Piece(name, entries[name].shape, 0, each) for name, each in tensors.items()])
     state = checkpoint.run_state()
-    for number, states in state.get("extra", {}).items():  # the first module's names have no number before them
+    for number, states in state.get("extra", {}).items():  # the first module's names have no number
         tensors.update({name if number == "0" else f".{number}.{name}": value for name, value in states.items()})
     return Weights(
         _clean(tensors),
@@ -184,7 +184,7 @@ def _from_torch_file(path: str, source: Any) -> Weights:
         source.seek(0)
     try:
         content = torch.load(source, map_location="cpu", weights_only=True)
-    except Exception as error:  # the reader meets damaged data with whatever its parts raise
+    except Exception as error:  # on damaged data the reader raises errors of many types
         _refuse(path, error)
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         return Weights(
@@ -204,7 +204,7 @@ def _from_safetensors(path: str, data: bytes) -> Weights:
     except (SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} looks like a safetensors file and cannot be read: {error}") from error
     header = load_json(data[8 : 8 + int.from_bytes(data[:8], "little")], path)
-    for name, stored in header.get(METADATA_KEY, {}).items():  # so a tied tensor's other names are told, by convention
+    for name, stored in header.get(METADATA_KEY, {}).items():  # by convention, the further names of tied tensors
         if name not in tensors and stored in tensors:
             tensors[name] = tensors[stored]
     return Weights(_clean(tensors), "safetensors")
@@ -221,15 +221,17 @@ def _refuse(path: str, error: Exception) -> NoReturn:
     found = next((group for group in match.groups() if group), None) if match else None
     raise CheckpointError(
         f"{path} holds {found or 'objects'}, and only tensors and plain data are read from a pickle: anything else could run "
-        "code. In the program that wrote it, if you trust the file, write the weights alone "
+        "code. If you trust the file, save the weights alone in the program that wrote it "
         "(torch.save(model.state_dict(), ...)), or leave the object out (save_hyperparameters(ignore=...)) and save again."
     ) from None
 
 
 def _checked(path: str, content: Any) -> dict[str, Any]:
-    """Return a state_dict, after a look at whether it is one."""
+    """Check that the content is a state_dict, and return it with clean names."""
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, no dict of tensors; accepted is {ACCEPTED}.")
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__}, not a dict of tensors; accepted is {ACCEPTED}."
+        )
     wrong = [
         key
         for key, value in content.items()
@@ -238,17 +240,17 @@ def _checked(path: str, content: Any) -> dict[str, Any]:
     if wrong:
         names = ", ".join(map(repr, list(content)[:8]))
         raise CheckpointError(
-            f"{path} holds a dict with {names}, and {wrong[0]!r} is no tensor: it is no state_dict and has none under "
+            f"{path} holds a dict with {names}, and {wrong[0]!r} is not a tensor: it is not a state_dict and has none under "
             f'"state_dict". Accepted is {ACCEPTED}.'
         )
     return _clean(content)
 
 
 def _clean(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors under the names that they have in a module that is not compiled."""
+    """Return the tensors under their names in an uncompiled module."""
     cleaned = OrderedDict((clean_name(name), value) for name, value in tensors.items())
     metadata = getattr(tensors, "_metadata", None)
-    if isinstance(metadata, Mapping):  # the versions of the modules, which loading looks at
+    if isinstance(metadata, Mapping):  # the versions of the modules, which loading reads
         setattr(cleaned, "_metadata", {clean_name(name): value for name, value in metadata.items()})  # noqa: B010
     return cleaned
 
@@ -258,7 +260,7 @@ def _hyper_parameters(path: str, content: Mapping[str, Any]) -> dict[str, Any]:
     for prefix in ("", "datamodule_"):
         values, name = content.get(f"{prefix}hyper_parameters") or {}, content.get(f"{prefix}hparams_name")
         if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
-            raise CheckpointError(f"{path}: its {prefix}hyper_parameters are no dict of names and values.")
+            raise CheckpointError(f"{path}: its {prefix}hyper_parameters are not a dict of names and values.")
         found[f"{prefix}hyper_parameters"] = dict(values)
         forms = content.get(f"{prefix}hyper_parameter_forms")
         found[f"{prefix}hyper_parameter_forms"] = dict(forms) if isinstance(forms, Mapping) else {}

@@ -1,4 +1,4 @@
-"""An opened checkpoint: verified first, then read; nothing of the destination changes before every check has passed."""
+"""Reading a checkpoint: it is verified first, and no destination changes before every check has passed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from trainwright.checkpoint.codec import decode
 from trainwright.checkpoint.discovery import read_manifest
 from trainwright.checkpoint.filesystem import Files, describe, resolve
-from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, Manifest, load_json
+from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, Manifest, load_json, rank_section
 from trainwright.checkpoint.shards import (
     CHUNK_BYTES,
     Copy,
@@ -32,7 +32,7 @@ REMEDY = "Use another checkpoint, or a good copy of this one."
 
 
 class ReadReport(NamedTuple):
-    """What a read left out: asked for and not stored (`missing`), stored and not asked for (`unexpected`)."""
+    """What a read skipped: requested but not stored (`missing`), stored but not requested (`unexpected`)."""
 
     missing: list[str]
     unexpected: list[str]
@@ -42,9 +42,9 @@ class Checkpoint:
     """A verified checkpoint; made by `open_checkpoint`.
 
     Args:
-        files: the place it lies in.
+        files: its file system.
         path: the path or URL that the user gave.
-        inside: the path as `files` takes it.
+        inside: the path within `files`.
         manifest: its manifest.
         verify: how much was verified.
         extra_files: names in the directory that are not the checkpoint's.
@@ -76,15 +76,15 @@ class Checkpoint:
         return dict(self._manifest.sections[section])
 
     def read_into(self, section: str, pieces: Sequence[Piece], strict: bool = True) -> ReadReport:
-        """Fill the tensors of the pieces in place, reading only what overlaps them.
+        """Fill the tensors of the pieces in place, reading only what overlaps them, and converting to their dtypes.
 
-        A destination of another dtype than the stored one is converted. Whatever the ranks and strategies of the writer
-        were, each rank asks for its own pieces, with no word to the others. All is checked before the first write.
+        Each rank reads its own pieces without communication, whatever the writer's world size and strategy. Everything is
+        checked before the first write.
 
         Args:
             section: the section to read.
             pieces: the destinations.
-            strict: refuse a destination that the checkpoint does not have; else it is left as it is and reported.
+            strict: refuse a destination that the checkpoint does not have; else leave it as it is and report it.
         """
         entries = self.tensors(section)
         wanted = {piece.name for piece in pieces}
@@ -95,22 +95,20 @@ class Checkpoint:
                 "Build the model as it was when the checkpoint was written, or read with strict=False."
             )
         self._fill(entries, [piece for piece in pieces if piece.name in entries])
-        # A name tied to one that was read was read with it.
-        places = {(piece.file, piece.key) for name in wanted & entries.keys() for piece in entries[name].pieces}
+        # A name that is tied to one that was read is not unexpected.
+        read = {(piece.file, piece.key) for name in wanted & entries.keys() for piece in entries[name].pieces}
         rest = [name for name in entries if name not in wanted]
         tied = {
-            name
-            for name in rest
-            if entries[name].pieces and all((p.file, p.key) in places for p in entries[name].pieces)
+            name for name in rest if entries[name].pieces and all((p.file, p.key) in read for p in entries[name].pieces)
         }
         return ReadReport(missing, sorted(name for name in rest if name not in tied))
 
     def read_part(self, section: str, piece: Piece) -> None:
-        """Fill one piece of a tensor that is there, in place; what it costs does not grow with the section."""
+        """Fill one piece of a stored tensor in place; the cost does not depend on the section's size."""
         self._fill(self._manifest.sections[section], [piece])
 
     def _fill(self, entries: Mapping[str, TensorEntry], pieces: Sequence[Piece]) -> None:
-        """Fill the pieces in place, once all of them are seen to be there."""
+        """Check that all pieces are stored, then fill them in place."""
         with _OpenShards(self._files, self._inside, self._manifest, self._headers) as shards:
             try:
                 plans = [(piece, plan_copies(entries, piece)) for piece in pieces]
@@ -122,11 +120,11 @@ class Checkpoint:
             except (CheckpointError, OSError) as error:
                 raise CheckpointError(f"{self.path}: {error}") from error
 
-    def check_places(self) -> None:
-        """Look, in every file's own table, whether it holds what the manifest places there; no tensor is read.
+    def check_layout(self) -> None:
+        """Compare every file's own table with the manifest, without reading tensors.
 
         Raises:
-            CheckpointError: a tensor is not there, or is another one.
+            CheckpointError: a tensor is missing or differs.
         """
         with _OpenShards(self._files, self._inside, self._manifest, self._headers) as shards:
             try:
@@ -138,7 +136,7 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path}: {error}") from error
 
     def read_tensor(self, section: str, name: str) -> torch.Tensor:
-        """Return one tensor whole, in host memory."""
+        """Return one whole tensor in host memory."""
         entry = self.tensors(section).get(name)
         if entry is None:
             raise CheckpointError(f"{self.path} has no {section} tensor {name!r}.")
@@ -154,7 +152,7 @@ class Checkpoint:
         """Return the plain state of a run, which is a dict.
 
         Raises:
-            CheckpointError: it is something else, so that no run has written it.
+            CheckpointError: it is not a dict, so no run wrote it.
         """
         state = self.state()
         if not isinstance(state, dict):
@@ -164,7 +162,7 @@ class Checkpoint:
         return state
 
     def rank_state(self, rank: int) -> Any | None:
-        """Return the plain state that a rank stored for itself; None where it stored none or there was no such rank."""
+        """Return the plain state that a rank stored; None if it stored none or there was no such rank."""
         name = rank_section(rank)
         return self._read_plain(name) if f"{name}.json" in self._manifest.files else None
 
@@ -190,17 +188,12 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {name}: {error}") from error
 
 
-def rank_section(rank: int) -> str:
-    """Return the name under which a rank's own state is stored."""
-    return f"rank-{rank:05d}"
-
-
 def _is_internal(section: str) -> bool:
     return section == "state" or section.startswith("rank-")
 
 
 class _OpenShards:
-    """The safetensors files that one read has open, a bounded number of them."""
+    """The open safetensors files of one read, at most MAX_OPEN_FILES."""
 
     def __init__(
         self, files: Files, inside: str, manifest: Manifest, headers: dict[str, dict[str, StoredArray]]
@@ -219,13 +212,13 @@ class _OpenShards:
             self._opened.popitem()[1].close()
 
     def header(self, file: str) -> dict[str, StoredArray]:
-        """Return what a file holds, its header read and checked once."""
+        """Return a file's table; its header is read and checked once."""
         if file not in self._headers:
             self._headers[file] = read_header(self._open(file), file, self._manifest.files[file].size)
         return self._headers[file]
 
     def locate(self, file: str, key: str) -> tuple[BinaryIO, StoredArray]:
-        """Return the open file and the place in it of a key."""
+        """Return the open file, and where the key's bytes are in it."""
         array = self.header(file)[key]
         return self._open(file), array
 
@@ -250,7 +243,7 @@ def _check_copy(copy: Copy, entry: TensorEntry, shards: _OpenShards) -> None:
 
 
 def check_verify(verify: str) -> None:
-    """Refuse what is none of the degrees of verification (ValueError)."""
+    """Refuse an unknown degree of verification (ValueError)."""
     if verify not in get_args(Verify):
         raise ValueError(
             f"verify={verify!r} is unknown; choose from {', '.join(get_args(Verify))}, or leave it out for full, which "
@@ -274,7 +267,7 @@ def open_checkpoint(
         ranks: those that open it; None if this process opens it alone.
 
     Raises:
-        CheckpointError: it is no checkpoint, it is damaged, or its format is newer than this version reads.
+        CheckpointError: it is not a checkpoint, is damaged, or has a newer format than this version reads.
     """
     check_verify(verify)
     rank, world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
@@ -288,7 +281,7 @@ def open_checkpoint(
             for name, record in manifest.files.items():
                 _refuse(path, name, size_fault(record, name, listed, compare=verify != "off"))
             if verify == "full":
-                for name in _share(manifest.files, rank, world_size):
+                for name in _assigned(manifest.files, rank, world_size):
                     _refuse(path, name, digest_fault(files, f"{inside}/{name}", manifest.files[name]))
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -311,7 +304,7 @@ def _refuse(path: str, name: str, fault: str | None) -> None:
 
 
 def size_fault(record: FileRecord, name: str, listed: Mapping[str, int | None], compare: bool = True) -> str | None:
-    """Return what the listing of the directory shows to be wrong with a file; None where it shows nothing."""
+    """Return what is wrong with a file by the directory's listing; None if nothing is."""
     if name not in listed:
         return "is missing"
     size = listed[name]
@@ -322,7 +315,7 @@ def size_fault(record: FileRecord, name: str, listed: Mapping[str, int | None], 
     return None
 
 
-def _share(records: Mapping[str, FileRecord], rank: int, world_size: int) -> list[str]:
+def _assigned(records: Mapping[str, FileRecord], rank: int, world_size: int) -> list[str]:
     loads, mine = [0] * world_size, []
     for name in sorted(records, key=lambda name: (-records[name].size, name)):
         chosen = loads.index(min(loads))
@@ -333,7 +326,7 @@ def _share(records: Mapping[str, FileRecord], rank: int, world_size: int) -> lis
 
 
 def digest_fault(files: Files, inside: str, record: FileRecord) -> str | None:
-    """Read a file whole and return what is wrong with its bytes; None where nothing is."""
+    """Read a whole file and return what is wrong with its bytes; None if nothing is."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(min(CHUNK_BYTES, record.size + 1)))
     with files.open(inside) as stream:

@@ -1,0 +1,288 @@
+"""The files of a ModelCheckpoint: how checkpoints are named, which path a save gets, and how it replaces others."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from trainwright.callbacks.checkpoint_policy import Kept
+from trainwright.checkpoint.filesystem import resolve
+from trainwright.checkpoint.replacement import is_link, is_replaceable, replace_checkpoint
+from trainwright.checkpoint.store import is_checkpoint, open_checkpoint, remove_checkpoint, same_path
+from trainwright.errors import CheckpointError
+from trainwright.rank_zero import rank_zero_warn
+
+if TYPE_CHECKING:
+    from trainwright.checkpoint.writer import BackgroundSave
+    from trainwright.trainer.trainer import Trainer
+
+SUFFIX = ".ckpt"
+FIELD = r"\{([^{}:]+)(:[^{}]*)?\}"
+"""A field of a template: a name and, if wanted, its format."""
+
+
+def check_template(template: str) -> None:
+    """Refuse a template with an unpaired brace (ValueError)."""
+    rest = re.sub(FIELD, "", template)
+    if "{" in rest or "}" in rest:
+        raise ValueError(
+            f"filename={template!r} has a brace without its pair; write fields as {{epoch}} or {{val_loss:.3f}}."
+        )
+
+
+def fill_template(template: str, values: Mapping[str, Any], *, insert_names: bool) -> str:
+    """Return the template's name for these values; "/" in a metric's name becomes "_".
+
+    Args:
+        template: text with fields, such as "{epoch:02d}-{val_loss:.2f}".
+        values: the fields' values.
+        insert_names: write {epoch} as "epoch=3" rather than "3".
+
+    Raises:
+        ValueError: a field's metric was not logged.
+    """
+
+    def written(match: re.Match[str]) -> str:
+        name, spec = match.group(1), match.group(2) or ""
+        if name not in values:
+            raise ValueError(
+                f"filename={template!r} asks for {name!r}, which was not logged; there are {', '.join(sorted(values))}."
+            )
+        text = format(values[name], spec[1:])
+        label = name.replace("/", "_")
+        return f"{label}={text}" if insert_names else text
+
+    return re.sub(FIELD, written, template)
+
+
+def name_values(trainer: Trainer, monitor: str | None, template: str) -> dict[str, Any]:
+    """Return the values of a template's fields at this point of the run.
+
+    With a monitor, a metric of earlier weights is NaN; until the monitor is logged, every other field is NaN too.
+    """
+    values: dict[str, Any] = {
+        name: math.nan if monitor is not None and trainer.logbook.is_outdated(name) else float(value)
+        for name, value in trainer.callback_metrics.items()
+    }
+    values.update(epoch=trainer.current_epoch, step=trainer.global_step)
+    if monitor is not None and monitor not in values:
+        values = {**{name: math.nan for name, _ in re.findall(FIELD, template)}, **values}
+    return values
+
+
+def choose_paths(
+    name: Callable[[int | None], str],
+    exists: Callable[[str], bool],
+    dropped: Sequence[str],
+    kept: Iterable[str],
+    source: str,
+    *,
+    replaces_any: bool,
+) -> tuple[str, str]:
+    """Return the path of a save, the first that is free or replaceable, and the free one that it is written to.
+
+    Args:
+        name: returns the path with a version; None for none.
+        exists: returns whether a path is taken.
+        dropped: the checkpoints that the save replaces.
+        kept: those that are kept.
+        source: the one that the run was resumed from, which stays.
+        replaces_any: whether the save also replaces a whole checkpoint that has the plain name and is not kept.
+    """
+
+    def is_replaced(path: str) -> bool:
+        is_dropped = any(same_path(path, each) for each in dropped)
+        may_go = is_dropped or (replaces_any and path == name(None))
+        if not may_go or same_path(path, source):  # first, since the rest reads a manifest
+            return False
+        return (is_dropped or not any(same_path(path, each) for each in kept)) and is_replaceable(path)
+
+    path, version = name(None), 0
+    while exists(path) and not is_replaced(path):
+        version += 1
+        path = name(version)
+    written_to = path
+    while exists(written_to):
+        version += 1
+        written_to = name(version)
+    return path, written_to
+
+
+def is_taken(path: str) -> bool:
+    """Return whether something is at a path: a checkpoint, whole or damaged, or anything else."""
+    files, inside = resolve(path)
+    return files.exists(inside) if files.has_rename else is_checkpoint(path)
+
+
+def free_path(stem: str) -> str:
+    """Return the first free path with that stem, with a version where needed."""
+    path, number = f"{stem}{SUFFIX}", 1
+    while is_taken(path):
+        path, number = f"{stem}-v{number}{SUFFIX}", number + 1
+    return path
+
+
+def path_of_stop(trainer: Trainer, kept: Kept, own: str) -> tuple[str, bool]:
+    """Return where a run that ends here is saved, and whether a checkpoint of this very position is there already.
+
+    Args:
+        trainer: its run.
+        kept: what is kept.
+        own: the path for a new checkpoint, without the step.
+    """
+    for path in (kept["last"], trainer.resume_source or ""):
+        if path and _holds_position(path, trainer):
+            return path, True
+    # Shorter than the names of epoch ends, so that at the same step those count as newer.
+    return free_path(f"{own}-step={trainer.global_step}"), False
+
+
+def _holds_position(path: str, trainer: Trainer) -> bool:
+    """Return whether a run resumed from this checkpoint would continue from this run's position."""
+    try:
+        saved: dict[str, Any] | None = open_checkpoint(path, "off").run_state().get("position")
+    except CheckpointError:
+        return False
+    return saved is not None and trainer.state.is_where(saved)  # None: it holds weights only
+
+
+def remove_replaced(paths: Sequence[str], committed: str, trainer: Trainer) -> list[str]:
+    """Remove, on rank 0, the checkpoints that a committed one replaces; return those that have to stay for now.
+
+    The resume source stays; a later run, resumed from another one, removes it. Symbolic links and anything that is not a
+    whole checkpoint are left alone, and nothing is removed unless the committed one is whole.
+    """
+    kept = [each for each in paths if same_path(each, trainer.resume_source or "")]
+    if trainer.is_global_zero and is_checkpoint(committed):
+        for each in paths:
+            if each not in kept and not same_path(each, committed) and not is_link(each) and is_checkpoint(each):
+                try:
+                    remove_checkpoint(each)
+                except (OSError, CheckpointError) as error:  # no reason to end a run whose newest checkpoint is whole
+                    rank_zero_warn(
+                        f"{each}, which {committed} replaces, could not be removed ({error}); remove it by hand.",
+                        stacklevel=2,
+                    )
+    return kept
+
+
+def loaded(state: Mapping[str, Any], folder: str) -> tuple[Kept, bool]:
+    """Return what a saved state keeps, as far as it still exists in this folder, and whether the newest does."""
+
+    def is_ours(path: str) -> bool:
+        return same_path(path.rpartition("/")[0], folder) and is_checkpoint(path)
+
+    last = state["last_model_path"]
+    kept: Kept = {
+        "scores": {path: float(score) for path, score in state["best_k_models"].items() if is_ours(path)},
+        "last": last if is_ours(last) else "",
+        "written_to": state.get("place", ""),
+        "replaced": [path for path in state.get("replaced", []) if is_ours(path)],
+        "current_score": state.get("current_score"),
+    }
+    return kept, bool(kept["last"])
+
+
+def found_again(
+    kept: Kept, unrenamed: tuple[str, str, float | None], steps: Mapping[str, int], source: str
+) -> tuple[dict[str, float], str, list[str]]:
+    """Return the scores of the kept checkpoints, the newest, and what it replaces, as found where a run resumes.
+
+    A path may hold another save than the one that was meant: its own was not renamed yet, or a later save of the killed run
+    has taken the path. Such a path is not among the kept ones, and the next save may use it.
+
+    Args:
+        kept: as the checkpoint says it.
+        unrenamed: where the newest was written, its final path, and its score; empty where both are the same.
+        steps: the optimizer step of the checkpoint at each path, as far as known.
+        source: the checkpoint that the run is resumed from.
+    """
+    found, last, replaced = dict(kept["scores"]), kept["last"], list(kept["replaced"])
+    written_to, path, score = unrenamed
+    if written_to and (same_path(written_to, source) or (path in steps and _step_of(written_to) == steps[path])):
+        found.pop(path, None)
+        if score is not None:
+            found[written_to] = score
+        last = written_to
+        replaced.append(path)
+    own = {each: of for each, of in found.items() if each not in steps or _step_of(each) == steps[each]}
+    return own, last, replaced
+
+
+def _step_of(path: str) -> int | None:
+    """Return the optimizer step of a checkpoint; None if the path is not one."""
+    try:
+        return open_checkpoint(path, "off").step
+    except CheckpointError:
+        return None
+
+
+@dataclass
+class PendingSave:
+    """A save that was begun and has not been concluded.
+
+    Args:
+        path: its final path.
+        written_to: where it is written; elsewhere if it replaces the checkpoint at its path.
+        dropped: the checkpoints that it replaces.
+        save: the save in its thread; None if it was made within the call.
+        put_back: restores what was kept before this save.
+        keep: called with those of `dropped` that have to stay for now.
+        report: printed once it has committed, unless empty.
+    """
+
+    path: str
+    written_to: str
+    dropped: list[str]
+    save: BackgroundSave | None
+    put_back: Callable[[], None]
+    keep: Callable[[list[str]], None]
+    report: str
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the checkpoint is durable."""
+        return self.save is None or self.save.is_committed
+
+    def conclude(self, trainer: Trainer) -> None:
+        """Wait for the commit, rename the checkpoint to its path and remove those it replaces. Collective.
+
+        Raises:
+            CheckpointError: the save failed, on every rank; the kept checkpoints are those of before.
+        """
+        try:
+            trainer.engine.finish_save()
+            if self.is_committed and self.written_to != self.path:
+                # As a decision, so that no rank looks for the path before rank 0 has renamed it.
+                rename = partial(replace_checkpoint, self.written_to, self.path)
+                trainer.engine.ranks.decide(rename, "a save of ModelCheckpoint")
+                self.written_to = self.path
+        except BaseException:
+            self.put_back()
+            raise
+        if not self.is_committed:  # the caller of the next save was told of the failure
+            self.put_back()
+            return
+        if self.report:
+            trainer.print(self.report)
+        self.remove_dropped(trainer)
+
+    def conclude_alone(self, trainer: Trainer) -> None:
+        """Do the same after an error has ended the run, without waiting or talking to other ranks."""
+        if not self.is_committed:
+            self.put_back()
+            return
+        if self.written_to != self.path:
+            if trainer.is_global_zero:
+                replace_checkpoint(self.written_to, self.path)
+            self.written_to = self.path
+        self.remove_dropped(trainer)
+
+    def remove_dropped(self, trainer: Trainer) -> None:
+        """Remove the replaced checkpoints, once and on rank 0; the resume source stays."""
+        dropped, self.dropped = self.dropped, []
+        self.keep(remove_replaced(dropped, self.written_to, trainer))

@@ -1,0 +1,300 @@
+"""The policy of a ModelCheckpoint: when a save is due, what its score is, and which checkpoints are kept."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+from trainwright.checkpoint.store import same_path
+from trainwright.rank_zero import rank_zero_warn
+
+if TYPE_CHECKING:
+    from trainwright.trainer.trainer import Trainer
+
+KEY_SETTINGS = (
+    "monitor", "mode", "save_top_k", "every_n_train_steps", "every_n_epochs", "train_time_interval", "filename",
+)  # fmt: skip
+"""The settings that distinguish one ModelCheckpoint's state from another's."""
+
+
+def check_choices(mode: Any, save_last: Any, save_top_k: Any, filename: Any, monitor: Any) -> None:
+    """Refuse an unknown mode, save_last or save_top_k (ValueError), and names that are not text (TypeError)."""
+    if mode not in ("min", "max"):
+        raise ValueError(f"mode={mode!r} is unknown; choose from min, max.")
+    if save_last not in (None, True, False, "link"):
+        raise ValueError(f"save_last={save_last!r} is not accepted; choose from True, False, None, 'link'.")
+    for name, text in (("filename", filename), ("monitor", monitor)):
+        if text is not None and not isinstance(text, str):
+            raise TypeError(f"{name}={text!r} is a {type(text).__name__}; accepted are a str and None.")
+    if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
+        raise ValueError(f"save_top_k={save_top_k!r} is not accepted; pass a number of checkpoints, or -1 for all.")
+    if monitor is None and save_top_k > 1:
+        raise ValueError(
+            f"save_top_k={save_top_k} needs a metric that decides; pass monitor='val_loss' with a name that you log, or "
+            "save_top_k=1 (the newest), 0 or -1."
+        )
+
+
+def checked_intervals(steps: Any, interval: Any, epochs: Any) -> tuple[int, int]:
+    """Return the steps and the epochs between two saves, 0 for off; every epoch if nothing was given."""
+    for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{name}={value!r} is not a whole number; pass 0 (off) or more.")
+        if value is not None and value < 0:
+            raise ValueError(f"{name}={value} is below 0; pass 0 (off) or more.")
+    if bool(steps) + bool(epochs) + (interval is not None) > 1:
+        raise ValueError(
+            f"every_n_train_steps={steps!r}, train_time_interval={interval!r} and every_n_epochs={epochs!r} exclude each "
+            "other; give one of them, or a ModelCheckpoint for each."
+        )
+    if steps is None and epochs is None and interval is None:
+        return 0, 1
+    return steps or 0, epochs or 0
+
+
+class Kept(TypedDict):
+    """The checkpoints that a ModelCheckpoint keeps: plain data, so that a call made in worker processes brings it back."""
+
+    scores: dict[str, float]
+    """The score of each kept checkpoint by its path; 0 where nothing is monitored."""
+    last: str
+    """The path of the newest checkpoint."""
+    written_to: str
+    """Where the newest one was written, before it got its path."""
+    replaced: list[str]
+    """Checkpoints that the newest replaces, removed once it has committed: the resume source only in a later run."""
+    current_score: float | None
+
+
+class Save(NamedTuple):
+    """A save as rank 0 has planned it: its path, where it is written first, and what it replaces."""
+
+    path: str
+    written_to: str
+    score: float | None
+    is_best: bool
+    dropped: list[str]
+
+
+class Ranking:
+    """Ranks checkpoints by their scores, and chooses which are kept.
+
+    Args:
+        monitor: the metric's name; None ranks by age.
+        mode: "min" or "max".
+        save_top_k: how many to keep.
+    """
+
+    def __init__(self, monitor: str | None, mode: str, save_top_k: int) -> None:
+        self._monitor, self._top_k = monitor, save_top_k
+        self._sign = 1.0 if mode == "min" else -1.0
+
+    def ordered(self, scores: dict[str, float]) -> list[str]:
+        """Return the paths, the best first."""
+        if self._monitor is None:
+            return list(reversed(scores))
+        return sorted(scores, key=lambda path: self._sign * scores[path])
+
+    def accepts(self, score: float | None, scores: dict[str, float]) -> bool:
+        """Return whether a new checkpoint with this score is among the best."""
+        if self._top_k == 0 or (score is not None and not math.isfinite(score)):
+            return False
+        if self._top_k == -1 or len(scores) < self._top_k or score is None:
+            return True
+        return self._sign * score < max(self._sign * each for each in scores.values())
+
+    def dropped(self, kept: Kept, is_best: bool) -> list[str]:
+        """Return the checkpoints that a new one replaces."""
+        scores, dropped = kept["scores"], []
+        if is_best and -1 < self._top_k <= len(scores):
+            dropped.append(max(scores, key=lambda path: self._sign * scores[path]))
+        if kept["last"] and kept["last"] not in scores:
+            dropped.append(kept["last"])
+        return dropped
+
+    def replaced(self, kept: Kept, save: Save) -> list[str]:
+        """Return what is to be removed once a save has committed, with what was left before."""
+        return [each for each in dict.fromkeys([*kept["replaced"], *save.dropped]) if not same_path(each, save.path)]
+
+    def kept_after(self, kept: Kept, save: Save, replaced: list[str]) -> Kept:
+        """Return what is kept with a save."""
+        scores = {path: score for path, score in kept["scores"].items() if path not in save.dropped}
+        if save.is_best:
+            scores[save.path] = 0.0 if save.score is None else save.score
+        return {
+            "scores": scores,
+            "last": save.path,
+            "written_to": save.written_to,
+            "replaced": replaced,
+            "current_score": save.score,
+        }
+
+
+class MonitoredScore:
+    """Reads the monitored metric at a save, on rank 0. It warns once of each problem.
+
+    Args:
+        monitor: the metric's name; None where nothing is monitored.
+    """
+
+    def __init__(self, monitor: str | None) -> None:
+        self.monitor = monitor
+        self._has_warned = self._has_warned_of_value = False
+
+    def read(self, trainer: Trainer, has_validated: bool) -> float | None:
+        """Return its value; NaN if it is not logged yet and need not be, or if earlier weights got it.
+
+        Raises:
+            ValueError: it was not logged and should have been; the message lists what was.
+        """
+        if self.monitor is None:
+            return None
+        if self.monitor in trainer.callback_metrics:
+            value = float(trainer.monitored(self.monitor, "ModelCheckpoint"))
+            return math.nan if trainer.logbook.is_outdated(self.monitor) else value
+        is_overdue = has_validated if trainer.enable_validation else trainer.state.epoch_ended
+        if is_overdue and trainer.state.epoch_ended:
+            return float(trainer.monitored(self.monitor, "ModelCheckpoint"))  # raises, and lists the metrics
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"ModelCheckpoint monitors {self.monitor!r}, which was not logged yet. Checkpoints saved before it is do not "
+                "count among the best, and only the newest of them is kept.",
+                stacklevel=2,
+            )
+        return math.nan
+
+    def is_pending(self, trainer: Trainer) -> bool:
+        """Return whether the next validation may score the present weights, which have no score yet."""
+        if self.monitor is None or not trainer.enable_validation:
+            return False
+        return self.monitor not in trainer.callback_metrics or trainer.logbook.is_outdated(self.monitor)
+
+    def warn_of_value(self, trainer: Trainer, score: float | None, is_awaited: bool) -> None:
+        """Warn that the value is not finite, or that earlier weights got it and no validation of these is awaited."""
+        if self._has_warned_of_value or is_awaited or self.monitor not in trainer.callback_metrics:
+            return
+        self._has_warned_of_value = True
+        if trainer.logbook.is_outdated(self.monitor):
+            warnings.warn(
+                f"ModelCheckpoint monitors {self.monitor!r}, but the latest validation was of earlier weights; such a "
+                "checkpoint does not count among the best, and only the newest of them is kept. Save after validations "
+                "(leave save_on_train_epoch_end out), or validate where it saves.",
+                stacklevel=2,
+            )
+        else:
+            warnings.warn(
+                f"ModelCheckpoint monitors {self.monitor!r}, which is {score}, not finite; until it is finite, only the newest "
+                "checkpoint is kept, to resume from, and none counts as the best.",
+                stacklevel=2,
+            )
+
+
+class SaveMoments:
+    """The latest optimizer step, validation and epoch end at which a ModelCheckpoint was called.
+
+    Callbacks save one after the other, so a checkpoint written by the first records a moment at which the next was not called
+    yet. If the run was killed right there, the resumed run calls it then.
+    """
+
+    def __init__(self) -> None:
+        self._step = self._step_before = self._validations = self._ended_at = -1
+        self._saved_at = (-1, -1)
+        """The optimizer steps and the batches of the run at the latest save."""
+        self._is_validated = False
+        """Whether a validation precedes the epoch end that comes next."""
+        self.steps: dict[str, int] = {}
+        """The optimizer step of the checkpoint at each kept path."""
+        self._is_known = False
+        """Whether a checkpoint has said what came before."""
+
+    def begin(self, trainer: Trainer) -> None:
+        """Count what came before as handled, unless a checkpoint says otherwise: none of it was this callback's to save."""
+        if not self._is_known:
+            self._validations, self._ended_at = trainer.state.validations, trainer.state.total_batches
+            self._is_known = True
+
+    def note_step(self, trainer: Trainer) -> bool:
+        """Note the present optimizer step; return whether it is a new one."""
+        is_new = trainer.global_step != self._step
+        self._step = trainer.global_step
+        return is_new
+
+    def note_save(self, trainer: Trainer, paths: Collection[str], kept: Collection[str]) -> None:
+        """Note that the run is saved here, at these paths, with these checkpoints kept."""
+        self._saved_at = trainer.global_step, trainer.state.total_batches
+        self.steps = {path: step for path, step in self.steps.items() if path in kept}
+        self.steps.update(dict.fromkeys(paths, trainer.global_step))
+
+    def is_saved(self, trainer: Trainer) -> bool:
+        """Return whether the present state is saved, or will be once the pending save is done."""
+        return self._saved_at == (trainer.global_step, trainer.state.total_batches)
+
+    def note_validation(self, trainer: Trainer, is_within: bool) -> None:
+        """Note the present validation, `is_within` an epoch or at its end."""
+        self._validations, self._is_validated = trainer.state.validations, not is_within
+
+    def note_end(self, trainer: Trainer) -> bool:
+        """Note the present end of an epoch; return whether a validation preceded it."""
+        self._ended_at = trainer.state.total_batches
+        is_validated, self._is_validated = self._is_validated, False
+        return is_validated
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
+        return {
+            "step": max(self._step, self._step_before),
+            "saved_at": list(self._saved_at),
+            "steps": dict(self.steps),
+            "is_validated": self._is_validated,
+            "validations": self._validations,
+            "ended_at": self._ended_at,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], is_here: bool) -> None:
+        """Load what `state_dict` returned; `is_here`: the latest save is in this run's folder.
+
+        Older checkpoints have the step alone.
+        """
+        self._step_before, self._is_known = int(state["step"]), "ended_at" in state
+        if self._is_known:
+            self._validations, self._ended_at = int(state["validations"]), int(state["ended_at"])
+            self._is_validated, self.steps = bool(state["is_validated"]), dict(state["steps"])
+            step, batches = state["saved_at"]
+            self._saved_at = (int(step), int(batches)) if is_here else (-1, -1)
+
+    def misses_step(self, trainer: Trainer, every: int) -> bool:
+        """Return whether the run resumes after an optimizer step, one of each `every`, that was not noted."""
+        return 0 <= self._step_before < trainer.global_step and every > 0 and trainer.global_step % every == 0
+
+    def misses_end(self, trainer: Trainer) -> bool:
+        """Return whether the run resumes at an epoch end that was not noted."""
+        return trainer.state.epoch_ended and self._ended_at != trainer.state.total_batches
+
+    def misses_validation(self, trainer: Trainer) -> bool:
+        """Return whether the run resumes within an epoch after a validation that was not noted."""
+        state = trainer.state
+        is_after = state.batch > 0 and not state.epoch_ended and state.validated_at == state.total_batches
+        return is_after and self._validations != state.validations
+
+
+class WeightsCheck:
+    """Refuses to save weights that are not finite, so that no checkpoint is replaced by one of them."""
+
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    def refuses(self, trainer: Trainer, last: str) -> bool:
+        """Return whether the weights are not finite on some rank; warn once until they are again. Collective."""
+        fault = trainer.engine.finiteness.fault()
+        if fault and not self._has_warned:
+            stays = f"{last} stays as the newest one" if last else "No checkpoint exists to resume from"
+            rank_zero_warn(
+                f"ModelCheckpoint saves nothing in epoch {trainer.current_epoch}, at step {trainer.global_step}: {fault}. "
+                f"{stays}, and nothing is saved until the weights are finite again.",
+                stacklevel=2,
+            )
+        self._has_warned = bool(fault)
+        return bool(fault)
