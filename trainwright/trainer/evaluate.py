@@ -144,7 +144,7 @@ def evaluate(
     if getattr(trainer.settings, LIMITS[stage]) == 0:
         return []
     engine.strategy.before_evaluation(engine.modules)
-    asked = trainer.signal_stop.begin_evaluation()
+    asked = trainer.stop.begin_evaluation(trainer.is_within_window)
     with (
         trainer.state.progress.during(phase),
         evaluation_mode(module, stage),
@@ -158,7 +158,7 @@ def evaluate(
             run_loader(evaluation, collector, place, loader, most, keep, asked)
             collector.end_batches()
             if asked is not None:
-                trainer.signal_stop.after_loader()
+                trainer.stop.after_loader()
             if len(evaluation.loaders) > 1:
                 logbook.end_loader(module)
         collector.begin_loader(None)
@@ -207,7 +207,7 @@ def run_loader(
         is_ghost = source.real_length is not None and index >= source.real_length
         if length is not None and index >= length and not is_own:
             refuse_length(length)
-        if asked is not None and asked.is_pending and evaluation.trainer.signal_stop.is_left(place, index):
+        if asked is not None and asked.is_pending and evaluation.trainer.stop.is_left(place, index):
             break
         if noted:
             evaluation.trainer.batch_indices = noted.popleft()
@@ -283,7 +283,7 @@ def run_pulled(
     )
     while not batches.is_at_end:
         taken = batches.begin_step()
-        if asked is not None and asked.is_pending and evaluation.trainer.signal_stop.is_left(place, taken):
+        if asked is not None and asked.is_pending and evaluation.trainer.stop.is_left(place, taken):
             break
         collector.begin_batch(collector.batch, step, length is None or taken >= length - 1)
         if is_ghost(taken):
