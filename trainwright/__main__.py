@@ -1,4 +1,4 @@
-"""`trainwright` and `python -m trainwright`: the command line of `launch/cli.py`, given what `launch` may not import itself."""
+"""`trainwright` and `python -m trainwright`: the command line of `launch/cli.py`, with what `launch` may not import."""
 
 from __future__ import annotations
 

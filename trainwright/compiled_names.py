@@ -1,4 +1,4 @@
-"""Compiled names: a state_dict whose keys do not tell which submodules somebody has wrapped in torch.compile."""
+"""Compiled names: state_dict keys that do not depend on which submodules are wrapped in torch.compile."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 from torch import nn
 
 WRAPPER = "_orig_mod"
-"""Under this name a module that torch.compile has returned holds the one that it was given."""
+"""The attribute in which a compiled module holds the original one."""
 
 
 def clean_name(name: str) -> str:
-    """Return a state_dict key, or the name of a parameter, without the parts that torch.compile puts into it."""
+    """Return a state_dict key or parameter name without the parts that torch.compile adds."""
     if WRAPPER not in name:
         return name
     return ".".join(part for part in name.split(".") if part != WRAPPER)
 
 
 def register_clean_names(module: nn.Module) -> None:
-    """Let a module's state_dict have clean names, and let it load both forms, whatever in it is compiled by then."""
+    """Give a module's state_dict clean names, and let it load both forms, whatever is compiled by then."""
     module.register_state_dict_post_hook(_clean)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(_adapt)  # type: ignore[no-untyped-call]
 
 
 def is_compiled(module: object) -> bool:
-    """Return whether a module is what torch.compile returned. Where nobody has loaded the compiler, none is."""
+    """Return whether torch.compile returned this module."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
@@ -34,13 +34,13 @@ def is_compiled(module: object) -> bool:
 def _clean(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
     if "torch._dynamo.eval_frame" in sys.modules:
         _rename(state_dict, prefix, clean_name)
-        # Versions are looked up under the names that a module has when it loads: known under both.
+        # A load looks versions up under the names that the module then has, so both are kept.
         metadata = getattr(state_dict, "_metadata", {})
         metadata.update({clean_name(name): value for name, value in metadata.items() if WRAPPER in name})
 
 
 def _adapt(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Give each key the form that this module has for it."""
+    """Rename each key to the form that this module uses."""
     if not any(is_compiled(each) for each in module.modules()):
         _rename(state_dict, prefix, clean_name)
         return
@@ -53,7 +53,7 @@ def _adapt(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: An
 
 
 def own_name(module: nn.Module, name: str) -> str:
-    """Return the key that a module's own state_dict has for a name, whatever in it is compiled."""
+    """Return the key that a module's own state_dict uses for a name, whatever is compiled."""
     current: Any = module
     parts = []
     for part in clean_name(name).split("."):

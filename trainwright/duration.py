@@ -1,4 +1,4 @@
-"""Lengths of time, as settings give them."""
+"""Durations, as settings give them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CLOCK = re.compile(r"(\d{2,}):(\d{2,}):(\d{2,}):(\d{2,})", re.ASCII)
 
 
 def to_seconds(value: str | timedelta | dict[str, float], *, name: str = "duration") -> float:
-    """Return a length of time in seconds; `name` is the setting's, for the error."""
+    """Return a duration in seconds; `name` is that of the setting, for the error."""
     accepted = (
         "'DD:HH:MM:SS' (days, hours, minutes, seconds), a timedelta, or a dict of timedelta's keyword arguments "
         "is accepted"
@@ -31,7 +31,7 @@ def to_seconds(value: str | timedelta | dict[str, float], *, name: str = "durati
         raise ValueError(f"{given} {error}; {accepted}. {example}") from None
     seconds = length.total_seconds()
     if seconds <= 0:
-        raise ValueError(f"{given} is not longer than nothing; {accepted}. {example}")
+        raise ValueError(f"{given} is not positive; {accepted}. {example}")
     return seconds
 
 
@@ -49,5 +49,5 @@ def _from_units(units: dict[str, float]) -> timedelta:
         raise ValueError(f"has the unknown unit {unknown[0]!r}; the units are {', '.join(UNITS)}")
     for unit, amount in units.items():
         if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not math.isfinite(amount):
-            raise ValueError(f"has {amount!r} for {unit!r}, which is no finite number")
+            raise ValueError(f"has {amount!r} for {unit!r}, which is not a finite number")
     return timedelta(**units)

@@ -1,20 +1,20 @@
-"""The exceptions that a caller may want to catch.
+"""The exceptions that callers may want to catch.
 
     Exception
-    +-- ValueError, TypeError, RuntimeError, ImportError    a bad setting, a wrong kind, a wrong moment, a missing package
+    +-- ValueError, TypeError, RuntimeError, ImportError    a bad value, a wrong type, a wrong time, a missing package
     +-- TrainwrightError (RuntimeError)
         +-- CheckpointError     a checkpoint could not be written, found, verified or read
         +-- LaunchError         the processes of a job could not be started
         +-- WorkerFailed        a worker process of a call has failed
     SystemExit (BaseException)
-    +-- RunStopped              a signal has stopped fit, and what there is to save is saved
+    +-- RunStopped              a signal has stopped fit, and the run was saved if it could be
 
-Settings are refused with the built-in exceptions above, in the constructor that received them.
+Settings are refused with the built-in exceptions, in the constructor that receives them.
 """
 
 
 class TrainwrightError(RuntimeError):
-    """Base of the errors that are this library's own."""
+    """Base class of this library's errors."""
 
 
 class CheckpointError(TrainwrightError):
@@ -32,6 +32,5 @@ class WorkerFailed(TrainwrightError):
 class RunStopped(SystemExit):
     """A signal has stopped `trainer.fit`; uncaught, it ends the process with `code`, without a traceback.
 
-    The code is 75 where the run was saved, to be gone on with, 130 after Ctrl-C, and 128 + the signal's number where
-    nothing was saved.
+    Exit code: 75 if the run was saved and can be resumed, 130 after Ctrl-C, 128 + the signal's number if nothing was saved.
     """

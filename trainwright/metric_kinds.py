@@ -1,4 +1,4 @@
-"""What is a torchmetrics object. Where nobody has imported torchmetrics, nobody has made one, so it is not imported here."""
+"""Which values are torchmetrics objects. It is not imported here: until it is imported, no value can be one."""
 
 from __future__ import annotations
 

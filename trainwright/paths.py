@@ -1,4 +1,4 @@
-"""Paths that mean the same wherever the working directory is later, and files that are no links to others."""
+"""Paths that do not depend on the working directory, and opening of files that are not symbolic links."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Return a local path with `~` and the working directory of now written out; a URL as it is."""
+    """Return a local path as an absolute one, with `~` expanded; a URL unchanged."""
     text = os.path.expanduser(os.fspath(path))
     return text if "://" in text or "::" in text else os.path.abspath(text)
 
 
 def open_no_link(path: str, flags: int, mode: int = 0o666) -> int:
-    """Open a file as `os.open` does, but not what a symbolic link in its place leads to; an `opener` for `open`.
+    """Open a file as `os.open` does, but refuse a symbolic link; an `opener` for `open`.
 
     Raises:
         OSError: it is a symbolic link.
@@ -25,6 +25,6 @@ def open_no_link(path: str, flags: int, mode: int = 0o666) -> int:
             raise
         raise OSError(
             errno.ELOOP,
-            "it is a symbolic link, and nothing is written through one; remove it, or give another folder",
+            "it is a symbolic link, which is never written through; remove it, or give another folder",
             path,
         ) from error

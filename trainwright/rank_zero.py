@@ -1,4 +1,4 @@
-"""What only rank 0 does or says: each is called on every rank and does nothing on the others. Nothing is communicated."""
+"""What only rank 0 does: each function is called on every rank and does nothing on the others, without communication."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ logger = logging.getLogger("trainwright")
 
 
 class RankZeroOnly:
-    """A decorator: the function runs on rank 0 alone; elsewhere its calls return a default.
+    """A decorator: the function runs on rank 0 only, and returns a default on other ranks.
 
-    The rank is read from the process's environment when it is first needed. It may also be set.
+    The rank is read from the environment when it is first needed; it may also be set.
     """
 
     def __init__(self) -> None:
@@ -30,8 +30,8 @@ class RankZeroOnly:
 
     @property
     def rank(self) -> int:
-        """The global rank of this process."""
-        if self._rank is None or self._pid != os.getpid():  # a forked worker has a rank of its own
+        """Return the global rank of this process."""
+        if self._rank is None or self._pid != os.getpid():  # a forked worker has another rank
             self._rank, self._pid = Environment.detect().rank, os.getpid()
         return self._rank
 
@@ -44,7 +44,7 @@ class RankZeroOnly:
     @overload
     def __call__(self, function: Callable[P, T], default: D) -> Callable[P, T | D]: ...
     def __call__(self, function: Callable[P, T], default: Any = None) -> Callable[P, Any]:
-        """Return the function that runs on rank 0 and returns `default` elsewhere."""
+        """Return a function that runs on rank 0 and returns `default` on other ranks."""
 
         @functools.wraps(function)
         def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> Any:
@@ -57,23 +57,23 @@ rank_zero_only = RankZeroOnly()
 
 
 def rank_zero_info(message: object, *args: object, stacklevel: int = 1) -> None:
-    """Log an info of the logger "trainwright" on rank 0; `stacklevel` 1 stands for the line that calls this."""
+    """Log at level INFO to the logger "trainwright" on rank 0; `stacklevel` 1 is the line that calls this."""
     if rank_zero_only.rank == 0:
         logger.info(message, *args, stacklevel=stacklevel + 1)
 
 
 def rank_zero_debug(message: object, *args: object, stacklevel: int = 1) -> None:
-    """Log a debug line of the logger "trainwright" on rank 0; `stacklevel` 1 stands for the line that calls this."""
+    """Log at level DEBUG to the logger "trainwright" on rank 0; `stacklevel` 1 is the line that calls this."""
     if rank_zero_only.rank == 0:
         logger.debug(message, *args, stacklevel=stacklevel + 1)
 
 
 def rank_zero_warn(message: str | Warning, category: type[Warning] = UserWarning, stacklevel: int = 1) -> None:
-    """Warn on rank 0; `stacklevel` 1 stands for the line that calls this, 2 for the caller of that function."""
+    """Warn on rank 0; `stacklevel` 1 is the line that calls this, 2 the caller of that function."""
     if rank_zero_only.rank == 0:
         warnings.warn(message, category, stacklevel=stacklevel + 1)
 
 
 def rank_zero_deprecation(message: str | Warning, stacklevel: int = 1) -> None:
-    """Warn of something deprecated on rank 0; `stacklevel` as for `rank_zero_warn`."""
+    """Warn of a deprecation on rank 0; `stacklevel` as for `rank_zero_warn`."""
     rank_zero_warn(message, DeprecationWarning, stacklevel + 1)

@@ -95,18 +95,18 @@ def test_a_launcher_within_another_wins() -> None:
 @pytest.mark.parametrize(
     ("variables", "changes", "text"),
     [
-        (SLURM, {"SLURM_LOCALID": None}, "started by srun, but has no SLURM_LOCALID"),
+        (SLURM, {"SLURM_LOCALID": None}, "has variables of srun, but no SLURM_LOCALID"),
         (SLURM, {"SLURM_NTASKS": None}, "no SLURM_STEP_NUM_TASKS or SLURM_NTASKS"),
         (SLURM, {"SLURM_PROCID": "five"}, "SLURM_PROCID='five'; a whole number"),
-        (SLURM, {"SLURM_PROCID": "7"}, "SLURM_PROCID=7.*do not belong together"),
-        (SLURM, {"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2.*do not belong together"),
+        (SLURM, {"SLURM_PROCID": "7"}, "SLURM_PROCID=7.*these are inconsistent"),
+        (SLURM, {"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2.*these are inconsistent"),
         (SLURM, {"SLURM_TASKS_PER_NODE": "2(x3)"}, "7 tasks on 4 nodes and .*add up"),
         (SLURM, {"SLURM_STEP_NODELIST": "node[01-03"}, "brackets do not match"),
         (SLURM, {"MASTER_PORT": "70000"}, "MASTER_PORT=70000; ports from 1 to 65535"),
         (OPEN_MPI, {"MASTER_ADDR": None}, "2 nodes, but not MASTER_ADDR"),
         (OPEN_MPI, {"OMPI_COMM_WORLD_LOCAL_RANK": None}, "no OMPI_COMM_WORLD_LOCAL_RANK"),
         (OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4.*below their world size"),
-        (OPEN_MPI, {"OMPI_COMM_WORLD_SIZE": "5"}, "equally many"),
+        (OPEN_MPI, {"OMPI_COMM_WORLD_SIZE": "5"}, "the same number of processes"),
         (PMI, {"MPI_LOCALRANKID": None}, "no MPI_LOCALRANKID"),
     ],
 )
@@ -212,4 +212,4 @@ def test_the_number_of_a_slurm_job(variables: dict[str, str], job: str) -> None:
 
 def test_a_requeue_without_the_tool_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert re.fullmatch(r"SLURM's job 7 could not be requeued \(.*scontrol.*\); start it again by hand\.", requeue("7"))
+    assert re.fullmatch(r"SLURM's job 7 could not be requeued \(.*scontrol.*\); restart it by hand\.", requeue("7"))

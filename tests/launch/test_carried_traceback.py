@@ -7,7 +7,7 @@ import linecache
 
 import pytest
 
-from trainwright.launch.carried_traceback import carry, told
+from trainwright.launch.carried_traceback import carry, render
 
 CELL = "def step(batch):\n    raise ValueError('no such batch')\n"
 
@@ -22,10 +22,10 @@ def test_the_lines_of_a_cell_are_looked_up_where_it_was_written() -> None:
             raise RuntimeError("the run has failed") from error
     except RuntimeError as error:
         carried = json.loads(json.dumps(carry(error)))
-    assert "raise ValueError" not in told(carried)
+    assert "raise ValueError" not in render(carried)
     linecache.cache["<cell 7>"] = (len(CELL), None, CELL.splitlines(True), "<cell 7>")
     try:
-        text = told(carried)
+        text = render(carried)
     finally:
         del linecache.cache["<cell 7>"]
     first, second = text.split("The above exception was the direct cause of the following exception:")
@@ -46,4 +46,4 @@ def test_an_error_behind_another_is_told_too() -> None:
 
     with pytest.raises(ValueError, match="wrong") as caught:
         fail()
-    assert [part["said"] for part in carry(caught.value)] == ["ValueError: wrong\n"]
+    assert [part["text"] for part in carry(caught.value)] == ["ValueError: wrong\n"]

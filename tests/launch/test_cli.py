@@ -101,7 +101,7 @@ def test_all_ranks_start_anew_after_a_failed_one(tmp_path: Path, started: list[S
     assert started[0].wait() == 0, started[0].stderr
     # Rank 0 may also have come so far at the first start.
     assert [seen["rank"] for seen in seen_of(started[0]) if seen["restarts"] == 1] == [0, 1]
-    text = "rank 1 of 2 failed first (RuntimeError: not yet); starting all ranks anew, restart 1 of 2.\n"
+    text = "rank 1 of 2 failed first (RuntimeError: not yet); restarting all ranks, restart 1 of 2.\n"
     assert started[0].stderr.count(text) == 1
     assert "restart 2 of 2" not in started[0].stderr
     started[0].check_nothing_left()
@@ -112,7 +112,7 @@ def test_all_ranks_start_anew_after_a_failed_one(tmp_path: Path, started: list[S
 def test_restarts_come_to_an_end(tmp_path: Path, started: list[Started]) -> None:
     started.append(job(tmp_path, "--devices", "2", "--max-restarts", "1", "train.py", "again", "never"))
     assert started[0].wait() == 1
-    assert "failed first (RuntimeError: not yet); starting all ranks anew, restart 1 of 1.\n" in started[0].stderr
+    assert "failed first (RuntimeError: not yet); restarting all ranks, restart 1 of 1.\n" in started[0].stderr
     assert "failed first (RuntimeError: not yet); the job was ended.\n" in started[0].stderr
     assert started[0].stderr.count("Traceback") == 2
     started[0].check_nothing_left()
@@ -142,28 +142,28 @@ def test_a_main_port_that_is_taken_is_said_at_once(tmp_path: Path, started: list
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--device", "2", "x.py"], "'--device' is no option of trainwright launch. Did you mean '--devices'?"),
-        (["--devices=0", "x.py"], "--devices 0: accepted is a whole number from 1, -1 for all, or auto."),
-        (["--devices", "two", "x.py"], "--devices two: accepted is a whole number from 1"),
+        (["--device", "2", "x.py"], "'--device' is not an option of trainwright launch. Did you mean '--devices'?"),
+        (["--devices=0", "x.py"], "--devices 0: expected a whole number from 1, -1 for all, or auto."),
+        (["--devices", "two", "x.py"], "--devices two: expected a whole number from 1"),
         (["--devices"], "argument --devices: expected one argument"),
         ([], "no script was given; pass one, or -m and a module"),
-        (["x.py"], "there is no file 'x.py'; pass the path of a script"),
+        (["x.py"], "file 'x.py' does not exist; pass the path of a script"),
         (["-m"], "-m needs the name of a module after it."),
         (["--strategy", "dpd", "x.py"], "strategy='dpd' is unknown; choose from auto"),
         (["--precision", "float16", "x.py"], "precision='float16' is unknown; choose from"),
         (
             ["--num-nodes", "2", "x.py"],
-            "--num-nodes 2 was given, but not which of them this machine is; pass --node-rank",
+            "--num-nodes 2 was given, but not this machine's number; pass --node-rank",
         ),
         (["--num-nodes", "2", "--node-rank", "0", "x.py"], "but no main address; pass --main-address"),
-        (["--num-nodes", "2", "--node-rank", "-1", "x.py"], "--node-rank -1: accepted is a whole number from 0."),
+        (["--num-nodes", "2", "--node-rank", "-1", "x.py"], "--node-rank -1: expected a whole number from 0."),
         (["--node-rank", "1", __file__], "node_rank=1 is out of range for num_nodes=1"),
         (
             ["--num-nodes", "2", "--node-rank", "2", "--main-address", "a", __file__],
             "node_rank=2 is out of range for num_nodes=2; nodes are numbered from 0 to 1",
         ),
         (["--main-address", "a", "x.py"], "--main-address a is for several machines; add --num-nodes N"),
-        (["--main-port", "70000", __file__], "main_port=70000 is no port"),
+        (["--main-port", "70000", __file__], "main_port=70000 is not a port"),
         (
             ["--num-nodes", "2", "--node-rank", "0", "--main-address", "a", "--max-restarts", "1", "x.py"],
             "--max-restarts 1 was given with 2 nodes",
@@ -188,7 +188,7 @@ def test_logs_are_not_written_through_a_link(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "rank1.log").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(SystemExit):
         main(["launch", "--logs", str(tmp_path), __file__], check_names)
-    assert "rank1.log is a symbolic link, and nothing is written through one" in capsys.readouterr().err
+    assert "rank1.log is a symbolic link, which is never written through" in capsys.readouterr().err
 
 
 def test_devices_that_are_not_there_are_refused(
@@ -242,4 +242,4 @@ def test_help_and_unknown_commands() -> None:
     assert "--main-address HOST" in run("launch", "--help").stdout
     wrong = run("lanch")
     assert wrong.returncode == 2
-    assert "'lanch' is no command; choose from launch, checkpoint. Did you mean 'launch'?" in wrong.stderr
+    assert "'lanch' is not a command; choose from launch, checkpoint. Did you mean 'launch'?" in wrong.stderr

@@ -83,9 +83,7 @@ def numbers() -> Any:
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_what_cannot_be_copied_is_named(make: Callable[[Path], Any], place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
-    text = (
-        rf"^trainer\.fit hands its work over to new processes, and {place}.*Accepted is what cloudpickle.*Make it where"
-    )
+    text = rf"^trainer\.fit runs in new processes, and {place}.*cloudpickle has to copy it.*Make it where"
     with pytest.raises(TypeError, match=text):
         pack(tmp_path / "work", {"model": nn.Linear(2, 2), "data": make(tmp_path / "file")}, "trainer.fit")
 

@@ -78,9 +78,7 @@ def test_nodes_that_do_not_belong_together_are_refused(meeting: Meeting) -> None
     second = meeting.come(3, 2)
     meeting.wait(second)
     wait_until(lambda: second._agents.check(["node/2"]))
-    with pytest.raises(
-        LaunchError, match="node_rank=2 was given to two nodes; each needs a number of its own, from 0 to 2"
-    ):
+    with pytest.raises(LaunchError, match="node_rank=2 was given to two nodes; give each its own number, from 0 to 2"):
         meeting.come(3, 2).next_rendezvous()
     meeting.come(3, 1).next_rendezvous()
 
@@ -95,10 +93,10 @@ def test_the_main_port_may_be_taken() -> None:
 @pytest.mark.parametrize(
     ("nodes", "text"),
     [
-        ((0,), "num_nodes=0 is no whole number from 1"),
+        ((0,), "num_nodes=0 is not a whole number from 1"),
         ((2, 2, "a", 29500), "node_rank=2 is out of range for num_nodes=2; nodes are numbered from 0 to 1"),
-        ((2, 0, "a", 0), "main_port=0 is no port"),
-        ((1, 0, "a", 70000), "main_port=70000 is no port; pass one from 1 to 65535"),
+        ((2, 0, "a", 0), "main_port=0 is not a port"),
+        ((1, 0, "a", 70000), "main_port=70000 is not a port; pass one from 1 to 65535"),
     ],
 )
 def test_a_wrong_place_is_refused(nodes: tuple[int, ...], text: str) -> None:
@@ -111,7 +109,5 @@ def test_a_script_reads_its_place() -> None:
     assert nodes_of(1, variables) == Nodes()
     assert nodes_of(2, variables) == Nodes(2, 1, "10.0.0.1", 29500)
     assert nodes_of(2, variables | {"MASTER_PORT": "31000"}).port == 31000
-    with pytest.raises(
-        ValueError, match="num_nodes=2 was asked for, but the environment has no NODE_RANK; set NODE_RANK"
-    ):
+    with pytest.raises(ValueError, match="num_nodes=2 was given, but the environment has no NODE_RANK; set NODE_RANK"):
         nodes_of(2, {"MASTER_ADDR": "a"})

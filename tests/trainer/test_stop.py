@@ -264,7 +264,7 @@ def test_slurm_requeues_on_sigusr1(
     assert (tmp_path / "asked").read_text() == f"requeue {job}\n"
     said = capfd.readouterr().err
     if fails:
-        assert f"SLURM's job {job} could not be requeued (exit code 1: no such job); start it again by hand." in said
+        assert f"SLURM's job {job} could not be requeued (exit code 1: no such job); restart it by hand." in said
     else:
         assert f"SLURM's job {job} was requeued." in said
     assert fit(tmp_path / "other", Sender("on_train_batch_end", 2, signal.SIGTERM))[3] == 75

@@ -1,1 +1,1 @@
-"""What the processes of a job share: their places, the process group, collectives, and agreement over the store."""
+"""What the processes of a job share: ranks, the process group, collectives, and the key-value store."""

@@ -1,4 +1,4 @@
-"""What SLURM and MPI tell a process about its place in a job, read from a mapping of variables, and SLURM's requeue."""
+"""Which process of a job this is, from the variables of SLURM and MPI; and SLURM's requeue."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 Variables = Mapping[str, str]
 
 FIRST_PORT, NUM_PORTS = 12000, 20000
-"""The ports derived from a job's number: below those that the kernel hands out by itself."""
+"""The ports derived from a job's number: below those that the kernel assigns itself."""
 
 REQUEUE_SECONDS = 30.0
-"""How long scontrol has."""
+"""How long to wait for scontrol."""
 
 NO_STEP_OF_TASKS = ("4294967290", "4294967291", "4294967292", "4294967293", "4294967294")
-"""SLURM's numbers of steps that are no srun: the interactive shell, the batch script and their like."""
+"""SLURM's numbers of steps that are not srun's, such as the interactive shell and the batch script."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """The place of a process in a job that a cluster's own launcher has started."""
+    """Which process of a job this is, as the cluster's launcher says."""
 
     rank: int
     local_rank: int
@@ -37,7 +37,7 @@ class Task:
 
 
 def read_number(variables: Variables, name: str, starter: str) -> int:
-    """Return a variable as a whole number from 0 (ValueError); `starter` is what usually sets it."""
+    """Return a variable as a whole number from 0 (ValueError); `starter` is the command that usually sets it."""
     try:
         number = int(variables[name])
     except ValueError:
@@ -51,9 +51,9 @@ def read_number(variables: Variables, name: str, starter: str) -> int:
 
 
 def read_slurm(variables: Variables) -> Task | None:
-    """Return the place of a task of several that srun has started; None for any other process.
+    """Return the task of a process that srun has started with others; None for any other process.
 
-    A batch script and an interactive shell have SLURM's variables too, but the number of no srun step.
+    A batch script and an interactive shell have SLURM's variables too, but not the number of an srun step.
     """
     is_task = any(name in variables for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST"))
     step = variables.get("SLURM_STEP_ID", variables.get("SLURM_STEPID", "0"))
@@ -63,7 +63,7 @@ def read_slurm(variables: Variables) -> Task | None:
     world_size = read_number(variables, size, "srun")
     if world_size == 1:
         return None
-    # Other launchers use srun to start themselves: then it is they who say which process this is.
+    # Other launchers start themselves by srun; then their variables say which process this is.
     if variables.get("PMI_SIZE", str(world_size)) != str(world_size):
         return None
     hosts_name = _first_name(variables, ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"), "srun")
@@ -75,11 +75,11 @@ def read_slurm(variables: Variables) -> Task | None:
     if rank >= world_size or node_rank >= len(hosts) or sum(tasks) != world_size or local_rank >= tasks[node_rank]:
         raise ValueError(
             f"the environment has SLURM_PROCID={rank}, SLURM_LOCALID={local_rank}, SLURM_NODEID={node_rank}, "
-            f"{size}={world_size} and {hosts_name}={variables[hosts_name]}, with {tasks} tasks on its nodes; these do not "
-            "belong together. Start the script with srun, or unset the variables of SLURM to run as one process."
+            f"{size}={world_size} and {hosts_name}={variables[hosts_name]}, with {tasks} tasks on its nodes; these are "
+            "inconsistent. Start the script with srun, or unset the variables of SLURM to run as one process."
         )
     job = int(variables.get("SLURM_JOB_ID", variables.get("SLURM_JOBID", "0")) or 0)
-    # Steps that run side by side in one job differ as well; 7919 is prime to the number of ports.
+    # Concurrent steps of a job need different ports too; 7919 is coprime to the number of ports.
     port = FIRST_PORT + (job + 7919 * (int(step) if step.isdigit() else 0)) % NUM_PORTS
     address = LOOPBACK if len(hosts) == 1 else variables.get("MASTER_ADDR") or hosts[0]
     return Task(
@@ -88,7 +88,7 @@ def read_slurm(variables: Variables) -> Task | None:
 
 
 def read_slurm_job(variables: Variables) -> str:
-    """Return the number of the SLURM job that this process belongs to, as scontrol takes it; "" outside of one."""
+    """Return the number of this process's SLURM job, as scontrol takes it; "" outside of a job."""
     parts = [variables.get(name, "") for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")]
     if not all(parts):
         parts = [variables.get("SLURM_JOB_ID") or variables.get("SLURM_JOBID", "")]
@@ -96,7 +96,7 @@ def read_slurm_job(variables: Variables) -> str:
 
 
 def requeue(job: str) -> str:
-    """Have SLURM put a job back into its queue, from where it is started anew, and return what came of it in words."""
+    """Requeue a SLURM job, and return the result in words."""
     command = ["scontrol", "requeue", job]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=REQUEUE_SECONDS, check=False)
@@ -104,12 +104,12 @@ def requeue(job: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         failure = str(error)
     if failure:
-        return f"SLURM's job {job} could not be requeued ({failure}); start it again by hand."
+        return f"SLURM's job {job} could not be requeued ({failure}); restart it by hand."
     return f"SLURM's job {job} was requeued."
 
 
 def read_open_mpi(variables: Variables) -> Task | None:
-    """Return the place of a process of several that Open MPI's mpirun has started."""
+    """Return the task of a process that Open MPI's mpirun has started with others."""
     if "OMPI_COMM_WORLD_SIZE" not in variables and "OMPI_COMM_WORLD_RANK" not in variables:
         return None
     names = tuple(f"OMPI_COMM_WORLD_{each}" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
@@ -117,7 +117,7 @@ def read_open_mpi(variables: Variables) -> Task | None:
 
 
 def read_pmi(variables: Variables) -> Task | None:
-    """Return the place of a process of several that the mpirun of MPICH or of Intel MPI has started."""
+    """Return the task of a process that the mpirun of MPICH or Intel MPI has started with others."""
     if "PMI_RANK" not in variables or "PMI_SIZE" not in variables:
         return None
     if "MPI_LOCALRANKID" not in variables and "PMI_LOCAL_RANK" in variables:
@@ -141,15 +141,15 @@ def _read_mpi(variables: Variables, names: tuple[str, ...]) -> Task | None:
     by_slot, by_node = rank % local_size == local_rank, rank // num_nodes == local_rank
     if world_size % local_size or not (by_slot or by_node):
         raise ValueError(
-            f"the environment has {given}; MPI does not say which node this is, so the nodes have to run equally many "
-            "processes, numbered node by node. Start equally many on each (mpirun --map-by ppr:N:node), or use srun or "
+            f"the environment has {given}; MPI does not say which node this is, so all nodes have to run the same number "
+            "of processes, numbered node by node. Start the same number on each (mpirun --map-by ppr:N:node), or use srun or "
             "torchrun."
         )
     address = LOOPBACK if num_nodes == 1 else variables.get("MASTER_ADDR")
     if not address:
         raise ValueError(
             f"the environment has {given}, so the job has {num_nodes} nodes, but not MASTER_ADDR; several nodes need the "
-            "address of the one with rank 0. Pass it on to all processes, as in mpirun -x MASTER_ADDR=node01."
+            "address of the node of rank 0. Pass it on to all processes, as in mpirun -x MASTER_ADDR=node01."
         )
     job = next(
         (variables[name] for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_PORT") if name in variables), ""
@@ -160,7 +160,7 @@ def _read_mpi(variables: Variables, names: tuple[str, ...]) -> Task | None:
 
 
 def main_port(variables: Variables, otherwise: int) -> int:
-    """Return MASTER_PORT where it is set (ValueError where it is no port), else the given port."""
+    """Return MASTER_PORT if it is set (ValueError if it is not a port), else the given port."""
     if not variables.get("MASTER_PORT"):
         return otherwise
     port = read_number(variables, "MASTER_PORT", "torchrun, srun or mpirun")
@@ -172,7 +172,7 @@ def main_port(variables: Variables, otherwise: int) -> int:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Return the names that SLURM writes in short: "node[01-03,7],gpu5" is node01, node02, node03, node7, gpu5."""
+    """Return the names of SLURM's short form: "node[01-03,7],gpu5" is node01, node02, node03, node7, gpu5."""
     hosts: list[str] = []
     for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|.", text):
         if part == ",":
@@ -220,6 +220,6 @@ def _first_name(variables: Variables, names: tuple[str, ...], starter: str) -> s
         if variables.get(name):
             return name
     raise ValueError(
-        f"the environment says that this process was started by {starter}, but has no {' or '.join(names)}; a job of several "
-        f"processes needs it. Start the job with {starter}, or unset its variables to run as one process."
+        f"the environment has variables of {starter}, but no {' or '.join(names)}; a job of several processes needs it. Start "
+        f"the job with {starter}, or unset its variables to run as one process."
     )

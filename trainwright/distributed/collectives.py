@@ -1,6 +1,6 @@
-"""Thin functions on the default process group; each is the identity in a job of one process.
+"""Collectives of the default process group; each is the identity in a job of one process.
 
-Opening the group is left to `environment.py`. Nothing here is pickled: objects travel as JSON.
+`connection.py` opens the group. Nothing is pickled: objects travel as JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_MAX_DIMS = 8  # how many dimensions the exchange of shapes has room for
+_MAX_DIMS = 8  # the dimensions that the exchange of shapes has room for
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -30,9 +30,9 @@ def all_gather(tensor: Tensor) -> list[Tensor]:
 
 
 def all_gather_with_gradients(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors of all ranks, by rank; gradients go back to the rank that a tensor is from.
+    """Return the tensors of all ranks, by rank; gradients go back to the rank of each tensor.
 
-    Collective: call on every rank, and its backward too.
+    Collective: call it, and its backward, on every rank.
     """
     if _world_size() == 1:
         return [tensor]
@@ -40,9 +40,9 @@ def all_gather_with_gradients(tensor: Tensor) -> list[Tensor]:
 
 
 def refuse_unequal(tensor: Tensor) -> None:
-    """Refuse a tensor whose shape or dtype is not that of every rank, on all alike. Collective: call on every rank.
+    """Refuse, on every rank, a tensor whose shape or dtype differs between ranks. Collective: call on every rank.
 
-    Under gloo only, which ends the process at such a gather; asking would let the host wait for a device.
+    Under gloo only, which ends the process at such a gather; elsewhere the check would make the host wait for the device.
 
     Raises:
         ValueError, TypeError: they differ.
@@ -56,18 +56,18 @@ def _refuse_shapes(shapes: list[tuple[int, ...]]) -> None:
     if any(shape != shapes[0] for shape in shapes):
         listed = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
         raise ValueError(
-            f"all_gather got tensors of different shapes ({listed}); they have to be equal. Pad them first, or gather them one "
-            "after the other along their first dimension with trainer.engine.gather."
+            f"all_gather got tensors of different shapes ({listed}); they have to be equal. Pad them first, or join them along "
+            "their first dimension with trainer.engine.gather."
         )
 
 
 def filled_up(tensor: Tensor) -> tuple[Tensor, list[int]]:
-    """Return a tensor with rows as many as any rank's has, its own repeated, and how many each has; gradients pass through.
+    """Return a tensor padded with its own rows to the longest of any rank, and the rows of each rank; keeps gradients.
 
     Collective: call on every rank.
 
     Raises:
-        ValueError, TypeError: they differ in more than their first dimension, or a rank has no row to repeat.
+        ValueError, TypeError: they differ beyond the first dimension, or a rank has no row to repeat.
     """
     if tensor.dim() > _MAX_DIMS or _world_size() == 1:
         return tensor, []
@@ -106,7 +106,7 @@ def gather_uneven(tensor: Tensor) -> list[Tensor]:
     padded[: tensor.shape[0]] = tensor.detach()
     if padded.numel() == 0:
         return [padded.new_empty(shape) for shape in shapes]
-    # The copy lets go of the padding.
+    # The copy frees the padding.
     return [piece[: shape[0]].clone() for piece, shape in zip(all_gather(padded), shapes, strict=True)]
 
 
@@ -151,7 +151,7 @@ def broadcast(tensor: Tensor, source: int = 0) -> Tensor:
 
 
 def barrier() -> None:
-    """Wait until every rank has come here. Collective: call on every rank."""
+    """Wait for all ranks. Collective: call on every rank."""
     if _world_size() == 1:
         return
     token = _to_group(torch.zeros(1))
@@ -160,7 +160,7 @@ def barrier() -> None:
 
 
 def count_issued() -> int | None:
-    """Return how many collectives this process has called so far, in whatever group; None where a group does not tell."""
+    """Return how many collectives this process has called in any group; None if a group does not count them."""
     if _world_size() == 1:
         return 0
     try:
@@ -176,19 +176,18 @@ def count_issued() -> int | None:
 
 
 def set_timeout(seconds: float) -> None:
-    """Let collectives from now on wait so long for the other ranks."""
+    """Set how long later collectives wait for the other ranks."""
     if _world_size() > 1:
-        # torch 2.15 has a public call, and warns at each use of the private one; before it there is the private one alone.
+        # torch 2.15 has a public call and warns at each use of the private one, the only one before it.
         public = getattr(dist, "set_timeout", None)
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "Set timeout is now only supported"
-            )  # another backend keeps what it was opened with
+            # Other backends keep the timeout that they were opened with.
+            warnings.filterwarnings("ignore", "Set timeout is now only supported")
             (public or dist.distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds))
 
 
 class _GatherWithGradients(torch.autograd.Function):
-    """all_gather, whose backward sums each rank's gradients where the tensor came from."""
+    """An all_gather whose backward sums the gradients of all ranks on the rank of the tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -207,7 +206,7 @@ def _to_group(tensor: Tensor) -> Tensor:
     """Move a tensor to a device that the group's backend can read."""
     devices = [entry.split(":")[0] for entry in dist.get_backend_config().split(",")]
     backend = dist.get_backend()
-    if backend == "gloo":  # gloo has only some of its collectives for other devices
+    if backend == "gloo":  # gloo has only some collectives for other devices
         return tensor.cpu().contiguous()
     if tensor.device.type in devices:
         return tensor.contiguous()
@@ -215,7 +214,7 @@ def _to_group(tensor: Tensor) -> Tensor:
 
 
 def _gather_shapes(tensor: Tensor, name: str) -> list[tuple[int, ...]]:
-    # The dtype travels as a checksum of its name: bytes of different dtypes would be read wrongly, or wait for ever.
+    # The dtype is sent as a checksum of its name: a collective of different dtypes would read wrong bytes, or hang.
     numbers = [tensor.dim(), *tensor.shape] + [-1] * (_MAX_DIMS - tensor.dim())
     packed = torch.tensor([*numbers, zlib.crc32(str(tensor.dtype).encode())])
     rows = [row.tolist() for row in all_gather(packed)]

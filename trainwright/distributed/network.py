@@ -1,4 +1,4 @@
-"""Addresses and interfaces: where a job's store listens, and which interface leads to it. Nothing is sent from here."""
+"""Addresses and interfaces: where a job's store listens, and which interface leads to it. Nothing is sent."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from trainwright.errors import LaunchError
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
 ELSEWHERE = "192.0.2.1"
-"""An address that is nobody's, by RFC 5737, so the way to it is the default route."""
+"""An unassigned address (RFC 5737), so the way to it is the default route."""
 SIOCGIFADDR = 0x8915  # Linux: the first IPv4 address of an interface
 
 
 def resolve(address: str) -> tuple[socket.AddressFamily, str]:
-    """Return the family and the number of an address; an IPv4 one where it has both.
+    """Return the family and the number of an address; IPv4 if it has both.
 
     Raises:
-        LaunchError: no such name.
+        LaunchError: the name is unknown.
     """
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise LaunchError(
-            f"the main address {address!r} is not known here ({error}); give the name or the IP address of the node that has "
-            "rank 0, as the other nodes reach it."
+            f"the main address {address!r} is not known here ({error}); give the name or IP address at which the other nodes "
+            "reach the node of rank 0."
         ) from error
     family, _, _, _, place = min(found, key=lambda each: each[0] != socket.AF_INET)
     return family, str(place[0])
 
 
 def is_own_name(address: str, place: str) -> bool:
-    """Whether an address is a machine's name that stands for loopback on the machine itself, as Debian sets it up."""
+    """Return whether an address is a name that means loopback on its own machine, as Debian sets it up."""
     is_loopback = ipaddress.ip_address(place.partition("%")[0]).is_loopback
     return is_loopback and address not in (place, "localhost")
 
 
 def listen_at(address: str, port: int, *, else_everywhere: bool = False) -> socket.socket:
-    """Return a socket that listens at one address of this machine alone; port 0 is a free one.
+    """Return a socket that listens at one address of this machine only; port 0 is a free one.
 
-    Torch's stores listen on all interfaces unless they are handed such a socket. `else_everywhere` lets it do so too where
-    the address is no other node's way here: a name that stands for loopback on its own machine, or one that is translated.
+    Torch's stores listen on all interfaces unless they get such a socket. `else_everywhere` allows that if other nodes cannot
+    reach the address: a name that means loopback on its own machine, or an address that is translated.
 
     Raises:
         LaunchError: the port is taken, or the address is not this machine's.
@@ -65,28 +65,28 @@ def listen_at(address: str, port: int, *, else_everywhere: bool = False) -> sock
             if error.errno != errno.EADDRNOTAVAIL:
                 raise LaunchError(
                     f"port {port} of {address} cannot be listened on ({error.strerror}); the job needs a port that no other "
-                    "program and no other job has. Give another one to every node: --main-port of trainwright launch, "
-                    "--master-port of torchrun, or else the variable MASTER_PORT."
+                    "program uses. Give every node another one: --main-port of trainwright launch, --master-port of "
+                    "torchrun, or the variable MASTER_PORT."
                 ) from error
     raise LaunchError(
-        f"the main address {address!r} is {place}, which is no address of this machine; the node with rank 0 has to be the "
-        "one at the main address. Check the main address and the rank of this node."
+        f"the main address {address!r} is {place}, which is not an address of this machine; the main address is that of the "
+        "node of rank 0. Check the main address and the rank of this node."
     )
 
 
 def loopback_interface() -> str | None:
-    """Return the name of the interface that only this machine reaches."""
+    """Return the name of the loopback interface."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
 
 
 def interface_towards(address: str) -> str | None:
-    """Return the interface over which this machine reaches an address; None where that cannot be found out."""
+    """Return the interface over which this machine reaches an address; None if it cannot be determined."""
     family, place = resolve(address)
     if is_own_name(address, place):
         place = ELSEWHERE
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((place, DEFAULT_PORT))  # a datagram socket only looks up its way
+            probe.connect((place, DEFAULT_PORT))  # sends nothing: a datagram socket only looks up the route
             own = str(probe.getsockname()[0])
     except OSError:
         return None
@@ -103,7 +103,7 @@ def _addresses_of(interface: str) -> list[str]:
         try:
             answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
             found.append(socket.inet_ntoa(answer[20:24]))
-        except OSError:  # it has no IPv4 address
+        except OSError:  # no IPv4 address
             pass
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else []:

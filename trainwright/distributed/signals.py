@@ -1,7 +1,7 @@
-"""Signals that ask a run to stop, noted whatever the main thread is doing.
+"""Signals that ask a run to stop, recorded whatever the main thread is doing.
 
-A handler of python's runs between two bytecodes of the main thread, so not while that waits in a collective for a rank which
-may have left it already. The interpreter also writes each signal's number into a pipe at once; a thread reads it there.
+A Python handler runs between two bytecodes of the main thread, so not while that waits in a collective for a rank that may
+have left it already. The interpreter also writes each signal's number into a pipe at once, which a thread reads.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from trainwright.distributed.failures import leave
 
 STOP_SIGNALS = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 STOPPED_EXIT_CODE = 75
-"""How a run leaves that a signal has stopped and that was saved: the field's "try again later" (EX_TEMPFAIL)."""
+"""The exit code of a run that a signal has stopped and that was saved: "try again later" (EX_TEMPFAIL)."""
 
 
 def is_interactive() -> bool:
-    """Return whether somebody sits at this process: a REPL, or a notebook."""
+    """Return whether this process is a REPL or a notebook."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "__IPYTHON__")
 
 
 def exit_code(number: int, is_saved: bool) -> int:
-    """Return how a process leaves that a signal has stopped: 130 on Ctrl-C, 75 where the run was saved, 128 + the signal."""
+    """Return the exit code after a signal: 130 on Ctrl-C, 75 if the run was saved, else 128 + the signal."""
     if number == signal.SIGINT or not is_saved:
         return 128 + number
     return STOPPED_EXIT_CODE
 
 
 class SignalWatch:
-    """Notes SIGTERM, SIGUSR1 and Ctrl-C between `open` and `close`, in place of what they do by themselves.
+    """Records SIGTERM, SIGUSR1 and Ctrl-C between `open` and `close`, instead of their default action.
 
-    A handler of the user's own is called all the same. A second Ctrl-C ends the process at once (at a prompt it raises
-    KeyboardInterrupt); any other signal after the first changes nothing. Ignored signals stay ignored. Python lets the main
-    thread alone do this: opened in another one, it notes nothing.
+    The user's own handlers are still called. A second Ctrl-C ends the process at once (at a prompt it raises
+    KeyboardInterrupt); any other signal after the first changes nothing. Ignored signals stay ignored. Python only allows the
+    main thread to install handlers: opened in another one, it records nothing.
 
     Args:
-        ask: called at the first signal, in the main thread or in another: it may neither block nor raise.
+        request: called at the first signal, in any thread: it may neither block nor raise.
     """
 
-    def __init__(self, ask: Callable[[], object]) -> None:
+    def __init__(self, request: Callable[[], object]) -> None:
         self.first = 0
-        """The number of the first signal; 0 while none has come."""
-        self._ask = ask
+        """The number of the first signal; 0 for none."""
+        self._request = request
         self._previous: dict[int, Any] = {}
         self._wakeup = self._outer_wakeup = self._reader = -1
         self._outer: SignalWatch | None = None
         self._thread: threading.Thread | None = None
         self._interrupts = {"handler": 0, "thread": 0}
-        """Each Ctrl-C as the handler and the thread see it: of the two, either may be held up."""
+        """How many Ctrl-C the handler and the thread have seen; either may be delayed."""
 
     def open(self) -> None:
         """Install the handlers."""
@@ -75,7 +75,7 @@ class SignalWatch:
         self._outer, _open = _open, self
 
     def close(self) -> None:
-        """Put back what was there before."""
+        """Restore the previous handlers."""
         global _open
         if self._thread is None:
             return
@@ -88,9 +88,12 @@ class SignalWatch:
         self._thread = None
 
     def deliver(self) -> None:
-        """Let a signal that was noted, and not acted on, do what it does by itself; after `close`."""
+        """Send a recorded signal that nothing has acted on to this process again; after `close`."""
         previous = self._previous.get(self.first)
-        if self.first and previous in (signal.SIG_DFL, signal.default_int_handler):  # one of the user's own was called
+        if self.first and previous in (
+            signal.SIG_DFL,
+            signal.default_int_handler,
+        ):  # else the user's handler was called
             os.kill(os.getpid(), self.first)
 
     def _put_back(self) -> None:
@@ -106,7 +109,7 @@ class SignalWatch:
         previous = self._previous.get(number)
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
-        if self._interrupts["handler"] > 1:  # at a prompt; elsewhere the process has gone
+        if self._interrupts["handler"] > 1:  # at a prompt; elsewhere the process has ended
             raise KeyboardInterrupt
 
     def _read(self) -> None:
@@ -127,7 +130,7 @@ class SignalWatch:
                 leave(128 + number)
         if not self.first:
             self.first = number
-            self._ask()
+            self._request()
 
 
 _open: SignalWatch | None = None
@@ -135,9 +138,9 @@ _notices_forks = False
 
 
 def _notice_forks() -> None:
-    """Have forked children go without the handlers: they would take a child's signals for this process's own.
+    """Remove the handlers from forked children: they would take a child's signals for this process's.
 
-    A child is given its signals when it has let go of the handlers, and of the pipe that it shares with this process.
+    Signals are blocked in a child until it has removed the handlers and the pipe that it shares with this process.
     """
     global _notices_forks
     if not _notices_forks:

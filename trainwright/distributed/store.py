@@ -1,4 +1,4 @@
-"""The key-value store of a job: what is used here of torch's, who holds it, and how something is posted for other ranks."""
+"""The key-value store of a job: torch's interface, which process holds it, and posting to other ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 STORE_PREFIX = "trainwright"
 """All our keys in the job's store are under this prefix and the number of the restart."""
 
-_hosted_store: Store | None = None  # kept until the process ends: the other ranks may still read it
+_hosted_store: Store | None = None  # kept until the process ends, as other ranks may still read it
 
 
 class Store(Protocol):
-    """What is used here of torch's key-value stores."""
+    """The part of torch's key-value stores that is used here."""
 
     def set(self, key: str, value: bytes | str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -29,17 +29,17 @@ class Store(Protocol):
 
 
 def post(store: Store, key: str, value: bytes | str) -> None:
-    """Set a key and return once the store has it, so that every rank which is told of it afterwards finds it.
+    """Set a key and return once the store has it, so that every rank that learns of it later finds it.
 
-    `set` alone returns when the request is on its way: torch's TCPStore answers no `set`, and another connection may be
-    served before it. Requests of one connection are served in their order, so the answer to the next one is the receipt.
+    `set` alone returns while the request is on its way: torch's TCPStore does not answer a `set`, and may serve another
+    connection first. Requests of one connection are served in order, so the answer to the next one is the receipt.
     """
     store.set(key, value)
     store.check([key])
 
 
 def open_store(environment: Environment, timeout: timedelta, is_joined: bool) -> tuple[Store, int | None]:
-    """Connect to the job's store; return it with the rank that holds it, None where the launcher does."""
+    """Connect to the job's store; return it with the rank that holds it, None if the launcher does."""
     global _hosted_store
     limit = min(timeout, timedelta(seconds=300))
     if is_joined and not environment.has_agent_store:
@@ -59,7 +59,7 @@ def open_store(environment: Environment, timeout: timedelta, is_joined: bool) ->
 
 
 def stores() -> Any:
-    """Return the module of torch's kinds of stores."""
+    """Return the module of torch's stores."""
     # torch exports its stores in a way that type checkers do not see.
     import torch.distributed as dist
 
@@ -74,14 +74,14 @@ def _join_store(address: str, port: int, timeout: timedelta) -> Store:
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise LaunchError(
             f"no store of this job answers at {address} port {port}; rank 0 has to listen there. See whether rank 0 has "
-            "started or failed, whether a firewall is in between, and whether another program has the port (MASTER_PORT)."
+            "started or failed, whether a firewall is in between, and whether another program uses the port (MASTER_PORT)."
         ) from error
 
 
 def _host_store(address: str, port: int, timeout: timedelta, num_nodes: int) -> Store:
-    """Hold the job's store in this process; on the loopback interface alone where the job has one node."""
+    """Hold the job's store in this process; only on the loopback interface if the job has one node."""
     listener = listen_at(LOOPBACK, port) if num_nodes == 1 else listen_at(address, port, else_everywhere=True)
-    listener_fd = listener.detach()  # from here on the store's
+    listener_fd = listener.detach()  # the store owns it from here on
     host = LOOPBACK if num_nodes == 1 else address
     return cast(
         Store,

@@ -1,4 +1,4 @@
-"""A job's processes on this machine: torch elastic's agent, with our rendezvous, our output and our way to end.
+"""A job's processes on this machine: torch elastic's agent with our rendezvous, our output and our shutdown.
 
 Importing this module imports torch elastic, so only the launcher process does it.
 """
@@ -28,26 +28,24 @@ from trainwright.launch.output import PrefixedOutput
 from trainwright.launch.rendezvous import StaticRendezvous
 
 LEAVE_SECONDS = 1.0
-"""How long the other ranks have to leave by themselves, with their output flushed, once a failure is posted."""
+"""How long the other ranks have to flush their output and leave by themselves once a failure is posted."""
 END_SECONDS = 2.0
 """How long a rank that has posted its failure has to end."""
 CLOSE_SECONDS = 3.0
 """How long a rank has between SIGTERM and SIGKILL."""
 TIDY_SECONDS = 5.0
 """How long the loader workers of a rank that has ended have between the two."""
-
-
 REPORT_SECONDS = 5.0
-"""How long a node whose ranks have left because of another's waits for that node's report."""
+"""How long a node waits for the report of another node whose rank failed first."""
 GONE = (RuntimeError, OSError)
-"""What an attempt to reach the main node raises once it has gone; there is nobody to tell then."""
+"""What an attempt to reach the main node raises once it has gone."""
 
 
 class PipeLogs(LogsSpecs):
-    """Rank 0 inherits the terminal; the other ranks write into pipes. No file is made, unless logs are asked for.
+    """Rank 0 inherits the terminal; the other ranks write into pipes. Files are written only if a log folder is given.
 
     Args:
-        folder: where to keep what each rank prints, in a file of its own; None for nowhere.
+        folder: where to keep each rank's output, in one file a rank; None for nowhere.
     """
 
     def __init__(self, folder: str | None = None) -> None:
@@ -57,11 +55,11 @@ class PipeLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """There is none of elastic's kind."""
+        """Elastic's own log folder is not used."""
         return os.devnull
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return where each rank's streams go; an empty path stands for the launcher's own stream."""
+        """Return where each rank's streams go; an empty path is the launcher's own stream."""
         self.output = PrefixedOutput()
         stdouts: dict[int, str] = {}
         stderrs: dict[int, str] = {}
@@ -71,26 +69,26 @@ class PipeLogs(LogsSpecs):
             prefix = f"[rank{rank}] " if rank else ""
             log = None if self._folder is None else str(Path(self._folder, f"rank{rank}.log"))
             for streams, target in ((stdouts, sys.stdout), (stderrs, sys.stderr)):
-                # In a terminal rank 0 writes to it directly, for its progress bars; elsewhere whole lines keep apart.
+                # In a terminal rank 0 writes directly, for its progress bars; elsewhere lines of ranks must not mix.
                 is_direct = rank == 0 and log is None and target.isatty()
                 streams[local_rank] = "" if is_direct else self.output.open_pipe(prefix, target, log)
             if rank == 0 and log is None and sys.stdout.isatty():
                 continue
-            if "PYTHONUNBUFFERED" not in os.environ:  # a pipe would else hold lines back, and lose them in a crash
+            if "PYTHONUNBUFFERED" not in os.environ:  # a pipe would buffer lines, and lose them in a crash
                 variables["PYTHONUNBUFFERED"] = "1"
         return LogsDest(stdouts, stderrs, {}, {}, dict.fromkeys(envs, os.devnull))
 
 
 class JobAgent(LocalElasticAgent):
-    """Elastic's agent for one node, which ends a failed job in seconds and knows who failed first.
+    """Elastic's agent for one node, which ends a failed job in seconds and knows which rank failed first.
 
     Args:
         command: what each worker runs.
         num_processes: how many workers this node runs.
-        nodes: the job's nodes and the place of this one.
-        max_restarts: how often all ranks are started anew after a failed one; for a job of one node.
-        logs: the folder to keep what each rank prints in; None for nowhere.
-        grace_seconds: how long the ranks have to leave, once a signal asks them to.
+        nodes: the job's nodes, and which of them this is.
+        max_restarts: how often all ranks are restarted after a failure; for a job of one node.
+        logs: the folder for each rank's output; None for none.
+        grace_seconds: how long the ranks have to save and leave after a signal.
     """
 
     def __init__(
@@ -105,7 +103,7 @@ class JobAgent(LocalElasticAgent):
     ) -> None:
         self.shutdown = GracefulShutdown(self._send, grace_seconds)
         self.stopped_code: int | None = None
-        """How the ranks have left that a signal has stopped, when all have."""
+        """The exit code of ranks that a signal has stopped, once all have left."""
         self.rendezvous = StaticRendezvous(nodes or Nodes(), num_processes)
         self.failures = self.rendezvous.failures(0)
         self.logs = PipeLogs(logs)
@@ -153,7 +151,7 @@ class JobAgent(LocalElasticAgent):
         self.output.finish()
         most = worker_group.spec.max_restarts
         restart = most - self._remaining_restarts
-        sys.stderr.write(self.summarize(f"starting all ranks anew, restart {restart} of {most}")[1])
+        sys.stderr.write(self.summarize(f"restarting all ranks, restart {restart} of {most}")[1])
         sys.stderr.flush()
         super()._restart_workers(worker_group)
 
@@ -161,7 +159,7 @@ class JobAgent(LocalElasticAgent):
         result = self._stopping() or cast(RunResult, super()._monitor_workers(worker_group))
         if result.state != WorkerState.HEALTHY or not self._job_has_failed():
             return result
-        # A failed rank may not come to its end, where one of its threads goes on.
+        # A failed rank may not end by itself while one of its threads runs.
         self._reported_at = self._reported_at or time.monotonic()
         if time.monotonic() - self._reported_at < END_SECONDS:
             return result
@@ -170,21 +168,21 @@ class JobAgent(LocalElasticAgent):
     def _send(self, number: int) -> int:
         running = [handler.proc for handler in self._handlers().values() if handler.proc.poll() is None]
         for each in running:
-            each.send_signal(number)  # to the rank alone: it says when its loader workers end
+            each.send_signal(number)  # not to its process group: the rank ends its own loader workers
         return len(running)
 
     def _stopping(self) -> RunResult | None:
-        """Return how it stands with ranks that a signal stops; None where there is no signal, or a rank has failed.
+        """Return the state of ranks that a signal is stopping; None without a signal, or if a rank has failed.
 
         Raises:
-            SignalException: the signal has ended a rank at once, or the ranks have had their time.
+            SignalException: the signal has killed a rank, or the ranks' time is over.
         """
         codes, number = self.exit_codes(), self.shutdown.number
-        told = self._told_codes() if any(codes.values()) else set()
-        if not number and not any(code and code in told for code in codes.values()):
+        announced = self._announced_codes() if any(codes.values()) else set()
+        if not number and not any(code and code in announced for code in codes.values()):
             return None
-        self.shutdown.start_timer()  # where a rank alone was signalled
-        others = [code for code in codes.values() if code != 0 and code not in told]
+        self.shutdown.start_timer()  # also if only a rank was signalled
+        others = [code for code in codes.values() if code != 0 and code not in announced]
         if number and others and all(code in (-number, 128 + number) for code in others):
             raise SignalException("a rank has not waited", sigval=signal.Signals(number))
         if others:
@@ -196,15 +194,15 @@ class JobAgent(LocalElasticAgent):
             return RunResult(WorkerState.SUCCEEDED, return_values={each.global_rank: None for each in workers})
         if self.shutdown.has_timed_out:
             ending = signal.Signals(number or signal.SIGTERM)
-            self.tell_others(f"its launcher was asked to end by {ending.name}, and its ranks did not leave in time")
+            self.tell_others(f"its launcher received {ending.name}, and its ranks did not leave in time")
             self.kill_all()
-            raise SignalException("the ranks have had their time", sigval=ending)
+            raise SignalException("the time of the ranks is over", sigval=ending)
         return RunResult(state=WorkerState.HEALTHY)
 
-    def _told_codes(self) -> set[int]:
-        """Return with which exit codes ranks leave that a signal has stopped."""
+    def _announced_codes(self) -> set[int]:
+        """Return the exit codes of ranks that a signal has stopped."""
         if self.rendezvous.nodes.count == len(self._handlers()) == 1:
-            return {STOPPED_EXIT_CODE, 128 + signal.SIGINT}  # one that is alone has no store to tell it
+            return {STOPPED_EXIT_CODE, 128 + signal.SIGINT}  # a single rank has no store to announce it in
         try:
             code = self.failures.stop_code()
         except GONE:
@@ -212,7 +210,7 @@ class JobAgent(LocalElasticAgent):
         return set() if code is None else {code}
 
     def _job_has_failed(self) -> bool:
-        """Whether a failure is posted, on this node or another; a node whose launcher has gone is posted here."""
+        """Return whether a rank of any node has failed; the main node posts other nodes whose launcher has gone."""
         try:
             if self.failures.count() > 0:
                 return True
@@ -220,15 +218,15 @@ class JobAgent(LocalElasticAgent):
             if self.rendezvous.nodes.rank > 0:
                 self._has_lost_main = bool(lost) and not self.rendezvous.has_left(0)
             elif lost and not all(self.rendezvous.has_left(node) for node in lost):
-                self.failures.post(self.rendezvous.first_rank(lost[0]), "the launcher of its node has gone")
-                self.failures.mark_printed()  # there is nothing to wait for
+                self.failures.post(self.rendezvous.first_rank(lost[0]), "the launcher of its node has ended")
+                self.failures.mark_printed()  # no traceback to wait for
                 return True
         except GONE:
             self._has_lost_main = True
         return self._has_lost_main
 
     def _exit_barrier(self) -> None:
-        """Wait for the other nodes, whose ranks may have more to do, or fail: this launcher may hold the store."""
+        """Wait for the ranks of the other nodes to finish or fail: this launcher may hold the store that they need."""
         if self.rendezvous.nodes.count == 1:
             return
         with contextlib.suppress(*GONE):
@@ -237,19 +235,19 @@ class JobAgent(LocalElasticAgent):
                 time.sleep(0.05)
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
-        # Elastic's own record asks for the fully qualified host name, which takes seconds where no name server answers.
+        # Elastic's own record looks up the fully qualified host name, which takes seconds without a name server.
         return Event(f"torchelastic.worker.status.{state}", source=source)
 
     def _handlers(self) -> dict[int, Any]:
         return cast("dict[int, Any]", getattr(self._pcontext, "subprocess_handlers", {}))
 
     def exit_codes(self) -> dict[int, int]:
-        """Return the exit codes of the workers that have ended, by rank; negative for a signal."""
+        """Return the exit codes of the ended workers, by rank; negative for a signal."""
         codes = {rank: handler.proc.poll() for rank, handler in self._handlers().items()}
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def _close_workers(self, death_sig: signal.Signals | None = None, timeout: float = 0.0) -> None:
-        """End what still runs: after a failure the ranks may first leave by themselves, then SIGTERM, then SIGKILL."""
+        """End the running ranks: after a failure they may first leave by themselves, then SIGTERM, then SIGKILL."""
         codes = self.exit_codes()
         failed = {rank: code for rank, code in codes.items() if code != 0}
         if self.stopped_code is not None:
@@ -275,22 +273,22 @@ class JobAgent(LocalElasticAgent):
         self._kill_groups(running)
 
     def _post_first_failure(self) -> None:
-        """Tell the ranks and the summary who died, unless a rank has told it already."""
+        """Post which rank died, unless a rank has posted a failure already."""
         if self.failures.count() > 0:
             return
         if self.rendezvous.nodes.count > 1 and set(self._first_codes.values()) == {PEER_FAILED_EXIT_CODE}:
-            return  # they have left because of another node's rank
+            return  # they left because a rank of another node failed
         local_rank = min(self._first_codes, key=lambda rank: (_order(self._first_codes[rank]), rank))
         self.failures.post(self._own_first_rank() + local_rank, describe_exit(self._first_codes[local_rank]))
-        self.failures.mark_printed()  # there is nothing to wait for
+        self.failures.mark_printed()  # no traceback to wait for
 
     def _own_first_rank(self) -> int:
         return self.rendezvous.first_rank(self.rendezvous.nodes.rank)
 
     def _kill_groups(self, ranks: Any) -> None:
-        """End what ended ranks have left behind in their process groups, such as loader workers.
+        """Kill what ended ranks have left in their process groups, such as loader workers.
 
-        SIGTERM lets a loader worker remove its temporary folder.
+        SIGTERM comes first, so that a loader worker can remove its temporary folder.
         """
         groups = {self._handlers()[rank].proc.pid for rank in ranks}
         deadline = time.monotonic() + TIDY_SECONDS
@@ -306,33 +304,33 @@ class JobAgent(LocalElasticAgent):
                 time.sleep(0.01)
 
     def kill_all(self) -> None:
-        """End every worker that still runs, at once."""
+        """Kill every running worker."""
         self._kill_groups(set(self._handlers()) - set(self.exit_codes()))
 
     def tell_others(self, summary: str) -> None:
-        """Let the other nodes, if there are any, end because of this one."""
+        """Post a failure of this node, so that the other nodes end."""
         if self.rendezvous.nodes.count > 1:
             with contextlib.suppress(*GONE):
                 self.failures.post(self._own_first_rank(), summary)
                 self.failures.mark_printed()
 
     def has_failed(self) -> bool:
-        """Whether a rank of this node or of another has failed."""
+        """Return whether a rank of any node has failed."""
         return bool(self._first_codes) or self._job_has_failed()
 
     def summarize(self, consequence: str = "the job was ended") -> tuple[int, str]:
-        """Return the exit code of the job, and who failed first."""
+        """Return the exit code of the job, and a text about the rank that failed first."""
         world = sum(member.num_processes for member in self.rendezvous.members)
         try:
             report = self._first_report()
         except GONE:
-            return 1, f"trainwright: the launcher of node 0, the main one, has gone; {consequence}.\n"
+            return 1, f"trainwright: the launcher of node 0, the main node, has ended; {consequence}.\n"
         if report is None:
             return 1, f"trainwright: a rank of {world} failed, but left no report; {consequence}.\n"
         local_rank = report.rank - self._own_first_rank()
         code = self._first_codes.get(local_rank, 1)
         if code < 0:
-            # A rank that told its error and was still busy ending when the job was closed counts as an error.
+            # A rank that had posted its error and was killed while it was ending counts as an error.
             code = 1 if report.traceback else 128 - code
         elif code in (0, PEER_FAILED_EXIT_CODE):
             code = 1
@@ -343,8 +341,8 @@ class JobAgent(LocalElasticAgent):
         text = f"trainwright: rank {report.rank} of {world}{where} failed first ({report.summary}); {consequence}.\n"
         if self._ended_before and any(each in report.summary.lower() for each in LOST_PEER_TEXTS):
             ended = ", ".join(str(self._own_first_rank() + rank) for rank in self._ended_before)
-            text += f"trainwright: before that, rank {ended} had come to the end of its script, or left it with exit code 0.\n"
-        # A rank of another node has printed its traceback there, not here.
+            text += f"trainwright: before that, rank {ended} had reached the end of its script or exited with code 0.\n"
+        # A rank of another node has printed its traceback there only.
         is_shown = report.was_printed and local_rank in self._handlers()
         return code, text if is_shown else text + report.traceback
 
@@ -359,14 +357,14 @@ class JobAgent(LocalElasticAgent):
 
 
 def _order(code: int) -> int:
-    """Sort exit codes by how likely they are the cause: a kill from outside, an error, an answer to another's end."""
+    """Sort exit codes by how likely they are the cause: a kill from outside, an error, the failure of a peer."""
     if code == -signal.SIGKILL:
         return 0
     return 2 if code == PEER_FAILED_EXIT_CODE else 1
 
 
 def describe_exit(code: int) -> str:
-    """Say in words how a process ended."""
+    """Return how a process ended, in words."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -387,9 +385,9 @@ def run(
     report: str | None = None,
     grace_seconds: float = 120.0,
 ) -> int:
-    """Run a command in that many workers until all are done or one has failed; return the exit code.
+    """Run a command in that many workers until all have ended or one has failed; return the exit code.
 
-    `report` is a file to which the line about who failed first is written too.
+    `report` is a file for the line about the rank that failed first.
     """
     for name in ("torch.distributed.elastic", "torchelastic"):
         logger = logging.getLogger(name)
@@ -413,7 +411,7 @@ def run(
     except SignalException as error:
         code = 128 + int(error.sigval)
         text = agent.shutdown.describe() if agent.shutdown.has_timed_out else ""
-        agent.tell_others(f"its launcher was ended by {signal.Signals(error.sigval).name}")
+        agent.tell_others(f"its launcher was killed by {signal.Signals(error.sigval).name}")
     except LaunchError as error:
         code, text = 1, f"trainwright: {error}\n"
     finally:

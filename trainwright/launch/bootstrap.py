@@ -1,6 +1,6 @@
-"""Ties a worker's life to its launcher, then becomes the worker: `bootstrap.py <launcher pid> <command> ...`.
+"""Makes a worker end with its launcher, then becomes the worker: `bootstrap.py <launcher pid> <command> ...`.
 
-Run by path in an isolated interpreter; it imports nothing of the package, so it costs about 20 ms.
+Run by path in an isolated interpreter. It imports nothing of the package, so it takes about 20 ms.
 """
 
 import os
@@ -11,11 +11,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(launcher_pid: int, command: list[str]) -> None:
-    """Ask the kernel to end this process with its launcher, and replace it by the command."""
+    """Ask the kernel to kill this process when its launcher ends, and replace it by the command."""
     if sys.platform == "linux":
         import ctypes
 
-        # The setting survives exec, so the worker needs no part in it.
+        # The setting survives exec.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher_pid:  # the launcher ended before the kernel was asked
         sys.exit(1)

@@ -1,6 +1,6 @@
-"""A traceback that is carried from one process to another, and printed where the source of its lines is known.
+"""Carried tracebacks: sent from one process to another, and printed where the source of their lines is known.
 
-The workers of a notebook run functions of cells, whose source only the notebook's process has.
+Workers run functions of notebook cells, whose source only the notebook's process has.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CONTEXT = "\nDuring handling of the above exception, another exception occurred:
 
 
 def carry(error: BaseException) -> list[dict[str, Any]]:
-    """Return an exception with those that led to it, the first one first, as plain data."""
+    """Return an exception and those that led to it, the first one first, as plain data."""
     parts: list[dict[str, Any]] = []
     seen: set[int] = set()
     current: BaseException | None = error
@@ -24,16 +24,16 @@ def carry(error: BaseException) -> list[dict[str, Any]]:
         frames = [
             [each.filename, each.lineno, each.name, each.line] for each in traceback.extract_tb(current.__traceback__)
         ]
-        said = "".join(traceback.format_exception_only(current))
-        parts.insert(0, {"frames": frames, "said": said, "link": link})
+        text = "".join(traceback.format_exception_only(current))
+        parts.insert(0, {"frames": frames, "text": text, "link": link})
         is_caused = current.__cause__ is not None
         link = CAUSE if is_caused else CONTEXT
         current = current.__cause__ if is_caused or current.__suppress_context__ else current.__context__
     return parts
 
 
-def told(parts: list[dict[str, Any]]) -> str:
-    """Return the text of a carried traceback; lines whose source was not known where it comes from are looked up here."""
+def render(parts: list[dict[str, Any]]) -> str:
+    """Return the text of a carried traceback; source lines that the worker did not have are looked up here."""
     text = ""
     for part in parts:
         frames = [
@@ -41,5 +41,5 @@ def told(parts: list[dict[str, Any]]) -> str:
             for name, number, function, line in part["frames"]
         ]
         lines = traceback.format_list(traceback.StackSummary.from_list(frames))
-        text += f"Traceback (most recent call last):\n{''.join(lines)}{part['said']}{part['link']}"
+        text += f"Traceback (most recent call last):\n{''.join(lines)}{part['text']}{part['link']}"
     return text

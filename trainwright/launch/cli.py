@@ -1,7 +1,7 @@
-"""The command line: `trainwright launch` runs a script or a module in several processes, on one machine or on several.
+"""The command line: `trainwright launch` runs a script or a module in several processes, on one machine or several.
 
-Each subcommand is one line in `COMMANDS`, or in those that `__main__.py` adds. A flag wins over the environment, and the
-environment over a default.
+Each subcommand is a line in `COMMANDS`, or one that `__main__.py` adds. Flags override the environment, which overrides
+defaults.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from trainwright.launch.output import refuse_links
 from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE, grace_seconds, num_cores, supervise
 
 NameCheck = Callable[[str | None, str | None, int, str], None]
-"""Refuses a strategy or a precision that does not exist; given both, the number of processes and the device type."""
+"""Refuses an unknown strategy or precision; also gets the number of processes and the device type."""
 Command = tuple[Callable[[Sequence[str], NameCheck], int], str]
-"""What runs a subcommand with the arguments after its name and returns the exit code, and a line about it."""
+"""The function of a subcommand, which gets the arguments after its name and returns the exit code, and a line of help."""
 
 
 class Setting(NamedTuple):
-    """A value and where it comes from: a flag, a variable of the environment, or "default"."""
+    """A value and its source: a flag, a variable of the environment, or "default"."""
 
     value: Any
     source: str
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, and where to read on."""
+    """Prints an error in one line, with where to find help."""
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with 2."""
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str], check_names: NameCheck, others: Mapping[str, Command] | None = None) -> int:
-    """Run the subcommand that the arguments name and return the exit code; `others` are those of other parts."""
+    """Run the subcommand that the arguments name and return the exit code; `others` are further subcommands."""
     commands = {**COMMANDS, **(others or {})}
     parser = Parser(prog="trainwright", usage="trainwright COMMAND ...", add_help=False)
     name = arguments[0] if arguments else "--help"
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str], check_names: NameCheck, others: Mapping[str, 
         )
         return 0
     if name not in commands:
-        parser.error(f"{name!r} is no command; choose from {', '.join(commands)}.{_hint(name, commands)}")
+        parser.error(f"{name!r} is not a command; choose from {', '.join(commands)}.{_hint(name, commands)}")
     run, _ = commands[name]
     return run(arguments[1:], check_names)
 
@@ -70,7 +70,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
             raise ValueError("no script was given; pass one, or -m and a module, after the options.")
         if command[0] != "-m" and not os.path.exists(command[0]):
             raise ValueError(
-                f"there is no file {command[0]!r}; pass the path of a script, or -m and the name of a module."
+                f"file {command[0]!r} does not exist; pass the path of a script, or -m and the name of a module."
             )
         nodes = _nodes(settings)
         if options.logs is not None:
@@ -87,7 +87,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         max_restarts=settings["max_restarts"].value,
         logs=options.logs,
         grace=settings["grace_seconds"].value,
-        told={
+        defaults={
             "strategy": options.strategy,
             "precision": options.precision,
             "accelerator": "cpu" if options.cpu else None,
@@ -104,33 +104,32 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
     parser = Parser(
         prog="trainwright launch",
         usage="trainwright launch [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS OF THE SCRIPT]",
-        description="Runs a script in several processes. A Trainer or an Accelerator in it joins them; what the script itself "
-        "gives it wins over what is given here.",
+        description="Runs a script in several processes. A Trainer or an Accelerator in it joins them; what the script passes "
+        "to it overrides what is given here.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     actions = [
-        add("--devices", metavar="N", help="processes on this machine, one a device; -1 for all, auto (the default) for every "
-            "GPU, or one process"),
-        add("--cpu", action="store_true", help="compute on the CPU though there is a GPU"),
-        add("--strategy", metavar="NAME", help="how the processes share the work, such as ddp or deepspeed"),
+        add("--devices", metavar="N", help="processes on this machine, one for each device; -1 for all, auto (the default) for "
+            "every GPU, or one process"),
+        add("--cpu", action="store_true", help="compute on the CPU even if there is a GPU"),
+        add("--strategy", metavar="NAME", help="how the processes divide the work, such as ddp or deepspeed"),
         add("--precision", metavar="NAME", help="such as 32, 16-mixed or bf16-mixed"),
-        add("--num-nodes", metavar="N", help="machines of the job; start this command on each of them (default: 1)"),
-        add("--node-rank", metavar="N", help="the number of this machine, from 0 (or the variable NODE_RANK)"),
-        add("--main-address", metavar="HOST", help="name or address of machine 0, as all reach it (or MASTER_ADDR)"),
-        add("--main-port", metavar="PORT", help="port of machine 0 to meet at (or MASTER_PORT; default: 29500, on one machine "
-            "a free one)"),
-        add("--max-restarts", metavar="N", help="after a failed rank, start all anew at most so often (default: 0)"),
+        add("--num-nodes", metavar="N", help="machines of the job; run this command on each of them (default: 1)"),
+        add("--node-rank", metavar="N", help="this machine's number, from 0 (or the variable NODE_RANK)"),
+        add("--main-address", metavar="HOST", help="name or address of machine 0 (or MASTER_ADDR)"),
+        add("--main-port", metavar="PORT", help="port of machine 0 (or MASTER_PORT; default: 29500; alone, a free one)"),
+        add("--max-restarts", metavar="N", help="how often all ranks are restarted after a failure (default: 0)"),
         add("--grace-seconds", metavar="N", help="on SIGTERM, SIGUSR1 or Ctrl-C, how long the ranks have to save and leave (or "
             f"the variable {GRACE_VARIABLE}; default: {GRACE_SECONDS})"),
-        add("--logs", metavar="DIR", help="also keep what each rank prints, in DIR/rank0.log and so on (added to them)"),
-        add("-m", "--module", metavar="MODULE", help="run a module, as python -m does, in place of a script"),
+        add("--logs", metavar="DIR", help="also append each rank's output to DIR/rank0.log and so on"),
+        add("-m", "--module", metavar="MODULE", help="run a module, as python -m does, instead of a script"),
     ]  # fmt: skip
     return parser, [*actions, *(each for each in parser._actions if each.dest == "help")]
 
 
 def _split(parser: Parser, actions: Sequence[argparse.Action], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the options of ours and the script or module with its arguments, which may have options like ours."""
+    """Return our options, and the script or module with its arguments, which may look like our options."""
     flags = {flag: action for action in actions for flag in action.option_strings}
     place = 0
     while place < len(arguments):
@@ -146,7 +145,8 @@ def _split(parser: Parser, actions: Sequence[argparse.Action], arguments: Sequen
             return list(arguments[:place]), list(arguments[place:])
         if flag not in flags:
             parser.error(
-                f"{flag!r} is no option of trainwright launch.{_hint(flag, flags)} Options of the script stand after it."
+                f"{flag!r} is not an option of trainwright launch.{_hint(flag, flags)} Put options of the script after its "
+                "name."
             )
         place += 1 if is_joined or flags[flag].nargs == 0 else 2
     return list(arguments), []
@@ -158,15 +158,15 @@ def _hint(word: str, known: Mapping[str, Any]) -> str:
 
 
 def resolve(options: argparse.Namespace, variables: Mapping[str, str]) -> dict[str, Setting]:
-    """Return all settings with where each comes from.
+    """Return all settings with the source of each.
 
     Raises:
-        ValueError: one of them is wrong, or they do not go together.
+        ValueError: one of them is wrong, or they exclude each other.
     """
     if JOB_VARIABLE in variables or "RANK" in variables:
         raise ValueError(
-            "this process is itself a rank of a job (the environment has RANK); a launcher is started once a machine. Start "
-            "the script without trainwright launch here, or unset the variable."
+            "this process is itself a rank of a job (the environment has RANK); start one launcher on each machine. Run the "
+            "script without trainwright launch here, or unset the variable."
         )
     from trainwright.devices import accelerator
 
@@ -187,8 +187,8 @@ def resolve(options: argparse.Namespace, variables: Mapping[str, str]) -> dict[s
     settings["max_restarts"] = _number(options.max_restarts, "--max-restarts", default=0)
     if settings["max_restarts"].value and num_nodes > 1:
         raise ValueError(
-            f"--max-restarts {options.max_restarts} was given with {num_nodes} nodes, which would have to agree on each start; "
-            "it is accepted on one node. Leave it out, or start the script on each node with torchrun --max-restarts."
+            f"--max-restarts {options.max_restarts} was given with {num_nodes} nodes; it is accepted on one node only. Leave "
+            "it out, or start the script on each node with torchrun --max-restarts."
         )
     settings["grace_seconds"] = _number(options.grace_seconds, "--grace-seconds", default=grace_seconds(variables))
     if options.grace_seconds is None and variables.get(GRACE_VARIABLE):
@@ -213,7 +213,7 @@ def _devices(given: str | None, num_gpus: int, kind: str) -> Setting:
 
 
 def _place(options: argparse.Namespace, variables: Mapping[str, str], num_nodes: int) -> dict[str, Setting]:
-    """Return the settings of this machine among several."""
+    """Return which of the job's machines this is, and where they meet."""
     if num_nodes == 1:
         if options.main_address is not None:
             raise ValueError(
@@ -229,7 +229,7 @@ def _place(options: argparse.Namespace, variables: Mapping[str, str], num_nodes:
         rank = Setting(read_number(variables, "NODE_RANK", "trainwright launch --node-rank"), "NODE_RANK")
     if rank.value < 0:
         raise ValueError(
-            f"--num-nodes {num_nodes} was given, but not which of them this machine is; pass --node-rank, from 0 to "
+            f"--num-nodes {num_nodes} was given, but not this machine's number; pass --node-rank, from 0 to "
             f"{num_nodes - 1}, or set NODE_RANK."
         )
     address = _given(options.main_address, "--main-address", None)
@@ -238,7 +238,7 @@ def _place(options: argparse.Namespace, variables: Mapping[str, str], num_nodes:
     if not address.value:
         raise ValueError(
             f"--num-nodes {num_nodes} was given, but no main address; pass --main-address, the name or address of the machine "
-            "with --node-rank 0, or set MASTER_ADDR. It is the same on every machine."
+            "with --node-rank 0, or set MASTER_ADDR, the same on every machine."
         )
     port = _number(options.main_port, "--main-port", default=DEFAULT_PORT)
     if port.source == "default" and variables.get("MASTER_PORT"):
@@ -254,7 +254,7 @@ def _number(given: str | None, flag: str, *, default: int, least: int = 0, more:
     if given is None:
         return Setting(default, "default")
     if not given.isdigit() or int(given) < least:
-        raise ValueError(f"{flag} {given}: accepted is a whole number from {least}{more}.")
+        raise ValueError(f"{flag} {given}: expected a whole number from {least}{more}.")
     return Setting(int(given), flag)
 
 

@@ -1,4 +1,4 @@
-"""Which of a job's machines this is, and where all of them meet."""
+"""Which of a job's machines this is, and the address at which they meet."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a job and the place of this one among them.
+    """The machines of a job, and which of them this is.
 
     Args:
-        count: how many there are.
-        rank: the number of this one, from 0; node 0 is the main one.
+        count: the number of machines.
+        rank: this machine's number, from 0; node 0 is the main node.
         address: the main node's name or IP address, as all nodes reach it.
-        port: the main node's port that all meet at; 0 is a free one, for a job of one node.
+        port: the main node's port; 0 is a free one, for a job of one node.
 
     Raises:
         ValueError: a number is out of its range.
@@ -30,28 +30,30 @@ class Nodes:
 
     def __post_init__(self) -> None:
         if not isinstance(self.count, int) or self.count < 1:
-            raise ValueError(f"num_nodes={self.count!r} is no whole number from 1; pass how many machines the job has.")
+            raise ValueError(
+                f"num_nodes={self.count!r} is not a whole number from 1; pass the number of machines of the job."
+            )
         if not 0 <= self.rank < self.count:
             raise ValueError(
                 f"node_rank={self.rank} is out of range for num_nodes={self.count}; nodes are numbered from 0 to "
-                f"{self.count - 1}. Give each node a number of its own, by --node-rank or the variable NODE_RANK."
+                f"{self.count - 1}. Give each node its own number, by --node-rank or the variable NODE_RANK."
             )
         if not 0 <= self.port < 65536 or (self.port == 0 and self.count > 1):
-            raise ValueError(f"main_port={self.port} is no port; pass one from 1 to 65535, the same on every node.")
+            raise ValueError(f"main_port={self.port} is not a port; pass one from 1 to 65535, the same on every node.")
 
 
 def nodes_of(num_nodes: int, variables: Mapping[str, str]) -> Nodes:
-    """Return this node's place in a job of several nodes, from NODE_RANK, MASTER_ADDR and MASTER_PORT.
+    """Return the nodes of a job, read from NODE_RANK, MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ValueError: one of them is missing or wrong.
     """
     if not isinstance(num_nodes, int) or num_nodes < 2:
-        return Nodes(num_nodes)  # which refuses what is no number of nodes
+        return Nodes(num_nodes)  # refuses other values
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not variables.get(name)]
     if missing:
         raise ValueError(
-            f"num_nodes={num_nodes} was asked for, but the environment has no {' and no '.join(missing)}; set NODE_RANK (this "
+            f"num_nodes={num_nodes} was given, but the environment has no {' and no '.join(missing)}; set NODE_RANK (this "
             "node's number, from 0), MASTER_ADDR and MASTER_PORT (the main node's) and start the script on each node, or start "
             "it there with trainwright launch, torchrun or srun."
         )

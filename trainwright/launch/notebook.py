@@ -19,7 +19,7 @@ from trainwright.distributed.environment import Environment
 from trainwright.distributed.failures import summarize
 from trainwright.distributed.signals import STOP_SIGNALS, STOPPED_EXIT_CODE
 from trainwright.errors import LaunchError, RunStopped, WorkerFailed
-from trainwright.launch.carried_traceback import carry, told
+from trainwright.launch.carried_traceback import carry, render
 from trainwright.launch.packing import pack, read_result, unpack, write_result
 from trainwright.launch.processes import launcher_command
 from trainwright.launch.relay import run_beside
@@ -101,4 +101,4 @@ def _failed(folder: Path, code: int, asked: str) -> Exception:
     if "(exit code" in text:  # it failed before or after it was connected to the others
         text = f"{text} ({carried['summary']})"
     rank = errors[0].name.removeprefix("error-")
-    return WorkerFailed(f"{asked}: {text}\n\nOn rank {rank}:\n{told(carried['traceback'])}")
+    return WorkerFailed(f"{asked}: {text}\n\nOn rank {rank}:\n{render(carried['traceback'])}")

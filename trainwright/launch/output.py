@@ -1,6 +1,6 @@
-"""What the workers print: rank 0 on the terminal itself, if it is one, the others line by line with the rank in front.
+"""The workers' output: rank 0 writes to the terminal, if there is one; the others' lines get the rank as a prefix.
 
-The lines travel through pipes. Nothing is written to disk but the logs that were asked for.
+Lines travel through pipes. Only logs that were requested are written to disk.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TextIO
 
 LOG_NAME = re.compile(r"rank\d+\.log")
-"""What a rank's file is called."""
-MAX_LINE_BYTES = 1 << 20  # a longer line is cut, or a rank that prints no newline would fill the memory
+"""The name of a rank's log."""
+MAX_LINE_BYTES = 1 << 20  # longer lines are split, so that a rank that prints no newline cannot fill the memory
 
 
 @dataclass
@@ -28,12 +28,12 @@ class _Source:
 
 
 def refuse_links(folder: str) -> None:
-    """Refuse a folder in which the file of what a rank prints is a symbolic link (OSError): nothing is written through one."""
+    """Refuse a folder in which a rank's log is a symbolic link (OSError)."""
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
         if LOG_NAME.fullmatch(name) and os.path.islink(path):
             raise OSError(
-                f"{path} is a symbolic link, and nothing is written through one; remove it, or give another folder."
+                f"{path} is a symbolic link, which is never written through; remove it, or give another folder."
             )
 
 
@@ -47,21 +47,21 @@ class PrefixedOutput:
         self._thread = threading.Thread(target=self._run, name="trainwright-output", daemon=True)
 
     def open_pipe(self, prefix: str, target: TextIO, log: str | None = None) -> str:
-        """Return a path that a worker's stream can be opened on; its lines are added to the file `log` too."""
+        """Return a path to open a worker's stream on; its lines are appended to the file `log` too."""
         read_fd, write_fd = os.pipe()
         self._write_fds.append(write_fd)
         self._selector.register(read_fd, selectors.EVENT_READ, _Source(prefix.encode(), target, log))
         return f"/dev/fd/{write_fd}"
 
     def start(self) -> None:
-        """Start to print, and give up the launcher's own write ends: a pipe then ends with its worker."""
+        """Start printing, and close the launcher's own write ends, so that a pipe ends with its worker."""
         for fd in self._write_fds:
             os.close(fd)
         self._write_fds.clear()
         self._thread.start()
 
     def finish(self, timeout_seconds: float = 1.0) -> None:
-        """Print what is left and stop; a process that outlives its rank may still hold a pipe, hence the limit."""
+        """Print the rest and stop; the time is limited because a process that outlives its rank may hold a pipe."""
         self._deadline = time.monotonic() + timeout_seconds
         if self._thread.is_alive():
             self._thread.join(timeout_seconds + 1.0)
@@ -94,9 +94,9 @@ class PrefixedOutput:
     def _write(self, source: _Source, lines: list[bytes]) -> None:
         if not lines:
             return
-        # A progress bar redraws its line after each carriage return: print its last state only.
+        # A progress bar redraws its line after each carriage return: only the last state is printed.
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
-        with contextlib.suppress(OSError, ValueError):  # the reader of our output may have gone; keep the pipes empty
+        with contextlib.suppress(OSError, ValueError):  # keep reading the pipes even if our own output is closed
             source.target.buffer.write(b"".join(source.prefix + line + b"\n" for line in shown))
             source.target.buffer.flush()
         if source.log is not None:

@@ -1,7 +1,7 @@
-"""Work on its way to another process of the same user: packed with cloudpickle, and what cannot be packed named.
+"""Packing of work for another process of the same user with cloudpickle, and the name of what cannot be packed.
 
-Classes and functions travel with it where the other process could not import them: those of a notebook, of `__main__`, and
-of modules that a test runner has made. Tensors are written from their own memory, beside the rest, and not copied.
+Classes and functions that the other process could not import are packed too: those of a notebook, of `__main__`, and of
+modules that a test runner has made. Tensors are written from their own memory, without a copy.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import cloudpickle
 import torch
 
 ADVICE = (
-    "Accepted is what cloudpickle can copy; open files, locks, connections and generators are not. Make it where it is used "
-    "(in setup(), in a hook, at the first __getitem__), or leave it out in __getstate__; a plain script needs no copy."
+    "cloudpickle has to copy it, so no open files, locks, connections or generators. Make it where it is used (in setup(), in "
+    "a hook, at the first __getitem__), or leave it out in __getstate__; a plain script needs no copy."
 )
 DEEPEST = 40
 LARGE_BYTES = 1 << 20
-"""From here on a numpy array is written from its own memory too, as a tensor."""
+"""Numpy arrays from this size on are written from their own memory too, as tensors."""
 NUMBERS = frozenset(("int8", "int16", "int32", "int64", "uint8", "float16", "float32", "float64", "bool"))
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Cloudpickle's, which also takes along what stands in modules that a fresh interpreter would not find."""
+    """Cloudpickle's, which also packs what is in modules that a fresh interpreter would not find."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -109,14 +109,14 @@ def pack(path: Path, work: Mapping[str, Any], asked: str) -> None:
             if (reason := _failure(value)) is not None:
                 where, culprit, reason = find_culprit(value, name, reason)
                 raise TypeError(
-                    f"{asked} hands its work over to new processes, and {where} ({type(culprit).__name__}) cannot be copied "
-                    f"there: {reason}. {ADVICE}"
+                    f"{asked} runs in new processes, and {where} ({type(culprit).__name__}) cannot be copied to them: "
+                    f"{reason}. {ADVICE}"
                 ) from error
         raise
 
 
 def unpack(path: Path) -> dict[str, Any]:
-    """Read the work that `pack` has written, onto the CPU. It is trusted: it comes from this user's other process."""
+    """Read the work that `pack` has written, onto the CPU. It is trusted: another process of this user wrote it."""
     work: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
     return work
 
@@ -127,12 +127,12 @@ def write_result(path: Path, result: Any) -> None:
 
 
 def read_result(path: Path) -> Any:
-    """Read what `write_result` has written; nothing but plain data and tensors is read."""
+    """Read what `write_result` has written: only plain data and tensors."""
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
 class _Probe(Pickler):
-    """Tries whether an object can be packed, without the memory of its tensors."""
+    """Tries to pack an object without the memory of its tensors."""
 
     def persistent_id(self, obj: Any) -> Any:
         return "tensor" if isinstance(obj, (torch.TypedStorage, torch.UntypedStorage)) else None
@@ -147,7 +147,7 @@ def _failure(value: Any) -> str | None:
 
 
 def find_culprit(value: Any, where: str, reason: str) -> tuple[str, Any, str]:
-    """Return the place of the innermost part that cannot be packed, that part, and why."""
+    """Return where the innermost part is that cannot be packed, that part, and why."""
     seen: set[int] = set()
     while id(value) not in seen and len(seen) < DEEPEST:
         seen.add(id(value))
@@ -159,7 +159,7 @@ def find_culprit(value: Any, where: str, reason: str) -> tuple[str, Any, str]:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an object is made of, each with what its place is called."""
+    """Yield the parts of an object, each with the name of where it is."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -188,6 +188,6 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, torch.nn.Module):
         for name in ("_modules", "_parameters", "_buffers"):
             yield from ((f".{key}", each) for key, each in attributes.pop(name, {}).items())
-    # What the user has named comes before what a library keeps beside it, which often leads to the same thing.
+    # Public names first: the user knows them, and private ones of a library often lead to the same object.
     for name in sorted(attributes, key=lambda name: str(name).startswith("_")):
         yield f".{name}", attributes[name]

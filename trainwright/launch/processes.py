@@ -1,7 +1,7 @@
-"""The launcher: replaces a plain script by a supervisor that runs the same script in several workers.
+"""The launcher: replaces a script by a supervisor that runs the same script in several workers.
 
-`launch` is what a Trainer or an Accelerator calls. `main` is the supervisor, `python -m trainwright.launch.processes`.
-What each worker is told stands in its environment; `distributed/environment.py` reads it.
+A Trainer or an Accelerator calls `launch`; `main` is the supervisor. Workers get their settings by their environment, which
+`distributed/environment.py` reads.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from trainwright.launch.nodes import Nodes, nodes_of
 HANDLED_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGQUIT")
 
 GRACE_VARIABLE, GRACE_SECONDS = "TRAINWRIGHT_GRACE_SECONDS", 120
-"""How long the ranks have to save and leave, once a signal asks them to: where it is said, and what it is else."""
+"""How long the ranks have to save and leave after a signal: the variable that sets it, and the default."""
 
 
 def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script") -> NoReturn:
     """Replace this process by the launcher, which runs the same command in several workers.
 
-    What stands before the call in the script runs once more in each worker. Raises LaunchError where the command cannot
-    be run again. `reason` begins that message: what asked for the processes. With several nodes the place of this one is
-    read from NODE_RANK, MASTER_ADDR and MASTER_PORT (ValueError where they are missing).
+    Code before the call in the script runs again in each worker. `reason` is what needs the processes, for errors. With
+    several nodes, which of them this is comes from NODE_RANK, MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        LaunchError: the command cannot be run again.
+        ValueError: one of these variables is missing or wrong.
     """
     if num_processes < 2 and num_nodes == 1:
         raise ValueError(f"num_processes={num_processes}; 2 or more are accepted. One process needs no launcher.")
@@ -55,7 +58,7 @@ def launcher_command(
 ) -> list[str]:
     """Return the command line of a launcher that runs a command in several workers.
 
-    `report` is a file to which it writes who failed first.
+    `report` is a file to which it writes which rank failed first.
     """
     start = str(Path(__file__).with_name("start.py"))
     flags = [flag for flag, is_set in (("-E", sys.flags.ignore_environment), ("-s", sys.flags.no_user_site)) if is_set]
@@ -71,7 +74,7 @@ def _node_options(nodes: Nodes) -> list[str]:
 
 
 def _torch_place() -> list[str]:
-    """Tell the launcher where torch is, for scripts that have changed the search path."""
+    """Return the options that tell the launcher where torch is, for scripts that have changed the search path."""
     torch = sys.modules.get("torch")
     place = getattr(torch, "__file__", None)
     return ["--add-path", str(Path(place).parent.parent)] if place else []
@@ -82,11 +85,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainwright.launch.processes")
     parser.add_argument("--num-processes", type=int, required=True, help="how many workers to start")
     parser.add_argument("--num-nodes", type=int, default=1, help="how many machines the job has")
-    parser.add_argument("--node-rank", type=int, default=0, help="the number of this one")
-    parser.add_argument("--main-address", default=LOOPBACK, help="where the machine with number 0 is reached")
+    parser.add_argument("--node-rank", type=int, default=0, help="this machine's number")
+    parser.add_argument("--main-address", default=LOOPBACK, help="the address of machine 0")
     parser.add_argument("--main-port", type=int, default=0, help="the port there; 0 is a free one")
-    parser.add_argument("--add-path", action="append", default=[], help="where else to look for torch")
-    parser.add_argument("--report", help="a file to write to who failed first")
+    parser.add_argument("--add-path", action="append", default=[], help="another place to look for torch")
+    parser.add_argument("--report", help="a file for which rank failed first")
     parser.add_argument("command", nargs="+", help="after --: the command, which begins with the interpreter")
     options = parser.parse_args(arguments)
     sys.path.extend(path for path in options.add_path if path not in sys.path)
@@ -101,39 +104,38 @@ def supervise(
     *,
     max_restarts: int = 0,
     logs: str | None = None,
-    told: dict[str, str | None] | None = None,
+    defaults: dict[str, str | None] | None = None,
     report: str | None = None,
     grace: int | None = None,
 ) -> int:
     """Run a command in that many workers on this node and return the job's exit code.
 
-    `told` is what the workers are told for settings that their script leaves open: see `Environment`. `report` is a
-    file to write to who failed first. `grace` is how many seconds the ranks have to leave, once a signal asks them to; None
-    is what the environment says.
+    `defaults` are settings that the script may leave open: see `Environment`. `report` is a file for which rank failed first.
+    `grace` is how many seconds the ranks have to leave after a signal; None is the environment's value.
     """
     grace = grace_seconds(os.environ) if grace is None else grace
     warnings.simplefilter("ignore")  # the job's output is the workers'
     nodes = nodes or Nodes()
     _prepare_signals()
-    _prepare_environment(num_processes, nodes, told or {})
+    _prepare_environment(num_processes, nodes, defaults or {})
     from trainwright.launch.agent import run
 
     return run(command, num_processes, nodes, max_restarts=max_restarts, logs=logs, report=report, grace_seconds=grace)
 
 
 def grace_seconds(variables: Mapping[str, str]) -> int:
-    """Return how long the ranks have to leave, once a signal asks them to (ValueError)."""
+    """Return how long the ranks have to leave after a signal (ValueError)."""
     given = variables.get(GRACE_VARIABLE) or str(GRACE_SECONDS)
     if not (given.isascii() and given.isdigit()):
         raise ValueError(
-            f"the environment has {GRACE_VARIABLE}={given!r}; a whole number of seconds from 0 is accepted. Set it to as long "
-            f"as a step and a save take at most, or unset it for {GRACE_SECONDS}."
+            f"the environment has {GRACE_VARIABLE}={given!r}; a whole number of seconds from 0 is accepted. Set it to the "
+            f"longest time of a step and a save, or unset it for {GRACE_SECONDS}."
         )
     return int(given)
 
 
 def _prepare_signals() -> None:
-    """Leave quietly on a signal until elastic's handlers are there, and leave ignored signals ignored (nohup)."""
+    """Exit quietly on a signal until elastic's handlers are installed; ignored signals stay ignored (nohup)."""
     handled = [name for name in HANDLED_SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
     for name in handled:
         signal.signal(signal.Signals[name], _leave_on_signal)
@@ -144,10 +146,12 @@ def _leave_on_signal(number: int, _: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-def _prepare_environment(num_processes: int, nodes: Nodes, told: dict[str, str | None]) -> None:
-    """Set what all workers of this node share; elastic adds the place of each."""
+def _prepare_environment(num_processes: int, nodes: Nodes, defaults: dict[str, str | None]) -> None:
+    """Set the variables of all workers of this node; elastic adds those of each rank."""
     job = {"version": 1, "launcher_pid": os.getpid(), "num_processes": num_processes, "loopback": nodes.count == 1}
-    os.environ[JOB_VARIABLE] = json.dumps({**job, **{name: value for name, value in told.items() if value is not None}})
+    os.environ[JOB_VARIABLE] = json.dumps(
+        {**job, **{name: value for name, value in defaults.items() if value is not None}}
+    )
     loopback = loopback_interface()
     if loopback is not None and nodes.count == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback

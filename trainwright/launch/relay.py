@@ -1,4 +1,4 @@
-"""The launcher as a child of this process: started, its output shown here, and ended with whatever ends the wait for it."""
+"""The launcher as a child of this process, which shows its output and ends it when the wait for it ends."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ END_SECONDS = 4.5
 def run_beside(command: list[str]) -> int:
     """Run the launcher and return its exit code.
 
-    It ends with this process, however that ends. A signal here is passed on to it, and after a Ctrl-C its end is a
-    KeyboardInterrupt; an exception here ends it too.
+    It ends with this process, however that ends. Signals are passed on to it, after a Ctrl-C this raises KeyboardInterrupt
+    once it has ended, and an exception here ends it too.
     """
-    # NOTE: the kernel ends the child when the *thread* that started it has ended: it is this one, which waits for it.
+    # NOTE: the kernel kills the child when the *thread* that started it ends; that is this one, which waits for it.
     bootstrap = str(Path(__file__).with_name("bootstrap.py"))
     streams = [each for each in (sys.stdout, sys.stderr) if each is not None]
     for stream in streams:
         stream.flush()
     with subprocess.Popen(
         [sys.executable, "-I", "-S", bootstrap, str(os.getpid()), *command],
-        stdin=subprocess.DEVNULL,  # this process may itself be reading its program from there
+        stdin=subprocess.DEVNULL,  # this process may be reading its program from there
         stdout=_target(sys.stdout, sys.__stdout__, 1),
         stderr=_target(sys.stderr, sys.__stderr__, 2),
-        start_new_session=True,  # a Ctrl-C in the terminal comes here alone, and is passed on
+        start_new_session=True,  # so that a Ctrl-C in the terminal reaches this process only, which passes it on
     ) as process:
         try:
             with _passing_on(process) as passed:
@@ -53,9 +53,9 @@ def run_beside(command: list[str]) -> int:
 
 @contextlib.contextmanager
 def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Pass the first signal of a kind on to the launcher, which gives its workers time to save and ends; give those passed.
+    """Pass the first signal of each kind on to the launcher, and yield the list of those passed on.
 
-    A second Ctrl-C raises KeyboardInterrupt, and only the main thread can do any of this.
+    A second Ctrl-C raises KeyboardInterrupt. Signals can only be handled in the main thread.
     """
     passed: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -79,7 +79,7 @@ def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 
 def _target(stream: TextIO | None, original: TextIO | None, fd: int) -> int | None:
-    """Return where the launcher writes: to this process's own stream, or to us where a notebook or a test has replaced it."""
+    """Return where the launcher writes: this process's stream, or a pipe if a notebook or a test has replaced that."""
     with contextlib.suppress(OSError, ValueError):
         if stream is not None and stream is original and stream.fileno() == fd:
             return None
@@ -87,7 +87,7 @@ def _target(stream: TextIO | None, original: TextIO | None, fd: int) -> int | No
 
 
 def _relay(process: subprocess.Popen[bytes]) -> None:
-    """Print what arrives until the launcher has ended and all of it is there."""
+    """Print the launcher's output until it has ended and all is printed."""
     pipes: list[tuple[Any, TextIO | None]] = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
     with selectors.DefaultSelector() as selector:
         for pipe, stream in pipes:
@@ -105,12 +105,12 @@ def _relay(process: subprocess.Popen[bytes]) -> None:
                     stream.flush()
                 if not chunk:
                     selector.unregister(key.fileobj)
-            if has_ended and not ready:  # a process that a rank has left behind may still hold the pipe
+            if has_ended and not ready:  # a process that outlives its rank may still hold the pipe
                 return
 
 
 def _end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Have the launcher end its workers; they end with it in any case."""
+    """Make the launcher end its workers; they end with it in any case."""
     try:
         process.send_signal(number)
         process.wait(END_SECONDS)

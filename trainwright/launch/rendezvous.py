@@ -1,4 +1,4 @@
-"""Where the nodes of a job meet: one store that the main node holds, at one address, and who came to it.
+"""The rendezvous of a job's nodes: a store that the main node holds, and the nodes that have joined.
 
 Importing this module imports torch elastic, so only the launcher process does it.
 """
@@ -29,27 +29,27 @@ from trainwright.launch.nodes import Nodes
 JOIN_SECONDS = 300.0
 """How long the nodes wait for each other."""
 NOTICE_SECONDS = 5.0
-"""After how long a node says what it is waiting for."""
+"""After how long a node prints what it is waiting for."""
 LEAVE_SECONDS = 10.0
-"""How long the main node keeps the store for the others, at the end."""
+"""How long the main node keeps the store for the others at the end."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One node of the job, as it has introduced itself."""
+    """One node of the job, as it has described itself."""
 
     host: str
     num_processes: int
 
 
 class StaticRendezvous(RendezvousHandler):
-    """A rendezvous of a fixed number of nodes over a store that listens at the main node's address alone.
+    """A rendezvous of a fixed number of nodes over a store that listens at the main node's address only.
 
-    A job of one node has it on the loopback interface, at a free port.
+    For a job of one node it listens on the loopback interface, at a free port.
 
     Args:
-        nodes: the nodes and the place of this one.
-        num_processes: how many processes this node runs.
+        nodes: the nodes, and which of them this is.
+        num_processes: the number of processes on this node.
 
     Raises:
         LaunchError: the port is taken, the address is not the main node's, or the main node does not answer.
@@ -69,8 +69,8 @@ class StaticRendezvous(RendezvousHandler):
         _, place = resolve(self.nodes.address)
         if self.nodes.count > 1 and is_own_name(self.nodes.address, place):
             raise LaunchError(
-                f"the main address {self.nodes.address!r} stands for {place} on this node, which no other node reaches; give "
-                "this node's IP address as the main address."
+                f"the main address {self.nodes.address!r} is {place} on this node, which no other node can reach; give this "
+                "node's IP address as the main address."
             )
         # TCPStore itself would listen on all interfaces, so it gets a bound socket.
         listener = listen_at(self.nodes.address, self.nodes.port)
@@ -99,7 +99,7 @@ class StaticRendezvous(RendezvousHandler):
         return FailureLog(cast(Store, self._stores.PrefixStore(f"{STORE_PREFIX}/{restart_count}", self.store)))
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all nodes and return the place of this one."""
+        """Wait for all nodes and return this node's rendezvous."""
         if self.nodes.count > 1 and not self._has_met:
             try:
                 self._meet()
@@ -120,12 +120,12 @@ class StaticRendezvous(RendezvousHandler):
         main = json.loads(self._agents.get("main"))
         if main["num_nodes"] != self.nodes.count:
             raise LaunchError(
-                f"num_nodes={self.nodes.count} was given to node {own}, but {main['num_nodes']} to the main node; all nodes of "
-                "a job are given the same number."
+                f"num_nodes={self.nodes.count} was given to node {own}, but {main['num_nodes']} to the main node; give all "
+                "nodes of a job the same number."
             )
         if self._agents.add(f"claims/{own}", 1) > 1:
             raise LaunchError(
-                f"node_rank={own} was given to two nodes; each needs a number of its own, from 0 to {self.nodes.count - 1}."
+                f"node_rank={own} was given to two nodes; give each its own number, from 0 to {self.nodes.count - 1}."
             )
         if own != 0:
             self.heartbeat.connect(main["heartbeat"])
@@ -150,19 +150,19 @@ class StaticRendezvous(RendezvousHandler):
         return max(node for node in range(len(self.members)) if self.first_rank(node) <= rank)
 
     def say_finished(self) -> None:
-        """Tell the other nodes that all processes of this one have ended well."""
+        """Announce that all processes of this node have succeeded."""
         post(self._agents, f"finished/{self.nodes.rank}", "1")  # this launcher may end right after
 
     def all_finished(self) -> bool:
-        """Whether the processes of all nodes have ended well."""
+        """Return whether the processes of all nodes have succeeded."""
         return bool(self._agents.check([f"finished/{rank}" for rank in range(self.nodes.count)]))
 
     def has_left(self, node: int) -> bool:
-        """Whether a node's launcher has ended in good order, after all that it had to say."""
+        """Return whether a node's launcher has left in an orderly way."""
         return bool(self._agents.check([f"left/{node}"]))
 
     def leave(self) -> None:
-        """Leave the others; the main node keeps the store until all have read what they need of it."""
+        """Leave the job; the main node first waits until all other nodes have left, since it holds the store."""
         if self.heartbeat is None:
             return
         try:
@@ -180,22 +180,22 @@ class StaticRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The workers use this store too."""
+        """Return that the workers use this store too."""
         return True
 
     def get_backend(self) -> str:
-        """Return the name that elastic puts into its records."""
+        """Return the name for elastic's records."""
         return "static"
 
     def is_closed(self) -> bool:
-        """Nobody else can join."""
+        """Return False: the nodes are fixed, and no other can join."""
         return False
 
     def set_closed(self) -> None:
-        """Nobody else can join."""
+        """Do nothing: see `is_closed`."""
 
     def num_nodes_waiting(self) -> int:
-        """Nobody else can join."""
+        """Return 0: see `is_closed`."""
         return 0
 
     def get_run_id(self) -> str:
@@ -203,23 +203,23 @@ class StaticRendezvous(RendezvousHandler):
         return f"trainwright-{os.getpid()}"
 
     def shutdown(self) -> bool:
-        """The store ends with the launcher."""
+        """Return True: the store ends with the launcher."""
         return True
 
 
 def _wait(is_there: Callable[[], bool], describe: Callable[[], str]) -> None:
-    """Wait for what is looked for, and say so after a while; by polling, so that a signal is heard."""
+    """Wait until it is there, and print so after a while; polls, so that signals are handled."""
     began = time.monotonic()
-    has_said = False
+    has_printed = False
     while not is_there():
         waited = time.monotonic() - began
         if waited > JOIN_SECONDS:
             raise LaunchError(
-                f"waited {JOIN_SECONDS:g} s for {describe()}; every node has to start the job with the same number of nodes, "
-                "main address and port. See whether the others have started, and whether a firewall is in between."
+                f"waited {JOIN_SECONDS:g} s for {describe()}; start the job on every node with the same number of nodes, main "
+                "address and port. See whether the others have started, and whether a firewall is in between."
             )
-        if waited > NOTICE_SECONDS and not has_said:
-            has_said = True
+        if waited > NOTICE_SECONDS and not has_printed:
+            has_printed = True
             sys.stderr.write(f"trainwright: waiting for {describe()}.\n")
             sys.stderr.flush()
         time.sleep(0.1)

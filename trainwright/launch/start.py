@@ -1,6 +1,6 @@
-"""Starts the launcher by path, so that no file of the user's can take the place of a standard module.
+"""Starts the launcher by path, so that no file of the user can replace a standard module.
 
-`python -m` would put the current directory first in the search path, where the user's own run may not have it.
+`python -m` would put the current directory first in the search path.
 """
 
 import os
@@ -8,7 +8,7 @@ import sys
 
 
 def clean_search_path() -> None:
-    """Drop this file's folder from the search path, and add the package's own place at the end."""
+    """Remove this file's folder from the search path, and append the package's."""
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != here]
     sys.path.append(os.path.dirname(os.path.dirname(here)))
