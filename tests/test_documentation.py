@@ -310,7 +310,9 @@ def test_trainwright_checkpoint_does_what_is_shown(
 
 
 SOURCES = "".join(
-    path.read_text() for folder in ("trainwright", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
+    path.read_text()
+    for folder in ("trainwright", "benchmarks", "examples", "tests")
+    for path in (ROOT / folder).rglob("*.py")
 )
 # -- names -----------------------------------------------------------------------------------------------------------
 

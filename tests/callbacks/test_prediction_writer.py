@@ -108,7 +108,7 @@ def job(folder: Path) -> dict[str, Any]:
     except FileExistsError as error:
         found["refused"] = str(error)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="the loader has in_order=False, which is not heeded")
+        warnings.filterwarnings("ignore", message="the loader's in_order=False is ignored")
         found["out of order"] = taken(numbers(num_workers=1, in_order=False), "batch")
         warnings.filterwarnings("ignore", message="a Numbers is an IterableDataset")
         found["iterable"] = taken(DataLoader(Numbers(), batch_size=4), "batch")

@@ -62,7 +62,7 @@ def test_every_sample_counts_once(world_size: int, starts: Starts) -> None:
         alone = read(ShardedLoader(loader, rank=0, world_size=1, mode="evaluate"))
         parts = [read(share) for share in shares(loader, world_size, "evaluate")]
         assert [batch for each in itertools.zip_longest(*parts) for batch in each if batch] == alone
-        ghosts = shares(loader, world_size, "ghost")
+        ghosts = shares(loader, world_size, "padded")
         parts = [read(share) for share in ghosts]
         assert len(set(map(len, parts))) == 1
         real = [part[: share.real_length] for part, share in zip(parts, ghosts, strict=True)]
@@ -111,7 +111,7 @@ def test_an_endless_dataset_is_shared_and_has_no_length() -> None:
 
     for rank, share in enumerate(shares(DataLoader(Endless(), batch_size=2), 3)):
         assert share.length is None
-        assert share.ends_alike
+        assert share.ends_together
         share.set_epoch(1, 0, 2)
         pairs = with_last(share, 2, None, most=4)
         first = 2 * (6 + rank)
@@ -122,7 +122,7 @@ def test_an_endless_dataset_is_shared_and_has_no_length() -> None:
 
 
 def test_reading_whole_is_said_once_on_rank_0() -> None:
-    with pytest.warns(UserWarning, match="each of the 2 ranks reads it whole.*use_distributed_sampler=False"):
+    with pytest.warns(UserWarning, match="each of the 2 ranks reads all of it.*use_distributed_sampler=False"):
         ShardedLoader(DataLoader(Counting(3)), rank=0, world_size=2, mode="train")
     with warnings.catch_warnings(record=True) as said:
         ShardedLoader(DataLoader(Counting(3)), rank=1, world_size=2, mode="train")
@@ -135,9 +135,9 @@ def test_data_that_the_user_has_shared_out() -> None:
         for share in shares(loader, 3, shard=False):
             assert read(share) == [[0, 1], [2, 3], [4]]
             assert (share.weight_at(2), dict(share.uneven)) == (1.0, {})
-    assert [share.ends_alike for share in shares([1, 2], 2, shard=False)] == [True, True], "lengths can be compared"
+    assert [share.ends_together for share in shares([1, 2], 2, shard=False)] == [True, True], "lengths can be compared"
     uncertain = shares(DataLoader(Counting(5)), 2, shard=False)
-    assert [share.ends_alike for share in uncertain] == [False, False]
+    assert [share.ends_together for share in uncertain] == [False, False]
     drawn = [read(share) for share in shares(DataLoader(Shuffled(), num_workers=1), 2, shard=False)]
     assert drawn[0] != drawn[1], "workers of two ranks draw differently"
 
@@ -195,7 +195,7 @@ def test_what_no_rank_can_share_is_told_with_what_its_caller_has() -> None:
             return super().__iter__()
 
     advice = "set use_distributed_sampler=False .or leave (the|its) loader out of prepare"
-    with pytest.raises(TypeError, match=f"Own has an __iter__ of its own.*{advice}"):
+    with pytest.raises(TypeError, match=f"Own overrides __iter__.*{advice}"):
         shares(Own([1, 2]), 2)
     with pytest.warns(UserWarning, match=f"one batch in 2. If it splits itself by rank, {advice}"):
         shares(DataLoader(Counting(3)), 2)

@@ -78,7 +78,7 @@ class Counting(IterableDataset[Any]):
 
 def evaluated(loaders: Any, mode: Any, rank: int, world_size: int) -> list[tuple[Any, bool]]:
     """Return an evaluation's batches on a rank, and whether each counts."""
-    share = combination(loaders, mode, rank=rank, world_size=world_size, kind="ghost")
+    share = combination(loaders, mode, rank=rank, world_size=world_size, kind="padded")
     share.set_epoch(1, 0)
     got = []
     for number, batch in enumerate(share):
@@ -114,7 +114,7 @@ def test_the_modes_as_a_user_iterates_them() -> None:
     assert [batch for batch, _, _ in endless] == [[0, 1], [1, 2]]
     with pytest.raises(TypeError, match="no len"):
         len(endless)
-    with pytest.raises(RuntimeError, match="gave no batch when it was begun again"):
+    with pytest.raises(RuntimeError, match="gave no batch when it was restarted"):
         list(CombinedLoader([[1, 2], []], "max_size_cycle"))
 
 
@@ -179,7 +179,7 @@ def test_orders() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:a .* is an IterableDataset:UserWarning")
-@pytest.mark.parametrize("kind", ["evaluate", "ghost"])
+@pytest.mark.parametrize("kind", ["evaluate", "padded"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("mode", MODES[:3])
 def test_ranks_together_evaluate_what_one_process_does(mode: Any, world_size: int, kind: Any) -> None:
@@ -189,7 +189,7 @@ def test_ranks_together_evaluate_what_one_process_does(mode: Any, world_size: in
         shares = [combination(loaders, mode, rank=rank, world_size=world_size, kind=kind) for rank in range(world_size)]
         parts = [read(share) for share in shares]
         assert [len(part) for part in parts] == [len(share) for share in shares]
-        if kind == "ghost":
+        if kind == "padded":
             assert len(set(map(len, parts))) == 1
             real = [len(share) if share.real_length is None else share.real_length for share in shares]
             ghosts = [part[count:] for part, count in zip(parts, real, strict=True)]
@@ -215,7 +215,7 @@ def test_sequential_evaluation_is_loader_by_loader() -> None:
         assert together == [list(range(5)), [10, 11, 12]]
     (single,) = evaluation_loaders(loaders["clean"], rank=0, world_size=1, mode="evaluate")
     assert single[0] is None
-    assert [name for name, _ in evaluation_loaders(list(loaders.values()), rank=0, world_size=1, mode="ghost")] == [
+    assert [name for name, _ in evaluation_loaders(list(loaders.values()), rank=0, world_size=1, mode="padded")] == [
         None
     ] * 2
     nested = {"a": [numbers(0, 1), numbers(0, 1)], "b": numbers(0, 1)}
@@ -229,7 +229,7 @@ def test_sequential_evaluation_is_loader_by_loader() -> None:
 
 
 def test_a_parted_round_is_refused_where_it_is_run() -> None:
-    share = combination({"a": numbers(0, 5), "b": numbers(0, 8)}, "max_size", world_size=2, kind="ghost")
+    share = combination({"a": numbers(0, 5), "b": numbers(0, 8)}, "max_size", world_size=2, kind="padded")
     for limit in (0, 1, 2):
         share.refuse_parted_rounds(limit)  # the third round is the one of which a rank alone has a batch
     for limit in (3, 4, None):
@@ -365,7 +365,7 @@ def test_what_is_one_loader_and_what_are_several() -> None:
 def test_what_cannot_be_combined_is_refused() -> None:
     with pytest.raises(ValueError, match="mode='longest' is unknown; choose from min_size, max_size"):
         CombinedLoader([[1]], "longest")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="an empty dict was given"):
+    with pytest.raises(ValueError, match="got an empty dict"):
         CombinedLoader({})
     for wrong in (3, "text", torch.zeros(2)):
         with pytest.raises(TypeError, match=f"the collection's 'b' is a {type(wrong).__name__}"):
@@ -374,11 +374,11 @@ def test_what_cannot_be_combined_is_refused() -> None:
         shard([CombinedLoader([[1]])], rank=0, world_size=1, mode="train")
     with pytest.raises(TypeError, match="can be read only once"):
         combination({"a": iter([1])}, "max_size_cycle")
-    with pytest.raises(ValueError, match="max_size_cycle cannot go through it again"):
+    with pytest.raises(ValueError, match="max_size_cycle cannot restart it"):
         combination([numbers(0, 3), numbers(0, 0)], "max_size_cycle")
-    with pytest.raises(RuntimeError, match="a loader gives no batch"):
+    with pytest.raises(RuntimeError, match="an empty loader cannot be cycled"):
         read(combination([numbers(0, 3), DataLoader(Drawing(0))], "max_size_cycle"))
-    with pytest.raises(TypeError, match="share out each of them by itself"):
-        combination([numbers(0, 3), numbers(0, 3)], "sequential", world_size=2, kind="ghost")
+    with pytest.raises(TypeError, match="shard each of them by itself"):
+        combination([numbers(0, 3), numbers(0, 3)], "sequential", world_size=2, kind="padded")
     with pytest.raises(TypeError, match="has no length"):
         len(combination([numbers(0, 3), unsized(0, 3)], "min_size"))

@@ -52,7 +52,7 @@ BAD = {
 def test_a_state_that_a_generator_cannot_have_is_refused(case: str) -> None:
     name, value = BAD[case]
     check_generator_states({"rng": {**rng_state(), "device": device_state(SEEDED, {"3": SEEDED})}}, "path")
-    with pytest.raises(tw.CheckpointError, match=f"path: the state of the {name} generator is none that it can have"):
+    with pytest.raises(tw.CheckpointError, match=f"path: the state of the {name} generator is not valid"):
         check_generator_states({"sources": [[{"generators": spoiled(name, value)}]]}, "path")
 
 
@@ -60,7 +60,7 @@ def test_the_states_that_earlier_checkpoints_hold_by_number_are_looked_at_too() 
     earlier = {name: state for name, state in rng_state().items() if name != "device"}
     check_generator_states({"rng": {**earlier, "cuda": []}}, "path")
     check_generator_states({"rng": {**earlier, "cuda": [SEEDED, SEEDED]}}, "path")
-    with pytest.raises(tw.CheckpointError, match="path: the state of the device generator is none that it can have"):
+    with pytest.raises(tw.CheckpointError, match="path: the state of the device generator is not valid"):
         check_generator_states({"rng": {**earlier, "cuda": [torch.zeros(15, dtype=torch.uint8)]}}, "path")
 
 

@@ -32,7 +32,7 @@ def numbers(count: int) -> TensorDataset:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("mode", ["train", "evaluate", "ghost"])
+@pytest.mark.parametrize("mode", ["train", "evaluate", "padded"])
 def test_every_sample_counts_once(mode: str, world_size: int) -> None:
     for count, size, drop_last, shuffle in itertools.product(range(1, 30), (1, 3, 4), (False, True), (False, True)):
         loader = DataLoader(numbers(count), batch_size=size, drop_last=drop_last, shuffle=shuffle)
@@ -46,7 +46,7 @@ def test_every_sample_counts_once(mode: str, world_size: int) -> None:
         parts = shards(loader, world_size, mode)
         got = [batches(part) for part in parts]
         assert [len(each) for each in got] == [len(part) for part in parts]
-        if mode == "ghost":
+        if mode == "padded":
             got = [each[: part.real_length] for each, part in zip(got, parts, strict=True)]
         if parts[0].uneven:
             ((last, sizes),) = parts[0].uneven.items()
@@ -54,7 +54,7 @@ def test_every_sample_counts_once(mode: str, world_size: int) -> None:
             assert max(sizes) <= size
             assert 1 not in sizes or sum(sizes) == 1 or sum(sizes) > world_size * (size - 1), "a batch of one"
             got = [[*each[:-1], each[-1][:real]] for each, real in zip(got, sizes, strict=True)]
-        if mode in ("train", "ghost"):
+        if mode in ("train", "padded"):
             assert len({len(part) for part in parts}) == 1, "every rank makes the same number of rounds"
         assert sorted(sample for each in got for batch in each for sample in batch) == sorted(
             set(itertools.chain.from_iterable(itertools.chain.from_iterable(got)))
@@ -200,8 +200,8 @@ class OwnIteration(DataLoader[Any]):
 @pytest.mark.parametrize(
     ("loader", "match"),
     [
-        ([1, 2], "a list is no DataLoader"),
-        (OwnIteration(numbers(4)), "has an __iter__ of its own"),
+        ([1, 2], "a list is not a DataLoader"),
+        (OwnIteration(numbers(4)), "overrides __iter__"),
     ],
 )
 def test_what_several_ranks_cannot_share_is_refused(loader: Any, match: str) -> None:
@@ -218,7 +218,7 @@ def test_data_that_the_user_has_shared_out_is_used_whole() -> None:
     own = ShardedLoader(loader, rank=1, world_size=2, mode="train", shard=False)
     assert batches(own, 2) == batches(alone, 2) != batches(own, 3)
     assert batches(own, 2, start=2) == batches(alone, 2)[2:]
-    assert (own.exact_length, own.weight_at(3), own.ends_alike) == (4, 1.0, True)
+    assert (own.exact_length, own.weight_at(3), own.ends_together) == (4, 1.0, True)
     sampler = DistributedSampler(numbers(12), num_replicas=3, rank=2, seed=5)
     shard = ShardedLoader(
         DataLoader(numbers(12), batch_size=2, sampler=sampler), rank=1, world_size=2, mode="train", shard=False
@@ -253,7 +253,7 @@ def test_memory_is_pinned_by_a_copy() -> None:
 
 
 def test_what_is_no_loader_is_refused() -> None:
-    with pytest.raises(TypeError, match="int is no iterable"):
+    with pytest.raises(TypeError, match="int is not iterable"):
         shards(3, 1)
 
 
@@ -262,7 +262,7 @@ def test_a_distributed_sampler_is_found_in_a_batch_sampler_and_must_fit() -> Non
     sampler = DistributedSampler(dataset, num_replicas=2, rank=1, shuffle=False)
     loader = DataLoader(dataset, batch_sampler=BatchSampler(sampler, 4, False))
     assert batches(ShardedLoader(loader, rank=1, world_size=2, mode="train")) == [[1, 3, 5, 7], [9, 11, 13, 15]]
-    with pytest.raises(ValueError, match="shares the data by 2, but this job has 3 ranks"):
+    with pytest.raises(ValueError, match="has num_replicas=2, but this job has 3 ranks"):
         shards(loader, 3)
 
 
@@ -293,7 +293,7 @@ def test_batches_come_in_order_though_the_loader_has_in_order_off(mode: str) -> 
             return super().__getitem__(index)
 
     loader = DataLoader(Slow(torch.arange(8)), num_workers=2, in_order=False)
-    with pytest.warns(UserWarning, match=r"in_order=False, which is not heeded: batches come in the order .* resume"):
+    with pytest.warns(UserWarning, match=r"in_order=False is ignored: batches come in the order .* resume"):
         share = ShardedLoader(loader, rank=0, world_size=1, mode=mode)  # type: ignore[arg-type]
     assert batches(share) == [[each] for each in range(8)]
     assert loader.in_order is False, "the user's own loader stays as it is"

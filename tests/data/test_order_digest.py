@@ -63,7 +63,7 @@ def places(make: Any, ranks: int, batches: int, epoch: int = 1) -> list[Any]:
         share = shard(make(), rank=rank, world_size=ranks, mode="train")
         share.set_epoch(3, epoch)
         assert sum(1 for _ in islice(share, batches + 1)) == batches + 1, "read further than it is consumed"
-        told.append(share.places(batches))
+        told.append(share.positions(batches))
     assert all(each == told[0] for each in told)
     return decode(*encode(told[0]))
 
@@ -94,10 +94,10 @@ def test_another_order_is_told_once(ranks: int) -> None:
     at = places(first_run, ranks, 2)
     (told,) = warned(second_run, ranks, at, 2)
     assert told == (
-        "the run was saved within an epoch of a GoesOn of 24 samples that has drawn another order now than it drew then: of "
-        "the rest of this epoch samples may come twice or not at all. Draw the order, in its __iter__, from a generator that "
-        "it has as an attribute or from torch's global one, which are seeded for each epoch, or go on from a checkpoint of "
-        "an epoch's end."
+        "the checkpoint was saved within an epoch of a GoesOn of 24 samples that now draws another order: in the rest of this "
+        "epoch samples may come twice or not at all. Draw the order in its __iter__, from a generator that is an attribute of "
+        "the sampler or from torch's global one, which are seeded for each epoch; or resume from a checkpoint of an "
+        "epoch's end."
     )
     at = places(lambda: loader(Groups(1)), ranks, 2)
     assert len(warned(lambda: loader(Groups(2)), ranks, at, 2)) == 1, "without a length"
@@ -110,7 +110,7 @@ def test_a_sampler_that_goes_on_from_epoch_to_epoch() -> None:
     for epoch in range(2):
         share.set_epoch(3, epoch)
         list(share)
-    at = share.places(5)
+    at = share.positions(5)
     sampler.passes = 0
     assert len(warned(lambda: loader(sampler), 1, at, 5)) == 1
     sampler.passes = 1
@@ -150,13 +150,13 @@ def test_a_place_is_told_before_the_rest_is_drawn() -> None:
     share = shard(first_run(), rank=1, world_size=2, mode="train")
     share.load_state_dict({"places": at, "sources": []})
     share.set_epoch(3, 1, 3)
-    assert share.places(3) == at
+    assert share.positions(3) == at
 
 
 def test_one_warning_for_one_reason() -> None:
     at = places(first_run, 1, 3)
     (told,) = warned(lambda: loader(GoesOn(2, 20), 20), 1, at, 3)
-    assert "of a GoesOn of 24 samples, and goes on with a GoesOn of 20 samples" in told
+    assert "of a GoesOn of 24 samples, and the run resumes with a GoesOn of 20 samples" in told
 
 
 def test_a_stream_that_is_gone_through_again() -> None:

@@ -74,7 +74,7 @@ def train(loader: Any, start: int = 0, places: Any = (), rank: int = 0, ranks: i
     had, told = [], []
     for number, (batch, _) in enumerate(with_last(share, start, share.exact_length), start=start + 1):
         had.append((plain(batch), random.random(), float(np.random.rand()), torch.rand(()).item()))
-        told.append((share.places(number), random.getstate(), np.random.get_state(), torch.get_rng_state()))
+        told.append((share.positions(number), random.getstate(), np.random.get_state(), torch.get_rng_state()))
     share.close()
     return had, told
 

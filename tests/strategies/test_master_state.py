@@ -15,7 +15,7 @@ from torch.optim import Adagrad, AdamW, NAdam, Optimizer
 from trainwright.checkpoint.tensors import TensorEntry
 from trainwright.strategies import zero_state
 from trainwright.strategies.base import Strategy
-from trainwright.strategies.master_optimizer import MasterOptimizer, Share
+from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
 
 ENTRIES = {
     "weight/exp_avg": TensorEntry((2, 3), torch.float32),
@@ -27,7 +27,7 @@ ENTRIES = {
 def mastered(optimizer: Optimizer, parameter: Any, device: str) -> MasterOptimizer:
     master = MasterOptimizer(optimizer)
     flat = torch.zeros(parameter.numel(), device=device)
-    master.take([Share(parameter, flat, 0, 0, parameter.numel(), tuple(parameter.shape), 0)])
+    master.attach([Shard(parameter, flat, 0, 0, parameter.numel(), tuple(parameter.shape), 0)])
     return master
 
 

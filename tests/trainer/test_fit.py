@@ -253,7 +253,7 @@ class Vector(Classifier):
         (nn.Linear(1, 1), None, TypeError, "given a Linear; accepted is an instance of trainwright.Module"),
         (Classifier(), 3, TypeError, "is a int; accepted"),
         (Classifier(), [], ValueError, "no batch"),
-        (Classifier(), iter([]), RuntimeError, "no batch, or none left: it can be read once"),
+        (Classifier(), iter([]), RuntimeError, "no batch, or none left: an iterator can be read once"),
         (Classifier(), Nothing(), RuntimeError, "gave no batch"),
         (
             Classifier(),

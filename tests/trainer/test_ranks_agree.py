@@ -200,7 +200,7 @@ def one_after_the_other(batch_size: int, first: int, limit: int | None, kind: st
     if kind == "stream":
         loaders[:2] = [DataLoader(Stream(samples), batch_size) for samples in (first, 6)]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "a Stream is an IterableDataset: each of the 2 ranks reads it whole")
+        warnings.filterwarnings("ignore", "a Stream is an IterableDataset: each of the 2 ranks reads all of it")
         trainer = fit(module, CombinedLoader(loaders, "sequential"), epochs=2, limit_train_batches=limit)
     return {**weights(module), "loss": trainer.callback_metrics["loss_epoch"]}
 

@@ -67,12 +67,12 @@ def test_more_than_one_pass_is_refused() -> None:
             TypeError, match="is or holds a generator, which can be read only once, and this run may read it more"
         ):
             fit(train, val, **settings)
-    with pytest.raises(TypeError, match="max_size_cycle begins shorter loaders anew"):
+    with pytest.raises(TypeError, match="max_size_cycle restarts shorter loaders"):
         fit({"a": batches(), "b": make_loader()})
-    with pytest.raises(RuntimeError, match="the generator that was given has no batch, or none left"):
+    with pytest.raises(RuntimeError, match="the generator has no batch, or none left"):
         fit(batches(8), max_epochs=None, max_steps=3)
     once = batches(8)
     trainer, module = fit(make_loader(8))
     trainer.validate(module, once)
-    with pytest.raises(RuntimeError, match="none left: it can be read once"):
+    with pytest.raises(RuntimeError, match="none left: an iterator can be read once"):
         trainer.validate(module, once)

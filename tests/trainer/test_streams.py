@@ -268,8 +268,9 @@ def test_a_stream_goes_on_in_workers_from_an_epochs_end_and_within(tmp_path: Pat
 
 def test_what_a_buffer_lost_is_read_anew_and_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = {
-        Buffered: "a Buffered goes on from its state as it did not before (what a shuffle buffer holds is in no state), so",
-        Fails: "a Fails fails at its state (IndexError: list index out of range), so",
+        Buffered: "a Buffered gives another batch after load_state_dict() than it gave before (is a shuffle buffer in its "
+        "state?), so",
+        Fails: "a Fails failed to load its state (IndexError: list index out of range), so",
     }
     for kind, words in told.items():
         for reader in ("here", "workers"):
@@ -282,8 +283,8 @@ def test_what_a_buffer_lost_is_read_anew_and_told_once(tmp_path: Path, capsys: p
             capsys.readouterr()
             assert train(kind(), READERS[reader], ckpt_path=str(path)).taken == whole.taken[3:]
             error = capsys.readouterr().err
-            assert f"the first 3 batches of this epoch were consumed before; {words} they are read again" in error
-            assert error.count("read again") == 1
+            assert f"skipping the first 3 batches of this epoch: {words} they have to be re-read" in error
+            assert error.count("have to be re-read") == 1
 
 
 def test_a_state_is_asked_for_where_it_is_saved(tmp_path: Path) -> None:
@@ -355,13 +356,11 @@ def test_another_number_of_workers_begins_anew_and_says_so(tmp_path: Path, capsy
     module = train(Forgets(), READERS["workers"], ckpt_path=str(tmp_path / "1.ckpt"), max_epochs=1)
     assert len(module.taken) == 8 - 3, "of seven numbers each, in four batches"
     assert (
-        "a Forgets was read by 0 workers, from whose states 2 cannot go on, so they are read" in capsys.readouterr().err
+        "a Forgets was read by 0 workers, whose states do not fit 2, so they have to be re-read"
+        in capsys.readouterr().err
     )
     trainer = tw.Trainer(max_epochs=1, limit_train_batches=3, **QUIET)
     trainer.fit(Takes(), DataLoader(Endless(), batch_size=2))
     trainer.save_checkpoint(str(tmp_path / "2.ckpt"))
     train(Endless(), READERS["workers"], ckpt_path=str(tmp_path / "2.ckpt"), max_epochs=2, limit_train_batches=3)
-    assert (
-        "an Endless was read by 0 workers, from whose states 2 cannot go on, so it begins anew"
-        in capsys.readouterr().err
-    )
+    assert "an Endless was read by 0 workers, whose states do not fit 2, so it starts over" in capsys.readouterr().err

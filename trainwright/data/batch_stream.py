@@ -1,12 +1,12 @@
-"""The batch stream: whose batches are whose where a loader has no indices (an iterable dataset, a list of batches).
+"""The batch stream: whose batches are whose for a loader without indices (an iterable dataset, a list of batches).
 
-A source that tells its state (source_state.py) goes on from it. Any other can only be begun at its start and read, so a
-resumed run reads again what it has had, and says so. What the source draws while it is read is drawn aside, under a seed of
-(seed, epoch): the order is a function of the two, and reading again leaves the generators of training where they were.
+A source with a state (source_state.py) resumes from it. Any other source can only be read from its start, so a resumed run
+reads again what was consumed, and says so. What the source draws while it is read comes from isolated generators under a seed
+of (seed, epoch): the order is a function of the two, and reading again does not move the generators of training.
 
-On several ranks each one reads the whole stream and keeps its share (share.py), so that all know alike where it ends. The
-last round is neither split nor padded: each rank weighs by the samples of its own batch, and one that has none works on the
-round's first batch with no weight.
+Every rank reads the whole stream and keeps its shard (stream_shard.py), so all ranks know where it ends. The last round is
+neither split nor padded: each rank weighs by the samples of its own batch, and a rank without one works on the round's first
+batch with weight zero.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from trainwright.data.seeding import SideGenerators, derive_seed
-from trainwright.data.share import Mode, Place, Share
-from trainwright.data.source_state import SourceState, StateLog
-from trainwright.data.stated_reader import END, StateRefused
+from trainwright.data.seeding import IsolatedGenerators, derive_seed
+from trainwright.data.source_state import SourceState, SourceStates
+from trainwright.data.stateful_reader import END, StateRejected
+from trainwright.data.stream_shard import Mode, StreamPosition, StreamShard
 from trainwright.data.workers import SeededIterable
 
 
-class BatchStream(Share):
-    """One rank's share of an iterable of batches.
+class BatchStream(StreamShard):
+    """One rank's shard of an iterable of batches.
 
     Args:
-        source: the iterable; its `__iter__` begins anew.
-        rank, world_size: whose share.
-        mode: "train", "evaluate" or "ghost" (see share.py).
-        seed_rank: the rank that the workers' seeds are made of; 0 where all ranks are to read the same.
-        generator: what a DataLoader draws its workers' seeds from; None for no such loader.
-        draws: whether the source draws from this process's generators while it is read.
-        states: where the source's states are kept, where it tells them; None where it has none.
+        source: the iterable; each `__iter__` starts from the beginning.
+        rank, world_size, mode: see stream_shard.py.
+        seed_rank: the rank that seeds the workers; 0 if all ranks read the same.
+        generator: what a DataLoader draws its workers' seeds from; None for other sources.
+        draws: whether reading the source draws from this process's generators.
+        states: keeps the source's states; None for a source without a state.
     """
 
     def __init__(
@@ -51,43 +50,46 @@ class BatchStream(Share):
         seed_rank: int = 0,
         generator: torch.Generator | None = None,
         draws: bool = True,
-        states: StateLog | None = None,
+        states: SourceStates | None = None,
     ) -> None:
         super().__init__(rank=rank, world_size=world_size, mode=mode)
         self.source = source
         self.seed_rank = seed_rank
         self.states = states
-        self.plan: Sequence[tuple[int, int]] = ()
-        """After which batches of this rank the source's state is asked for: an interval, and one of them, each."""
+        self._plan: Sequence[tuple[int, int]] = ()
         self._generator, self._draws = generator, draws
         self._from: SourceState | None = None
-        """A state of the pass at the start, at the start or before it."""
-        self._why_again = ""
-        """Why the source is read again up to the start, where it is."""
+        """A state within the pass that the shard starts in, at the start or before it."""
+        self._why_reread = ""
+        """Why the source has to be read again up to the start."""
 
     def set_epoch(
         self,
         seed: int,
         epoch: int,
         start_batch: int = 0,
-        place: Place | None = None,
+        position: StreamPosition | None = None,
         state: SourceState | None = None,
     ) -> None:
-        """Choose the order that comes next, and where it starts (see share.py), with the source's state there if it is known.
+        """Choose the order of the next pass and where it starts (see StreamShard), with the source's state if it is known.
 
         Raises:
-            ValueError: the batch size has changed, and the place lies within a batch of the new one.
+            ValueError: the batch size has changed, and the position lies within a batch of the new one.
         """
-        # Another batch size may take what is left of a batch, but not what would have to be read again before it.
-        is_exact = state is not None and place is not None and state["items"] == place["items"]
+        # With an exact state the rest of a batch may be dropped. Without one, batches of the new size would have to be re-read,
+        # and they do not end where the consumed ones ended.
+        is_exact = state is not None and position is not None and state["items"] == position["items"]
         self._from = state if is_exact else None
-        super().set_epoch(seed, epoch, start_batch, place)
+        super().set_epoch(seed, epoch, start_batch, position)
         if self.states is not None:
-            self._take_up(self.states, state, place)
+            self._resume(self.states, state, position)
+
+    def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
+        self._plan = batches
 
     @property
     def source_length(self) -> int | None:
-        """Return what the source says of its length, which need not be true; None where it says nothing."""
+        """Return the source's own length, which need not be true; None if it has none."""
         try:
             return len(self.source)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
@@ -95,48 +97,41 @@ class BatchStream(Share):
 
     @property
     def exact_source_length(self) -> int | None:
-        """Return the length of a list of batches; None for all else."""
+        """Return the length of a list of batches; None for anything else."""
         return self.source_length if isinstance(self.source, Sequence) else None
 
     @property
     def drops_short_round(self) -> bool:
-        """Return whether a last round with fewer batches than ranks is left out, as a short batch is."""
         return self.mode == "train" and getattr(self.source, "drop_last", False) is True
 
     @property
     def real_length(self) -> int | None:
-        """Return how many batches of an evaluation count on this rank; None while all that have come do."""
-        return self._ghost_at
+        return self._dummy_at
 
     @property
     def item_size(self) -> int:
-        """Return the loader's batch size; 0 where it has none."""
+        """Return the loader's batch size; 0 if it has none."""
         size = getattr(self.source, "batch_size", None)
         return size if isinstance(size, int) else 0
 
-    def fitted(self, place: Place) -> tuple[int, int]:
-        """Return the pass and the batch that a place stands for; where the batch size has changed, by the samples."""
-        size, was = self.item_size, place["size"]
-        if not size or not was or size == was:
-            return super().fitted(place)
-        items, rest = divmod(place["items"] * was, size)
+    def item_at(self, samples: int, was: int) -> int:
+        items, rest = divmod(samples, self.item_size)
         if rest and self._from is None:
             raise ValueError(
-                f"{place['items']} batches of {was} samples were consumed, which is no whole number of batches of {size}, and "
-                f"a {type(self.source).__name__} without a state of its own is read batch by batch; go on with "
+                f"{samples // was} batches of {was} samples were consumed, which is not a whole number of batches of "
+                f"{self.item_size}, and a {type(self.source).__name__} without a state is read batch by batch; resume with "
                 f"batch_size={was}, or from a checkpoint of an epoch's end."
             )
-        return place["passes"], items + (rest > 0)
+        return items + (rest > 0)
 
     def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
-        """Return the batches of one pass from one of them on, for all ranks."""
         if isinstance(self.source, Sequence):
             return islice(iter(self.source), start, None)
         if isinstance(self.source, Iterator):
             return islice(self._read_once(self.source, pass_number), start, None)
         if self.states is not None:
-            return self._stated(self.states, pass_number, start)
-        self._say_what_is_read_again(pass_number, start, "tells no state to go on from")
+            return self._read_from_state(self.states, pass_number, start)
+        self._tell_reread(pass_number, start, "has no state_dict()")
         return islice(self._opened(pass_number, lambda: iter(self.source)), start, None)
 
     @property
@@ -151,43 +146,43 @@ class BatchStream(Share):
             yield batch
         if is_empty:
             raise RuntimeError(
-                f"the {type(source).__name__} that was given has no batch, or none left: it can be read once. Pass a list, "
-                "a DataLoader or an object whose __iter__ begins anew, or ask for no more than it has (max_epochs=1)."
+                f"the {type(source).__name__} has no batch, or none left: an iterator can be read once. Pass a list, a "
+                "DataLoader or an object whose __iter__ starts from the beginning, or read it once (max_epochs=1)."
             )
 
-    def _say_what_is_read_again(self, pass_number: int, batches: int, why: str) -> None:
+    def _tell_reread(self, pass_number: int, batches: int, why: str) -> None:
         if batches and pass_number == self.start_pass and self.rank == self.seed_rank == 0:
             print(
-                f"trainwright: the first {batches} batches of this epoch were consumed before; {_article(self._kind)} {why}, "
-                "so they are read again and skipped.",
+                f"trainwright: skipping the first {batches} batches of this epoch: {_article(self._kind)} {why}, so they have "
+                "to be re-read.",
                 file=sys.stderr,
             )
 
     def _opened(self, pass_number: int, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Return the batches of a pass, or of its rest, that `begin` begins under the pass's seed."""
+        """Return the batches that `begin` reads, a pass or the rest of one, under the pass's seed."""
         seed = derive_seed(self.pass_seed(pass_number), self.epoch)
         if self._generator is not None:
             self._generator.manual_seed(seed)
         if isinstance(self.source, DataLoader) and isinstance(self.source.dataset, SeededIterable):
             self.source.dataset.set_pass(derive_seed(seed, self.seed_rank), self.epoch)
-        side = SideGenerators(seed) if self._draws else None
+        isolated = IsolatedGenerators(seed) if self._draws else None
         if self.states is not None:
-            self.states.side = side
-        return begin() if side is None else _drawn_aside(side, begin)
+            self.states.read_with(isolated)
+        return begin() if isolated is None else _read_isolated(isolated, begin)
 
-    def _take_up(self, states: StateLog, state: SourceState | None, place: Place | None) -> None:
-        """Let the source begin at a state that fits: one of this pass, or what the last epoch left at this one's beginning."""
-        self._from, self._why_again = None, "was not asked for its state"
+    def _resume(self, states: SourceStates, state: SourceState | None, position: StreamPosition | None) -> None:
+        """Let the source resume from a state that fits: one within this pass, or at its start what the last epoch left."""
+        self._from, self._why_reread = None, "has no state saved within this epoch"
+        is_at_start = not (self.start_item or self.start_pass)
         if state is not None and not states.fits(state):
             was, now = state["num_workers"], getattr(self.source, "num_workers", 0)
-            self._why_again = f"was read by {was} workers, from whose states {now} cannot go on"
-            is_lost = state["readers"] and not (self.start_item or self.start_pass or state["ended"])
+            self._why_reread = f"was read by {was} workers, whose states do not fit {now}"
+            is_lost = is_at_start and state["readers"] and not state["ended"]
             if is_lost and self.rank == self.seed_rank == 0:
-                print(f"trainwright: {_article(self._kind)} {self._why_again}, so it begins anew.", file=sys.stderr)
+                print(f"trainwright: {_article(self._kind)} {self._why_reread}, so it starts over.", file=sys.stderr)
             state = None
-        is_at_start = not (self.start_item or self.start_pass)
-        if state is not None and not is_at_start and state["passes"] == self.start_pass and place is not None:
-            state = self._fitted_state(state, place) if state["items"] else state
+        if state is not None and not is_at_start and state["passes"] == self.start_pass and position is not None:
+            state = self._fitted_state(state, position) if state["items"] else state
         elif not is_at_start:
             state = None
         if state is None:
@@ -200,45 +195,45 @@ class BatchStream(Share):
         else:
             states.begin_pass(self.start_pass, state["readers"])
 
-    def _fitted_state(self, state: SourceState, place: Place) -> SourceState | None:
-        """Return a state with the batches behind it counted in those of now; None where these do not come to a whole number."""
-        since, size, was = place["items"] - state["items"], self.item_size, place["size"]
+    def _fitted_state(self, state: SourceState, position: StreamPosition) -> SourceState | None:
+        """Return a state with its batches counted in those of now; None if that is not a whole number."""
+        since, size, was = position["items"] - state["items"], self.item_size, position["size"]
         if not size or not was or size == was:
             return state
         since, rest = divmod(since * was, size)
         return None if rest else {**state, "items": self.start_item - since, "following": None}
 
-    def _stated(self, states: StateLog, pass_number: int, start: int) -> Iterator[Any]:
-        """Yield the batches of a pass from one on, from the source's state where it has told one of this pass."""
+    def _read_from_state(self, states: SourceStates, pass_number: int, start: int) -> Iterator[Any]:
+        """Yield the batches of a pass from `start` on, resuming the source from a state within this pass if there is one."""
         base, _, begun = next(each for each in reversed(self._begun) if each[1] == pass_number)
-        ranks = self.world_size
-        states.plan([(every * ranks, begun + (batch - base) * ranks) for every, batch in self.plan])
-        state, why = self._from if pass_number == self.start_pass else None, self._why_again
+        ranks = self.world_size  # this rank counts rounds, and the source counts batches of all ranks
+        states.plan([(every * ranks, begun + (batch - base) * ranks) for every, batch in self._plan])
+        state, why = self._from if pass_number == self.start_pass else None, self._why_reread
         if state is not None:
             batches = states.noting(self._opened(pass_number, lambda: states.open_within(state, self.epoch)))
             try:
                 first = next(batches, END)
                 is_refused = states.is_other(state, first)
-                why = "goes on from its state as it did not before (what a shuffle buffer holds is in no state)"
-            except StateRefused as error:
-                is_refused, why = True, f"fails at its state ({_cause(error)})"
+                # A shuffle buffer whose contents are not in the state yields something else from it than it did before.
+                why = "gives another batch after load_state_dict() than it gave before (is a shuffle buffer in its state?)"
+            except StateRejected as error:
+                is_refused, why = True, f"failed to load its state ({_cause(error)})"
             if not is_refused:
                 yield from islice(chain([] if first is END else [first], batches), start - state["items"], None)
                 return
-            states.is_trusted = False
-            states.let_go()
+            states.distrust()
             states.begin_pass(pass_number, state.get("begun", {}))
-        self._say_what_is_read_again(pass_number, start, why)
+        self._tell_reread(pass_number, start, why)
         yield from islice(
             states.noting(self._opened(pass_number, lambda: states.open_pass(pass_number, self.epoch))), start, None
         )
 
     def cut_round(self, items: list[Any], number: int) -> Any:
-        """Return this rank's batch of a pass's last round; another's, which weighs nothing, where it has none."""
+        """Return this rank's batch of a pass's last round; if it has none, the first rank's, with weight zero."""
         counted = [count_samples(batch) for batch in items]
         sizes = [size for size in counted if size]
         if len(sizes) < len(counted):
-            sizes = [sys.maxsize] * len(items)  # unknown: each batch weighs the same, and all of it is its rank's
+            sizes = [sys.maxsize] * len(items)  # unknown: each batch has the same weight
         if len(items) < self.world_size or len(set(sizes)) > 1:
             self.uneven[number] = sizes + [0] * (self.world_size - len(items))
         return items[self.rank] if self.rank < len(items) else items[0]
@@ -248,16 +243,16 @@ def _article(kind: str) -> str:
     return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
 
 
-def _cause(error: StateRefused) -> str:
-    """Return what went wrong: a worker's error comes with the worker's traceback before it."""
-    return str(error).strip().splitlines()[-1].rpartition("StateRefused: ")[2]
+def _cause(error: StateRejected) -> str:
+    """Return what went wrong; a worker's error comes after the worker's traceback."""
+    return str(error).strip().splitlines()[-1].rpartition("StateRejected: ")[2]
 
 
-def _drawn_aside(side: SideGenerators, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    with side.drawn():
+def _read_isolated(isolated: IsolatedGenerators, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    with isolated.active():
         batches = begin()
     while True:
-        with side.drawn():
+        with isolated.active():
             batch = next(batches, END)
         if batch is END:
             return
@@ -265,7 +260,7 @@ def _drawn_aside(side: SideGenerators, begin: Callable[[], Iterator[Any]]) -> It
 
 
 def count_samples(batch: Any) -> int | None:
-    """Return how many samples a batch has, by its first tensor or list of plain things; None where that does not show."""
+    """Return the samples in a batch, by its first tensor or list of plain values; None if unknown."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else None
     if isinstance(batch, Mapping):
@@ -278,7 +273,7 @@ def count_samples(batch: Any) -> int | None:
 
 
 def distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
-    """Return the DistributedSampler that the user gave the loader, within a batch sampler too."""
+    """Return the loader's DistributedSampler, also one within a batch sampler."""
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if isinstance(sampler, DistributedSampler):
             return sampler

@@ -1,16 +1,17 @@
-"""Collections: lists, tuples and dicts of loaders, and which of them are batches and no loaders."""
+"""Collections: lists, tuples and dicts of loaders, and how to tell them from lists of batches."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from trainwright.data.transfer import with_values
+
 LOOKED_AT = 100
-"""Items of a list that are looked at to see whether it holds loaders: a list of batches may be long."""
+"""Items of a list that are searched for a loader: a list of batches may be long."""
 
 
 class LoaderGroup:
@@ -44,24 +45,19 @@ def leaves(collection: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def is_flat(collection: Any) -> bool:
-    """Return whether a collection holds loaders alone, and no further collection."""
+    """Return whether a collection holds only loaders and no further collection."""
     return not any(is_collection(each) for each in _values(collection))
 
 
 def rebuilt(collection: Any, batches: Iterator[Any], *, flat: bool = False) -> Any:
-    """Return a collection's structure with the next batch in the place of each loader; `flat` where it `is_flat`."""
+    """Return a collection's structure with the next batch for each loader; `flat` if it `is_flat`."""
     if flat:
         built = [next(batches) for _ in range(len(collection))]
     else:
         built = [rebuilt(each, batches) if is_collection(each) else next(batches) for each in _values(collection)]
     if isinstance(collection, Mapping):
         mapped = dict(zip(collection, built, strict=True))
-        if type(collection) is dict or not isinstance(collection, MutableMapping):
-            return mapped
-        clone = copy.copy(collection)
-        for key, value in mapped.items():
-            clone[key] = value
-        return clone
+        return with_values(collection, mapped) if isinstance(collection, MutableMapping) else mapped
     if hasattr(collection, "_fields"):
         return type(collection)(*built)
     return tuple(built) if isinstance(collection, tuple) else built

@@ -1,4 +1,4 @@
-"""The combined loader: several loaders as one, as a user makes it and may iterate it; combined.py shares it out."""
+"""The combined loader: several loaders as one, which a user makes and may iterate; combined.py shards it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from trainwright.data.collection import LoaderGroup, is_flat, leaves, rebuilt
-from trainwright.data.stated_reader import END
+from trainwright.data.stateful_reader import END
 
 Combination = Literal["min_size", "max_size", "max_size_cycle", "sequential"]
 COMBINATIONS = ("min_size", "max_size", "max_size_cycle", "sequential")
@@ -17,17 +17,16 @@ COMBINATIONS = ("min_size", "max_size", "max_size_cycle", "sequential")
 class CombinedLoader(LoaderGroup):
     """Several iterables of batches as one; iterating yields (batch, batch_idx, dataloader_idx).
 
-    A batch has the structure of `iterables`, with a batch of each in its place; under "sequential" it is a batch of one of
-    them, and the two numbers count within it and over them.
+    A batch has the structure of `iterables`, with a batch of each iterable; under "sequential" it is a batch of one iterable.
 
     Args:
-        iterables: a list, tuple or dict of DataLoaders or other iterables of batches, which may hold further ones. A list
-            or tuple within it that holds no DataLoader is one iterable of batches.
-        mode: "min_size" ends with the shortest; "max_size" ends with the longest, None standing for what is exhausted;
-            "max_size_cycle" begins the shorter ones anew; "sequential" goes through one after the other.
+        iterables: a list, tuple or dict of DataLoaders or other iterables of batches, which may be nested. A list or tuple
+            within it that holds no DataLoader is one iterable of batches.
+        mode: "min_size" ends with the shortest; "max_size" ends with the longest, with None for the exhausted ones;
+            "max_size_cycle" restarts the shorter ones; "sequential" reads one after the other.
 
     Raises:
-        TypeError: something in the collection is no iterable of batches.
+        TypeError: something in the collection is not an iterable of batches.
         ValueError: an unknown mode, or an empty collection.
 
     >>> [batch for batch, _, _ in tw.CombinedLoader({"a": [1, 2, 3], "b": [4, 5]}, mode="max_size_cycle")]
@@ -37,52 +36,36 @@ class CombinedLoader(LoaderGroup):
     def __init__(self, iterables: Any, mode: Combination = "min_size") -> None:
         if mode not in COMBINATIONS:
             raise ValueError(f"mode={mode!r} is unknown; choose from {', '.join(COMBINATIONS)}.")
-        self._iterables, self._mode = iterables, mode
+        self.iterables, self.mode = iterables, mode
         self._is_collection = isinstance(iterables, (Mapping, list, tuple))
         self._is_flat = self._is_collection and is_flat(iterables)
         named = list(leaves(iterables)) if self._is_collection else [("", iterables)]
         if not named:
-            raise ValueError(
-                f"an empty {type(iterables).__name__} was given; a collection of loaders needs one at least."
-            )
+            raise ValueError(f"CombinedLoader got an empty {type(iterables).__name__}; pass at least one loader.")
         for name, leaf in named:
             _check_leaf(name, leaf)
-        self._flattened = [leaf for _, leaf in named]
+        self.flattened = [leaf for _, leaf in named]
+        """The iterables in a flat list."""
         self.names = [name or None for name, _ in named] if isinstance(iterables, Mapping) else [None] * len(named)
-        """For each of `flattened`, the keys that lead to it, joined by "/"; None where the collection is no dict."""
-
-    @property
-    def iterables(self) -> Any:
-        """Return the collection as it was given."""
-        return self._iterables
-
-    @property
-    def flattened(self) -> list[Any]:
-        """Return the iterables in a flat list."""
-        return list(self._flattened)
-
-    @property
-    def mode(self) -> Combination:
-        """Return how they are combined."""
-        return self._mode
+        """For each of `flattened`, the keys that lead to it, joined by "/"; None if the collection is not a dict."""
 
     def rebuilt(self, batches: list[Any]) -> Any:
         """Return the batches, one for each of `flattened`, in the structure of the collection."""
         if not self._is_collection:
             return batches[0]
-        return rebuilt(self._iterables, iter(batches), flat=self._is_flat)
+        return rebuilt(self.iterables, iter(batches), flat=self._is_flat)
 
     def __len__(self) -> int:
-        """Return how many batches an iteration yields; TypeError where an iterable has no length."""
-        return combined_length([len(each) for each in self._flattened], self._mode)
+        """Return how many batches an iteration yields; TypeError if an iterable has no length."""
+        return combined_length([len(each) for each in self.flattened], self.mode)
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
-        if self._mode == "sequential":
-            for index, iterable in enumerate(self._flattened):
+        if self.mode == "sequential":
+            for index, iterable in enumerate(self.flattened):
                 for number, batch in enumerate(iterable):
                     yield batch, number, index
             return
-        iterators = [iter(each) for each in self._flattened]
+        iterators = [iter(each) for each in self.flattened]
         fresh = set(range(len(iterators)))
         """The iterables that are in their first pass."""
         number = 0
@@ -90,11 +73,11 @@ class CombinedLoader(LoaderGroup):
             batches = [next(each, END) for each in iterators]
             ended = [index for index, batch in enumerate(batches) if batch is END]
             fresh.difference_update(ended)
-            if not fresh or (ended and self._mode == "min_size"):
+            if not fresh or (ended and self.mode == "min_size"):
                 return
             for index in ended:
-                if self._mode == "max_size_cycle":
-                    iterators[index] = iter(self._flattened[index])
+                if self.mode == "max_size_cycle":
+                    iterators[index] = iter(self.flattened[index])
                     batches[index] = _first(iterators[index])
                 else:
                     batches[index] = None
@@ -103,14 +86,14 @@ class CombinedLoader(LoaderGroup):
 
 
 def combined_length(lengths: list[int], mode: Combination) -> int:
-    """Return how many batches loaders of these lengths give together."""
+    """Return the number of batches that loaders of these lengths give together."""
     if mode == "sequential":
         return sum(lengths)
     return min(lengths) if mode == "min_size" else max(lengths)
 
 
 def _check_leaf(name: str, leaf: Any) -> None:
-    """Refuse what is no iterable of batches (TypeError)."""
+    """Refuse what is not an iterable of batches (TypeError)."""
     place = f"the collection's {name!r}" if name else "iterables"
     if isinstance(leaf, CombinedLoader):
         raise TypeError(f"{place} is a CombinedLoader, which cannot be combined again; pass its loaders themselves.")
@@ -125,5 +108,5 @@ def _first(batches: Iterator[Any]) -> Any:
     for batch in batches:
         return batch
     raise RuntimeError(
-        "an iterable gave no batch when it was begun again; pass one whose __iter__ begins anew, with data."
+        "an iterable gave no batch when it was restarted; pass one that has data and whose __iter__ starts from the beginning."
     )

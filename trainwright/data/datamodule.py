@@ -1,4 +1,4 @@
-"""DataModule: what a user subclasses to keep all of a task's data in one place, from the download to the loaders."""
+"""DataModule: all of a task's data in one place, from the download to the loaders; users subclass it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class DataModule(HyperParameters):
     """
 
     trainer: Trainer | None = None
-    """The trainer whose run this is; None outside of one."""
+    """The trainer of the current run; None outside a run."""
     prepare_data_per_node: bool = True
-    """Whether `prepare_data` is called once a machine; False: once a job."""
+    """Whether `prepare_data` is called once per machine, or (False) once per job."""
 
     def prepare_data(self) -> None:
         """Download and convert. Called in one process, while the others wait; set no attributes here."""
@@ -66,7 +66,7 @@ class DataModule(HyperParameters):
         raise NotImplementedError(self._missing("test_dataloader"))
 
     def predict_dataloader(self) -> Any:
-        """Return what predict goes through: one loader, or a list, tuple or dict of them."""
+        """Return what predict runs on: one loader, or a list, tuple or dict of them."""
         raise NotImplementedError(self._missing("predict_dataloader"))
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -82,20 +82,18 @@ class DataModule(HyperParameters):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint is to hold of this: plain data and tensors. Called at each save, on every rank; rank 0's is
-        stored, and given to all.
-        """
+        """Return plain data and tensors for a checkpoint. Called at each save, on every rank; rank 0's is stored."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what `state_dict` returned. Called when a run is resumed, before its first batch; on every rank."""
+        """Restore what `state_dict` returned. Called when a run resumes, before its first batch; on every rank."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called when an exception, a keyboard interrupt too, has ended the run; on the rank that it happened on."""
+        """Called when an exception or a keyboard interrupt has ended the run, on the rank where it happened."""
 
     @property
     def state_key(self) -> str:
-        """Return the name that the state has in a checkpoint."""
+        """Return the name of the state in a checkpoint."""
         return type(self).__qualname__
 
     @classmethod
@@ -109,13 +107,13 @@ class DataModule(HyperParameters):
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> Self:
-        """Return a DataModule around datasets: each may be one, a sequence or a dict, and so are the loaders then.
+        """Return a DataModule around datasets: each may be one, a sequence or a dict; the loaders have the same structure.
 
         Args:
             train_dataset: shuffled, unless it is an IterableDataset.
             val_dataset, test_dataset, predict_dataset: kept in order.
-            batch_size, num_workers: of every loader; handed to the class's constructor too, where that takes them.
-            datamodule_kwargs: go to the class's constructor.
+            batch_size, num_workers: of every loader; also passed to the class's constructor if it accepts them.
+            datamodule_kwargs: passed to the class's constructor.
         """
         parameters = inspect.signature(cls).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -139,14 +137,14 @@ class DataModule(HyperParameters):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Make a DataModule with the hyper-parameters that a run's checkpoint holds of it.
+        """Make a DataModule with its hyper-parameters from a run's checkpoint.
 
         Args:
             checkpoint_path: a checkpoint of a Trainer, or a Lightning `.ckpt` file.
-            map_location: accepted and not needed: hyper-parameters are on the host.
-            hparams_file: a JSON or YAML file with hyper-parameters, in place of those in the checkpoint.
-            weights_only: accepted and not needed: nothing but plain data and tensors is ever read.
-            kwargs: arguments of the constructor, which win over what was saved.
+            map_location: ignored: hyper-parameters are on the host.
+            hparams_file: a JSON or YAML file with hyper-parameters, instead of those in the checkpoint.
+            weights_only: ignored: only plain data and tensors are ever read.
+            kwargs: arguments of the constructor, which override what was saved.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one that holds more than plain data and tensors.
@@ -159,7 +157,7 @@ class DataModule(HyperParameters):
         return build(cls, weights.datamodule_hyper_parameters, kwargs, weights.datamodule_hparams_name, forms)
 
     def __str__(self) -> str:
-        """Return what loaders there are; one that cannot be made yet says why."""
+        """Return the loaders and their sizes, or why one cannot be made yet."""
         lines = [f"{type(self).__name__}:"]
         for stage in STAGES:
             name = f"{stage}_dataloader"
@@ -168,7 +166,7 @@ class DataModule(HyperParameters):
         return "\n".join(lines)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a copy, which belongs to no trainer."""
+        """Return the attributes for a copy, without the trainer."""
         return {name: value for name, value in vars(self).items() if name != "trainer"}
 
     def _missing(self, name: str) -> str:
@@ -176,26 +174,22 @@ class DataModule(HyperParameters):
 
 
 def _make_loaders(datasets: Datasets, *, shuffle: bool, batch_size: int, num_workers: int) -> Any:
-    """Return a loader for each dataset, in the structure that they came in."""
+    """Return a loader for each dataset, in the structure of the datasets."""
+
+    def make(dataset: Dataset[Any]) -> DataLoader[Any]:
+        shuffled = shuffle and not isinstance(dataset, IterableDataset)
+        keeps = num_workers > 0
+        return DataLoader(
+            dataset, batch_size=batch_size, shuffle=shuffled, num_workers=num_workers, persistent_workers=keeps
+        )
+
     if isinstance(datasets, Mapping):
-        return {name: _make_loader(each, shuffle, batch_size, num_workers) for name, each in datasets.items()}
-    if isinstance(datasets, Sequence):
-        return [_make_loader(each, shuffle, batch_size, num_workers) for each in datasets]
-    return _make_loader(datasets, shuffle, batch_size, num_workers)
-
-
-def _make_loader(dataset: Dataset[Any], shuffle: bool, batch_size: int, num_workers: int) -> DataLoader[Any]:
-    return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        shuffle=shuffle and not isinstance(dataset, IterableDataset),
-        num_workers=num_workers,
-        persistent_workers=num_workers > 0,
-    )
+        return {name: make(each) for name, each in datasets.items()}
+    return [make(each) for each in datasets] if isinstance(datasets, Sequence) else make(datasets)
 
 
 def _check_datasets(datasets: Any, argument: str) -> None:
-    """Refuse what a DataLoader cannot be made of (TypeError)."""
+    """Refuse what is not a dataset (TypeError)."""
     several = isinstance(datasets, (Mapping, list, tuple))
     each_one = datasets.values() if isinstance(datasets, Mapping) else datasets if several else [datasets]
     for each in each_one:

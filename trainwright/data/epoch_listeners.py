@@ -1,4 +1,4 @@
-"""Epoch listeners: the parts of a user's loader that want to be told which epoch begins, by their `set_epoch`."""
+"""Epoch listeners: the parts of a user's loader that have a `set_epoch`."""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ from typing import Any
 from torch.utils.data import ChainDataset, ConcatDataset, StackDataset, Subset
 
 
-def tell_epoch(loader: Any, epoch: int) -> None:
-    """Call `set_epoch` of the loader, its dataset, its sampler and its batch sampler with what lies within, where they have it.
+def set_epoch_of_parts(loader: Any, epoch: int) -> None:
+    """Call `set_epoch` of the loader, its dataset and its samplers, and of what they contain, if they have it.
 
-    That reaches this process's copies; those of workers are told by what they fetch (workers.py).
+    That reaches the copies in this process; those in workers get the epoch with what they fetch (workers.py).
     """
-    told: set[int] = set()
-    for each in _parts(loader):
-        if id(each) not in told:
-            told.add(id(each))
-            tell(each, epoch)
+    for each in {id(part): part for part in _parts(loader)}.values():
+        set_epoch_of(each, epoch)
 
 
-def tell(listener: Any, epoch: int) -> None:
-    """Call `set_epoch` of one object, if it has it, and of the datasets that one of torch's own is made of."""
+def set_epoch_of(listener: Any, epoch: int) -> None:
+    """Call `set_epoch` of an object, if it has it, and of the datasets that one of torch's own contains."""
     if callable(set_epoch := getattr(listener, "set_epoch", None)):
         set_epoch(epoch)
     for each in _within(listener):
-        tell(each, epoch)
+        set_epoch_of(each, epoch)
 
 
 def _within(dataset: Any) -> Iterable[Any]:
@@ -33,7 +30,7 @@ def _within(dataset: Any) -> Iterable[Any]:
         return (dataset.dataset,)
     if isinstance(dataset, (ConcatDataset, ChainDataset, StackDataset)):
         held: Any = dataset.datasets
-        # A generator of datasets, which a ChainDataset may hold, is the reading's.
+        # A ChainDataset may hold a generator of datasets, which only reading may consume.
         return held.values() if isinstance(held, Mapping) else held if isinstance(held, (list, tuple)) else ()
     return ()
 

@@ -1,4 +1,4 @@
-"""Fingerprints: a few values of a batch, as plain data, by which it is known again when a resumed run reads it anew."""
+"""Fingerprints: a few values of a batch, as plain data, by which a resumed run recognizes the batch."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ VALUES = 16
 
 
 def fingerprint(batch: Any) -> list[Any]:
-    """Return what a batch is known by: shapes, a few values, digests of text; of other objects their kind alone."""
+    """Return shapes, a few values and digests of text of a batch; of other objects only their kind."""
     return list(islice(_values(batch), MOST_LEAVES * VALUES))
 
 
-def is_alike(one: list[Any], other: list[Any]) -> bool:
-    """Return whether two fingerprints are those of one batch; numbers may differ as they do between two machines."""
+def matches(one: list[Any], other: list[Any]) -> bool:
+    """Return whether two fingerprints are of the same batch; numbers may differ as they do between two machines."""
     return len(one) == len(other) and all(map(_is_close, one, other))
 
 
 def _is_close(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
+    if isinstance(one, float) and isinstance(other, float):  # floats differ a little between machines
         return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-6) or (math.isnan(one) and math.isnan(other))
     return bool(one == other)
 
@@ -49,8 +49,8 @@ def _values(batch: Any) -> Iterator[Any]:
     elif isinstance(batch, Tensor) and batch.layout == torch.strided and batch.numel():
         yield from batch.shape
         flat = batch.detach().reshape(-1)
-        places = torch.linspace(0, len(flat) - 1, min(len(flat), VALUES), device=flat.device).long()
-        taken = flat[places]
+        indices = torch.linspace(0, len(flat) - 1, min(len(flat), VALUES), device=flat.device).long()
+        taken = flat[indices]
         yield from (torch.view_as_real(taken).reshape(-1) if taken.is_complex() else taken).tolist()
     elif "numpy" in sys.modules and isinstance(batch, sys.modules["numpy"].ndarray) and batch.dtype.kind in "biuf":
         yield from _values(torch.as_tensor(batch.copy()))

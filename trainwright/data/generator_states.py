@@ -1,6 +1,6 @@
-"""Generator states out of a checkpoint: looked at before they are set, since torch and numpy do not do it all themselves.
+"""Generator states from a checkpoint, checked before they are set: torch and numpy do not check everything themselves.
 
-A position of numpy's beyond its key ends the process at the next draw.
+A position of numpy's generator beyond its key, for example, kills the process at the next draw.
 """
 
 from __future__ import annotations
@@ -23,24 +23,20 @@ KEY_LENGTH = 624
 
 
 def check_generator_states(value: Any, path: str) -> None:
-    """Look at every state of generators in a checkpoint's plain data, as `rng_state` and `host_state` return it.
-
-    Raises:
-        CheckpointError: one is none that a generator can have.
-    """
+    """Refuse a checkpoint's plain data if a generator state in it is not valid (CheckpointError)."""
     for state in _states_in(value):
         for name, check in _CHECKS.items():
             try:
                 check(state_in(state) if name == DEVICE else state.get(name))
             except Exception as error:
                 raise CheckpointError(
-                    f"{path}: the state of the {name} generator is none that it can have ({error}). Use another checkpoint, "
-                    "or a good copy of this one."
+                    f"{path}: the state of the {name} generator is not valid ({error}). Use another checkpoint, or a good "
+                    "copy of this one."
                 ) from error
 
 
 def is_generator_state(value: Any) -> bool:
-    """Return whether plain data has the form of what `host_state` returns."""
+    """Return whether plain data looks like what `host_state` returns."""
     return isinstance(value, Mapping) and value.keys() >= NAMES
 
 
@@ -71,7 +67,7 @@ def _check_numpy(state: Any) -> None:
     if kind != "MT19937":
         raise ValueError(f"of the kind {kind!r}")
     if getattr(key, "shape", None) != (KEY_LENGTH,) or str(key.dtype) != "uint32":
-        raise ValueError(f"its key is no array of {KEY_LENGTH} uint32")
+        raise ValueError(f"its key is not an array of {KEY_LENGTH} uint32")
     if type(position) is not int or not 0 <= position <= KEY_LENGTH:
         raise ValueError(f"its position is {position!r}")
     if has_gauss not in (0, 1) or not math.isfinite(gauss):
@@ -84,7 +80,7 @@ def _check_torch(state: Any) -> None:
 
 def _bytes(state: Any) -> Tensor:
     if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.dim() != 1:
-        raise TypeError("no row of bytes")
+        raise TypeError("not a row of bytes")
     return state
 
 

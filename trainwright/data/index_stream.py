@@ -1,9 +1,9 @@
 """The index stream: which samples make up each batch of one rank, from the loader's own sampler.
 
-Every rank walks the whole stream of the loader's batch sampler, drawn under a seed of (seed, epoch), and takes its share of
-it (share.py). So the order is a pure function of (seed, epoch), it can start at any item, and no sampler is built anew.
-A short or uneven last round of training is re-split, sample by sample, where torch's own BatchSampler makes the batches;
-those of a batch sampler of the user's own stay whole.
+Every rank walks the whole stream of the loader's batch sampler, drawn under a seed of (seed, epoch), and takes its shard of it
+(stream_shard.py). So the order is a pure function of (seed, epoch), can start at any item, and no sampler is rebuilt. A short
+or uneven last round of training is re-split sample by sample where torch's own BatchSampler makes the batches; the batches of a
+user's batch sampler stay whole.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from typing import Any
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from trainwright.data.order_digest import OrderDigest
-from trainwright.data.own_generators import OwnGenerators
-from trainwright.data.seeding import SideGenerators, derive_seed
-from trainwright.data.share import Mode as Mode
-from trainwright.data.share import Place, Share, even_sizes
+from trainwright.data.sampler_generators import SamplerGenerators
+from trainwright.data.seeding import IsolatedGenerators, derive_seed
+from trainwright.data.stream_shard import Mode as Mode
+from trainwright.data.stream_shard import StreamPosition, StreamShard, even_sizes
 from trainwright.data.workers import SeededBatch, SeededIndex
 from trainwright.rank_zero import rank_zero_warn
 
-DRAWN_AT_ONCE = 256  # batches of torch's own samplers; swapping generators costs about as much as drawing 100 of them
+CHUNK = (
+    256  # batches of torch's own samplers drawn at once: swapping generators costs about as much as drawing 100 of them
+)
 
 
-class IndexStream(Share):
+class IndexStream(StreamShard):
     """The batch sampler of one rank, around the loader's own.
 
     Args:
-        source: the loader's batch sampler (lists of indices), or its sampler where the loader makes no batches.
+        source: the loader's batch sampler (lists of indices), or its sampler if the loader does no batching.
         batched: whether an item of the source is a list of indices.
-        rank, world_size: whose share.
-        mode: how the shares are cut (see share.py).
-        seed_rank: the rank that the batches' seeds are made of, where the share is not cut by it.
-        is_alike: whether each rank's source is to draw alike; False where the user has given each rank its own.
+        rank, world_size, mode: see stream_shard.py.
+        seed_rank: the rank that seeds the batches, where the shard is not that rank's.
+        same_on_ranks: whether every rank's source draws the same; False if the user gave each rank its own.
+        gives_seeds: whether items carry a seed for the worker that fetches them.
     """
 
     def __init__(
@@ -48,41 +50,45 @@ class IndexStream(Share):
         world_size: int,
         mode: Mode,
         seed_rank: int | None = None,
-        is_alike: bool = True,
+        same_on_ranks: bool = True,
+        gives_seeds: bool = False,
     ) -> None:
         super().__init__(rank=rank, world_size=world_size, mode=mode)
         self.source = source
         self.batched = batched
-        self._is_alike = is_alike
+        self._same_on_ranks = same_on_ranks
         self._digest = OrderDigest()
         self.seed_rank = rank if seed_rank is None else seed_rank
         self._trimmed = 0
-        """Samples that are left out of the batch at the start, since they were consumed."""
-        self._taken_up: Place | None = None
-        """The place that the start was said by; None for none."""
-        self.gives_seeds = False
-        """Whether each item carries a seed for the worker that fetches it."""
-        self.noted: deque[list[Any]] | None = None
-        """Where each iteration that begins from now on notes the indices of the batches that it gives; None for nowhere."""
-        self._refuse_what_cannot_be_shared()
+        """Samples missing from the batch at the start, because they were consumed."""
+        self._resumed_at: StreamPosition | None = None
+        """The position that was given for the start."""
+        self.gives_seeds = gives_seeds
+        self._noted: deque[list[Any]] | None = None
+        self._refuse_too_few_batches()
 
-    def set_epoch(self, seed: int, epoch: int, start_batch: int = 0, place: Place | None = None) -> None:
-        """Choose the order that comes next, and where it starts (see share.py)."""
-        self._trimmed, self._taken_up = 0, place
-        super().set_epoch(seed, epoch, start_batch, place)
+    def set_epoch(self, seed: int, epoch: int, start_batch: int = 0, position: StreamPosition | None = None) -> None:
+        """Choose the order of the next pass and where it starts; see StreamShard."""
+        self._trimmed, self._resumed_at = 0, position
+        super().set_epoch(seed, epoch, start_batch, position)
         if self._trimmed and self.is_split:
-            self.cuts[start_batch] = []  # its first round has fewer samples than a full one
+            self.cuts[start_batch] = []  # the first round is short, so it is split by samples
         wanted = 0
-        if place is not None and place["size"] == self.item_size and not self.is_of_another_order(place):
-            wanted = place.get("digest", 0)
+        if position is not None and position["size"] == self.item_size and not self.is_of_another_order(position):
+            wanted = position.get("digest", 0)
         self._digest.begin(self.start_pass, self.start_item, wanted)
 
     def __iter__(self) -> Iterator[Any]:
-        share = self.items() if self.noted is None else self._noting(self.items(), self.noted)
-        return self._seeded(share) if self.gives_seeds else share
+        items = self.items() if self._noted is None else self._noting(self.items(), self._noted)
+        return self._seeded(items) if self.gives_seeds else items
+
+    def note_indices(self) -> deque[list[Any]]:
+        """Return a queue to which iterations that begin from now on append the indices of each batch."""
+        self._noted = deque()
+        return self._noted
 
     def __len__(self) -> int:
-        """Return how many batches this rank has in an epoch; TypeError where the source has no length."""
+        """Return the batches of this rank in an epoch; TypeError if the source has no length."""
         length = self._length_of(len(self.source))
         assert length is not None
         return length
@@ -97,7 +103,7 @@ class IndexStream(Share):
 
     @property
     def source_length(self) -> int | None:
-        """Return how many items a pass has, over all ranks; None where the sampler has no length."""
+        """Return the items in a pass, over all ranks; None if the sampler has no length."""
         try:
             return len(self.source)
         except (TypeError, NotImplementedError):
@@ -105,38 +111,29 @@ class IndexStream(Share):
 
     @property
     def drops_short_round(self) -> bool:
-        """Return whether a last round with fewer batches than ranks is left out, as a short batch is."""
         return self.mode == "train" and self.batched and getattr(self.source, "drop_last", False) is True
 
     @property
     def item_size(self) -> int:
-        """Return the batch size, where torch's own batch sampler makes the batches; 1 where there are none."""
+        """Return the batch size if torch's own batch sampler makes the batches; 1 without batching."""
         if not self.batched:
             return 1
         return int(self.source.batch_size) if type(self.source) is BatchSampler else 0
 
-    def fitted(self, place: Place) -> tuple[int, int]:
-        """Return the pass and the item that a place stands for; where the batch size has changed, by its samples.
-
-        Within a batch of the new size only what is left of it comes.
-        """
-        size, was = self.item_size, place["size"]
-        if not size or not was or size == was:
-            return super().fitted(place)
-        samples, items = place["items"] * was, self.source_length
-        sampler = self.source.sampler if self.batched else self.source
+    def item_at(self, samples: int, was: int) -> int:
+        # Of a batch of the new size that was partly consumed only the rest comes.
+        sampler, items = self.source.sampler if self.batched else self.source, self.source_length
         if items is not None and samples >= len(sampler):
-            return place["passes"], items
-        whole, self._trimmed = divmod(samples, size)
-        return place["passes"], whole
+            return items
+        whole, self._trimmed = divmod(samples, self.item_size)
+        return whole
 
-    def place(self, batch: int) -> Place:
-        if self._trimmed and self._taken_up is not None and batch == self.start_batch:
-            return self._taken_up  # in batches of the new size it lies within one
-        return super().place(batch)
+    def position(self, batch: int) -> StreamPosition:
+        if self._trimmed and self._resumed_at is not None and batch == self.start_batch:
+            return self._resumed_at  # it lies within a batch of the new size, which a position cannot say
+        return super().position(batch)
 
     def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
-        """Yield the items of one pass over the whole stream from one of them on."""
         items = islice(self._drawn_whole(pass_number), start, None)
         if not self._trimmed or pass_number != self.start_pass:
             return items
@@ -144,28 +141,30 @@ class IndexStream(Share):
 
     def _drawn_whole(self, pass_number: int) -> Iterator[Any]:
         """Yield the items of one pass over the whole stream, drawn in chunks under its seed."""
-        if _is_stock(self.source, SequentialSampler):
+        if _is_stock(self.source, SequentialSampler):  # draws nothing
             yield from self.source
             return
         seed = self.pass_seed(pass_number)
-        side = SideGenerators(derive_seed(seed, self.epoch))
-        own = OwnGenerators(self.source, seed, self.epoch, is_alike=self._is_alike)
+        isolated = IsolatedGenerators(derive_seed(seed, self.epoch))
+        own = SamplerGenerators(self.source, seed, self.epoch, same_on_ranks=self._same_on_ranks)
         if _is_stock(self.source, RandomSampler):
             stock = iter(self.source)
-            with side.drawn(), own.drawn():
-                first = list(islice(stock, 1))  # it takes its generator here, or draws the seed of one
+            with isolated.active(), own.active():
+                first = list(
+                    islice(stock, 1)
+                )  # a RandomSampler takes its generator, or draws a seed for one, at its first item
             yield from first
             yield from stock
             return
         self._digest.begin_pass(pass_number)
-        # What is left behind is drawn at once. From there on a sampler of the user's is asked for one batch at a time, as it
-        # may follow the training (hard examples, a curriculum); torch's own cannot.
-        behind = self.start_item if pass_number == self.start_pass else 0
-        most = DRAWN_AT_ONCE if _is_torchs(self.source) else 1
+        # Skipped batches are drawn in one chunk. After them a user's sampler is asked for one batch at a time, since it may
+        # follow the training (hard examples, a curriculum); torch's own samplers cannot.
+        skipped = self.start_item if pass_number == self.start_pass else 0
+        most = CHUNK if _is_torchs(self.source) else 1
         items: Iterator[Any] | None = None
         while True:
-            size, behind = max(behind, most), 0
-            with side.drawn(), own.drawn():
+            size, skipped = max(skipped, most), 0
+            with isolated.active(), own.active():
                 items = iter(self.source) if items is None else items
                 chunk = list(islice(items, size))
             if self._digest.add(pass_number, chunk if self.batched else [[each] for each in chunk]):
@@ -175,29 +174,28 @@ class IndexStream(Share):
                 return
 
     def digest(self, passes: int, items: int) -> int:
-        """Return the digest of the first items of a pass; 0 where torch's own samplers draw them, or they are no plain data."""
         return self._digest.at(passes, items)
 
     def _warn_of_other_items(self) -> None:
         rank_zero_warn(
-            f"the run was saved within an epoch of a {self.order} that has drawn another order now than it drew then: of the "
-            "rest of this epoch samples may come twice or not at all. Draw the order, in its __iter__, from a generator that "
-            "it has as an attribute or from torch's global one, which are seeded for each epoch, or go on from a checkpoint "
-            "of an epoch's end.",
+            f"the checkpoint was saved within an epoch of a {self.order} that now draws another order: in the rest of this "
+            "epoch samples may come twice or not at all. Draw the order in its __iter__, from a generator that is an attribute "
+            "of the sampler or from torch's global one, which are seeded for each epoch; or resume from a checkpoint of an "
+            "epoch's end.",
             stacklevel=2,
         )
 
     def batch_seed(self, number: int) -> int:
-        """Return the seed of what is drawn for a batch of this rank: of its samples, not of which they are."""
+        """Return the seed of what is drawn for the samples of a batch of this rank (augmentation)."""
         return derive_seed(self.seed, self.epoch, number, self.seed_rank)
 
     @property
     def is_split(self) -> bool:
-        """Return whether a round's batches may be cut anew: not those that the user's own batch sampler has made."""
+        """Return whether a round may be re-split: not if the user's own batch sampler made its batches."""
         return self.batched and type(self.source) is BatchSampler
 
     def cut_round(self, items: list[Any], number: int) -> Any:
-        """Return this rank's part of a round, re-split where its batches may be; another's where it has none."""
+        """Return this rank's part of a round, re-split if its batches may be; another rank's if it has none."""
         ranks = self.world_size
         if not self.is_split:
             sizes = [len(item) if self.batched else 1 for item in items] + [0] * (ranks - len(items))
@@ -210,7 +208,9 @@ class IndexStream(Share):
         start, own = sum(sizes[: self.rank]), sizes[self.rank]
         if own:
             return samples[start : start + own]
-        part = samples[: sizes[0]]  # the first rank's, which weighs nothing here
+        # Without a sample of its own this rank works on the first rank's with weight zero, so that collectives match. A single
+        # one is doubled, because a batch norm refuses one.
+        part = samples[: sizes[0]]
         return part * 2 if len(part) == 1 < self.source.batch_size and number not in self.cuts else part
 
     def _note_sizes(self, sizes: list[int], number: int) -> None:
@@ -218,7 +218,7 @@ class IndexStream(Share):
             self.uneven[number] = sizes
 
     def short_rounds(self, end: int) -> dict[int, int] | None:
-        """Return how many samples the rounds before batch number `end` have that are no full ones; None where unknown."""
+        """Return the samples of each round before batch number `end` that is not full; None if unknown."""
         items = self.source_length
         if not self.is_split or self._trimmed or items is None:
             return None
@@ -228,29 +228,27 @@ class IndexStream(Share):
         while number < end and items:
             rounds = self.rounds(max(0, items - start))
             left = samples - size * (start + (rounds - 1) * ranks)
-            if rounds and left < size * ranks:
+            if rounds and left < size * ranks:  # only a pass's last round can be short
                 found[number + rounds - 1] = left
             if not self.cycles:
                 break
             number, start = number + rounds, 0
         return found
 
-    def _noting(self, share: Iterator[Any], noted: deque[list[Any]]) -> Iterator[Any]:
-        for item in share:
+    def _noting(self, items: Iterator[Any], noted: deque[list[Any]]) -> Iterator[Any]:
+        for item in items:
             noted.append(list(item) if self.batched else [item])
             yield item
 
-    def _seeded(self, share: Iterator[Any]) -> Iterator[Any]:
-        for place, item in enumerate(share, start=self.start_batch):
-            seed = self.batch_seed(place)
+    def _seeded(self, items: Iterator[Any]) -> Iterator[Any]:
+        for number, item in enumerate(items, start=self.start_batch):
+            seed = self.batch_seed(number)
             yield SeededBatch(item, seed, self.epoch) if self.batched else SeededIndex(item, seed, self.epoch)
 
-    def _refuse_what_cannot_be_shared(self) -> None:
-        """Refuse data that cannot be shared out (ValueError), before the first step."""
+    def _refuse_too_few_batches(self) -> None:
+        """Refuse training data that leaves no full round (ValueError), before the first step."""
         count = self.source_length
-        if self.world_size == 1 or self.mode in ("evaluate", "ghost") or count is None:
-            return
-        if 0 < count < self.world_size and self.drops_short_round:
+        if count is not None and 0 < count < self.world_size and self.drops_short_round:
             raise ValueError(
                 f"the data has {count} batches for {self.world_size} ranks, and drop_last drops a short round; "
                 "use fewer devices, a smaller batch_size, more data, or drop_last=False."
@@ -258,7 +256,7 @@ class IndexStream(Share):
 
 
 def _is_stock(source: Any, kind: type) -> bool:
-    """Return whether a sampler is torch's own of a kind, or torch's own batch sampler around one."""
+    """Return whether a sampler is exactly torch's own of a kind, or torch's own batch sampler around one."""
     return type(source) is kind or (type(source) is BatchSampler and type(source.sampler) is kind)
 
 
@@ -269,7 +267,7 @@ def _is_torchs(source: Any) -> bool:
 
 
 def in_dataset_order(source: Any) -> tuple[Any, bool]:
-    """Return a sampler with the shuffling of a stock one taken out, and whether its order is the user's own still."""
+    """Return a sampler without the shuffling of torch's own, and whether its order is still one of the user's."""
     batches = type(source) is BatchSampler
     sampler = source.sampler if batches else source
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):

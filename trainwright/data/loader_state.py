@@ -1,4 +1,4 @@
-"""Loader state: where a training loader stands in its data, as plain data that a checkpoint holds.
+"""Loader state: the position of a training loader in its data, as plain data that a checkpoint holds.
 
 `state_dict` and `load_state_dict` have the names and the meaning of torchdata's StatefulDataLoader. A loop tells how many
 batches it has consumed, since the loader itself may have been read ahead; it keeps nothing of the position.
@@ -6,35 +6,43 @@ batches it has consumed, since the loader itself may have been read ahead; it ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
-from trainwright.data.share import Place
 from trainwright.data.source_state import SourceState
+from trainwright.data.stream_shard import StreamPosition
 
 
 class LoaderState(TypedDict):
-    """Where a loader stands, with one entry for each of the user's loaders that it combines."""
+    """The position of a loader, with one entry for each of the user's loaders that it combines."""
 
-    places: Sequence[Place]
-    """What all ranks together consumed of the epoch, the same on every rank; empty where an epoch begins."""
+    places: Sequence[StreamPosition]
+    """What all ranks together consumed of the epoch, the same on every rank; empty at an epoch's start."""
     sources: Sequence[SourceState | None]
     """The state of each loader's source as this rank sees it; None for a source without a state."""
+
+
+NOT_BEGUN = LoaderState(places=(), sources=())
+"""The position at an epoch's start, of sources as they were given."""
 
 
 class StatefulLoader:
     """What has a position in its data. A subclass finds the position and begins an epoch there."""
 
-    def __init__(self) -> None:
-        self._loaded = LoaderState(places=(), sources=())
+    uneven: Mapping[int, list[int]]
+    """Samples per rank (or numbers in their proportion) of each uneven round reached so far, by batch number: a live view."""
+
+    def __init__(self, loader: Any, rank: int) -> None:
+        self.loader, self.rank = loader, rank
+        self._loaded = NOT_BEGUN
         """Where the next epoch begins; empty once it has begun."""
 
     def state_dict(self, batch: int, *, is_over: bool = False) -> LoaderState:
         """Return the position after so many batches of this rank in the epoch, or what an epoch that is over leaves."""
         if any(self._loaded.values()):
             return self._loaded
-        places = self.places(batch)
-        return {"places": places if batch and not is_over else [], "sources": self.source_states(places, is_over)}
+        positions = self.positions(batch)
+        return {"places": positions if batch and not is_over else [], "sources": self.source_states(positions, is_over)}
 
     def load_state_dict(self, state: LoaderState) -> None:
         """Let the next epoch begin at a position that was saved at any world size."""
@@ -45,22 +53,35 @@ class StatefulLoader:
 
         The loaded position says what was consumed before the start. Without one, `start_batch` batches were at this world size.
         """
-        self.begin(seed, epoch, start_batch, **self._loaded)
+        self.begin(seed, epoch, start_batch, self._loaded)
 
     def note_begun(self) -> None:
         """Note that the epoch is being read: from here on the position follows from the batches consumed."""
-        self._loaded = LoaderState(places=(), sources=())
+        self._loaded = NOT_BEGUN
 
-    def places(self, batch: int) -> list[Place]:
-        """Return where each stream stands after so many batches of this rank in the epoch."""
+    def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError(f"this {type(self.loader).__name__} has no length.")
+        return self.length
+
+    def weight_at(self, index: int) -> float:
+        """Return this rank's part in the mean over the round of a batch, relative to an equal part."""
+        sizes = self.uneven.get(index)
+        return 1.0 if sizes is None else sizes[self.rank] * len(sizes) / sum(sizes)
+
+    @property
+    def length(self) -> int | None:
+        """Return the batches of this rank in a whole epoch; None if a loader has no length."""
         raise NotImplementedError
 
-    def source_states(self, places: Sequence[Place], is_over: bool) -> list[SourceState | None]:
-        """Return the state of each source at its place, or the latest known before it; at its end where the epoch is over."""
+    def positions(self, batch: int) -> list[StreamPosition]:
+        """Return the position of each stream after so many batches of this rank in the epoch."""
         raise NotImplementedError
 
-    def begin(
-        self, seed: int, epoch: int, start_batch: int, places: Sequence[Place], sources: Sequence[SourceState | None]
-    ) -> None:
+    def source_states(self, positions: Sequence[StreamPosition], is_over: bool) -> list[SourceState | None]:
+        """Return each source's state at its position, or the latest known before it; at its end if the epoch is over."""
+        raise NotImplementedError
+
+    def begin(self, seed: int, epoch: int, start_batch: int, state: LoaderState) -> None:
         """Begin an epoch at a position; see `set_epoch`."""
         raise NotImplementedError

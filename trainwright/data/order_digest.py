@@ -1,7 +1,7 @@
-"""Order digest: a running number that tells whether a pass over the data is drawn again as it was drawn before.
+"""Order digest: a running checksum that tells whether a resumed pass draws the same items as the saved one.
 
-A sampler may go on from epoch to epoch, or take its order from where no seed reaches. A run that is taken up within an epoch
-draws the items again that were consumed before, to leave them behind; where those are others, so is what follows.
+A sampler may continue from epoch to epoch, or take its order from where no seed reaches. A run that resumes within an epoch
+draws the consumed items again to skip them; if they differ, so does what follows.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 
 class OrderDigest:
-    """The digest after each item of an epoch's passes, and the one that a resumed epoch has to come to."""
+    """The digest after each item of an epoch's passes, and the one that a resumed epoch has to reach."""
 
     def __init__(self) -> None:
         self._passes: dict[int, array[int]] = {}
-        """By pass, four bytes an item; a pass whose items cannot be told is not there."""
+        """By pass, four bytes an item; a pass with items that have no digest is missing."""
         self._start = (0, 0, 0)
-        """The pass and the item that the epoch begins at, and the digest there; 0 where it is not known."""
+        """The pass and the item that the epoch begins at, and the digest there; 0 if unknown."""
         self._is_to_check = False
 
     def begin(self, passes: int, items: int, digest: int) -> None:
-        """Begin an epoch, or what is left of it from an item of a pass on."""
+        """Begin an epoch, or the rest of one, at an item of a pass."""
         self._passes.clear()
         self._start, self._is_to_check = (passes, items, digest), bool(digest and items)
 
@@ -33,10 +33,7 @@ class OrderDigest:
         self._passes[passes] = array("I")
 
     def add(self, passes: int, items: Sequence[Any]) -> bool:
-        """Take in the next items of a pass, lists of indices; return whether the start is found to be another than it was.
-
-        That is told once.
-        """
+        """Add the next items of a pass, lists of indices; return True once, if the items before the start differ."""
         digests = self._passes.get(passes)
         if digests is None:
             return False
@@ -54,14 +51,14 @@ class OrderDigest:
         return digests[start - 1] != wanted
 
     def at(self, passes: int, items: int) -> int:
-        """Return the digest after so many items of a pass; 0 before the first one, and where it is not known."""
+        """Return the digest after so many items of a pass; 0 before the first one, and if it is unknown."""
         if 0 < items <= len(digests := self._passes.get(passes, ())):
             return digests[items - 1]
         return self._start[2] if (passes, items) == self._start[:2] else 0
 
 
 def _content(item: Any) -> bytes | None:
-    """Return what stands for a list of indices in every process; None where they are no plain data."""
+    """Return bytes that stand for a list of indices in every process; None for what is not plain data."""
     if isinstance(item, Iterator):
         return None  # it can be read only once
     try:

@@ -1,7 +1,7 @@
-"""Proportions: how a round of several loaders is cut, so that one weight of a rank's loss is right for each of them.
+"""Proportions: how to split a round of several loaders so that one weight of a rank's loss is right for each of them.
 
-A loss is weighed as a whole. In a round in which one loader has fewer samples than in a full one, a rank's part of each
-loader has to be the same share of that loader's samples; where the sizes allow none, no weight is right.
+A loss is weighted as a whole. If a loader has fewer samples than in a full round, a rank has to get the same proportion of
+every loader's samples; if the sizes do not allow that, no weight is right.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd
 
-from trainwright.data.share import even_sizes
+from trainwright.data.stream_shard import even_sizes
 
 
 def in_proportion(samples: list[int], ranks: int, batch_sizes: list[int]) -> list[list[int]]:
-    """Return, for each loader, how many of its samples in a round each rank gets: the same share of each loader's.
+    """Return, for each loader, the samples of a round per rank, in the same proportion for all loaders.
 
-    No rank gets more samples in all than a full batch of each loader has. Where the sizes allow no such cut, each loader is
-    shared out by itself, over as many ranks as may be.
+    No rank gets more samples in all than a full batch of each loader has. If the sizes allow no such split, each loader is
+    split by itself, over as many ranks as possible.
     """
     units = gcd(*samples)
     in_unit = [each // units for each in samples]
@@ -28,7 +28,7 @@ def in_proportion(samples: list[int], ranks: int, batch_sizes: list[int]) -> lis
 
 
 def are_proportional(parts: Sequence[list[int] | None]) -> bool:
-    """Return whether each rank has the same share of every loader's samples; None stands for equal parts."""
+    """Return whether each rank has the same proportion of every loader's samples; None stands for equal parts."""
     ranks = max(len(each) for each in parts if each is not None)
     whole = [each or [1] * ranks for each in parts]
     first, total = whole[0], sum(whole[0])

@@ -25,11 +25,10 @@ _chosen = itertools.count()
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Seed python, numpy (where it is used) and torch on every device; return the seed.
+    """Seed python, numpy and torch on every device; return the seed.
 
-    The order of the data follows it too, and so do loader workers, with or without `workers`. Call it on every rank with
-    the same number; None chooses one by chance, the same on every rank. `verbose` logs it, on rank 0, as an info of the
-    logger "trainwright".
+    The order of the data and the loader workers follow it too, with or without `workers`. Call it on every rank with the same
+    number; None chooses a random one, the same on every rank. With `verbose` rank 0 logs it to the logger "trainwright".
 
     Raises:
         TypeError: seed is not an int.
@@ -55,7 +54,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 
 def _choose_seed(environment: Environment) -> int:
-    """Return a seed that nobody has chosen: by chance, or from the job's address where several ranks need the same."""
+    """Return a random seed; if several ranks need the same, one derived from the job's address."""
     if environment.world_size == 1:
         return random.SystemRandom().randrange(2**32)
     place = f"{environment.main_address}:{environment.main_port}:{environment.restart_count}:{next(_chosen)}"
@@ -64,9 +63,9 @@ def _choose_seed(environment: Environment) -> int:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Put the generators (python's, numpy's where it is loaded, torch's, the accelerator's) back after the block.
+    """Restore the generators (python's, numpy's if it is loaded, torch's, the accelerator's) after the block.
 
-    `include_cuda` is the field's name for the accelerator, whichever it is: False leaves its generators alone.
+    include_cuda=False leaves out the accelerator's generators, whatever kind it is.
     """
     state = rng_state() if include_cuda else {**host_state(), "device": None}
     try:
@@ -76,18 +75,18 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 
 def derive_seed(*parts: int) -> int:
-    """Return a 63-bit seed that is a pure function of the parts, and unlike that of any other parts."""
+    """Return a 63-bit seed that is a pure function of the parts; other parts give another seed."""
     digest = hashlib.sha256(",".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of this process's generators: python, numpy (where it is loaded), torch and the accelerator's."""
+    """Return the states of this process's generators: python's, numpy's if it is loaded, torch's, the accelerator's."""
     return {**host_state(), **cuda.FOR_EARLIER_READERS, "device": device_state()}
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put the generators back to what `rng_state` returned, also after its way through a checkpoint."""
+    """Set the generators to what `rng_state` returned, also if it has been through a checkpoint."""
     if state["numpy"] is not None:
         import numpy  # noqa: F401 - its generator is set below, where it is loaded
     set_host_state(state)
@@ -99,13 +98,13 @@ def _nested_tuple(value: Any) -> Any:
 
 
 def derived_rng_state(seed: int) -> dict[str, Any]:
-    """Return what `rng_state` would return with the generators of the host seeded; nothing is changed."""
-    with SideGenerators(seed).drawn():
+    """Return what `rng_state` would return with the host's generators seeded, without changing them."""
+    with IsolatedGenerators(seed).active():
         return {**host_state(), **cuda.FOR_EARLIER_READERS, "device": None}
 
 
-class SideGenerators:
-    """Generators of python, numpy and torch (CPU) that stand aside from the process's own until they are drawn from."""
+class IsolatedGenerators:
+    """Generators of python, numpy and torch (CPU) that replace the process's own while `active`."""
 
     def __init__(self, seed: int) -> None:
         self._seed: int | None = seed
@@ -113,15 +112,12 @@ class SideGenerators:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Return where they stand, once they have been drawn from."""
+        """Return their states, once they have been active."""
         return self._state
 
     @contextmanager
-    def drawn(self) -> Iterator[None]:
-        """Put these generators in the place of the process's own for the length of the block.
-
-        NOTE: it costs some 300 us, so draw many at once.
-        """
+    def active(self) -> Iterator[None]:
+        """Draw from these generators in the block. This costs some 300 us, so draw a lot at once."""
         outside = host_state()
         if self._seed is not None:
             random.seed(self._seed)
@@ -139,7 +135,7 @@ class SideGenerators:
 
 
 def host_state() -> dict[str, Any]:
-    """Return the states of this process's generators on the host: python, numpy (where it is loaded) and torch."""
+    """Return the states of this process's generators on the host: python's, numpy's if it is loaded, torch's."""
     numpy = sys.modules.get("numpy")
     return {
         "python": random.getstate(),
@@ -149,9 +145,9 @@ def host_state() -> dict[str, Any]:
 
 
 def set_host_state(state: dict[str, Any]) -> None:
-    """Put the generators back to what `host_state` returned, also after its way through a checkpoint."""
+    """Set the generators to what `host_state` returned, also if it has been through a checkpoint."""
     python = state["python"]
-    # A checkpoint has it in lists; to go through its 625 numbers costs more than all the rest.
+    # A checkpoint has it in lists. Converting its 625 numbers costs more than all the rest.
     random.setstate(python if isinstance(python, tuple) else _nested_tuple(python))
     if state["numpy"] is not None:
         sys.modules["numpy"].random.set_state(state["numpy"])

@@ -1,15 +1,15 @@
-"""Source state: what an iterable says of where it stands (`state_dict`, `load_state_dict`), as checkpoints hold it.
+"""Source state: the state of an iterable (`state_dict`, `load_state_dict`), as checkpoints hold it.
 
-It is asked for when it is wanted, not after each batch. But where a checkpoint is asked for, the source may have been read on:
-by a batch, to see the end; by a round, on several ranks; by its workers, who read ahead. So the reading asks beforehand, after
-the batches of a plan: those after which a save can be foreseen, and each hundredth. What was read since the latest of them is
-read again, and skipped, by a run that goes on from elsewhere. What the reading process draws goes along, so that a buffer is
-shuffled on as it would have been.
+It is taken only where it is wanted, not after each batch. But when a checkpoint asks for it the source may have been read
+further: by a batch, to see the end; by a round, on several ranks; by its workers, which read ahead. So the state is taken in
+advance, according to a plan: after the batches where a save can be foreseen, and every hundredth. A run that resumes elsewhere
+reads the batches since the latest state again and skips them. The generators of the reading process are part of the state, so
+that a shuffle buffer continues as it would have.
 
-With a state goes the fingerprint of the batch that came next. A source that comes with another one from that state (of a
-shuffle buffer some keep no record), or fails at it, is not trusted: it is read anew from where its pass began.
+The fingerprint of the next batch is kept with a state. A source that yields another batch from its state (some keep no record
+of their shuffle buffer), or fails to load it, is no longer trusted, and is read from where its pass began.
 
-A source is a DataLoader whose IterableDataset has the two methods, or a loader of one's own that has them itself.
+A source is a DataLoader whose IterableDataset has the two methods, or a user's own loader that has them.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypedDict
 
-from trainwright.data.fingerprint import fingerprint, is_alike
-from trainwright.data.seeding import SideGenerators, set_host_state
-from trainwright.data.share import Place
-from trainwright.data.stated_reader import END, ReaderState, StatedReader
-from trainwright.data.stateful_iterable import Opening, StatedBatch, StatefulIterable
+from trainwright.data.fingerprint import fingerprint, matches
+from trainwright.data.seeding import IsolatedGenerators, set_host_state
+from trainwright.data.stateful_iterable import Opening, StatefulBatch, StatefulIterable
+from trainwright.data.stateful_reader import END, ReaderState, StatefulReader
+from trainwright.data.stream_shard import StreamPosition
 
 SPACING = 100
-"""Batches between two states that are asked for though no save is foreseen: so many are read again at most."""
+"""Batches between two states taken although no save is expected: the most that a resumed run reads again."""
 
 
 class SourceState(TypedDict):
-    """Where a source stands after some batches, as plain data."""
+    """The state of a source after some batches, as plain data."""
 
     passes: int
     items: int
-    """Batches of the pass that lie behind; 0 where it is at its beginning, which follows on what `readers` say."""
+    """Batches of the pass so far; 0 at its beginning, which continues from what `readers` say."""
     readers: dict[int, ReaderState]
-    """By worker; 0 is this process where there are none."""
+    """By worker; 0 is this process if there are none."""
     num_workers: int
     ranks: int
-    """How many ranks the job had."""
+    """The world size."""
     latest: int
     """The worker that gave the latest batch."""
     generators: dict[str, Any] | None
-    """What this process draws from while the source is read; None where workers read."""
+    """What this process draws from while it reads the source; None if workers read it."""
     following: list[Any] | None
-    """The fingerprint of the next batch; None where it was not read."""
+    """The fingerprint of the next batch; None if it was not read."""
     ended: bool
-    """Whether the pass has come to its end."""
+    """Whether the pass is over."""
     begun: dict[int, ReaderState]
-    """What the pass followed on; empty where the source began as it came."""
+    """The states that the pass started from; empty if the source started as it was given."""
 
 
-class StateLog:
-    """The states of one source that were asked for of late, and the one that it goes on from.
+class SourceStates:
+    """The latest states of one source, and the one that it resumes from.
 
     Args:
         source: the loader that is iterated.
-        dataset: stands for the loader's dataset where that is what tells its state; None where it is the loader itself.
-        ranks: how many ranks the job has.
-        goes_on: whether an epoch follows on the one before; False where each is to begin as the first did.
-        let_go: ends the workers that stay.
+        dataset: the loader's dataset if that has the state; None if the loader itself has it.
+        ranks: the world size.
+        continues: whether an epoch continues from the one before; False if each starts as the first did.
+        end_workers: ends persistent workers.
     """
 
     def __init__(
@@ -67,93 +67,92 @@ class StateLog:
         source: Any,
         dataset: StatefulIterable | None,
         ranks: int,
-        goes_on: bool,
-        let_go: Callable[[], None],
+        continues: bool,
+        end_workers: Callable[[], None],
     ) -> None:
-        self._source, self._dataset, self._ranks, self._goes_on = source, dataset, ranks, goes_on
+        self._source, self._dataset, self._ranks, self._continues = source, dataset, ranks, continues
         self._num_workers = source.num_workers if dataset is not None else 0
-        self._stays = self._num_workers > 0 and source.persistent_workers
-        self._reader = StatedReader(source) if dataset is None else None
+        self._is_persistent = self._num_workers > 0 and source.persistent_workers
+        self._reader = StatefulReader(source) if dataset is None else None
         self._behind = 2 * ranks + 8
-        """Batches that may have been read since the latest that was consumed: a round is held back, some are moved ahead."""
+        """Batches that may have been read beyond the latest consumed one: a round is held back, some are prefetched."""
         self._states: deque[SourceState] = deque()
         self._plan: list[tuple[int, int]] = []
         self._passes = self._read = self._latest = 0
         self._readers: dict[int, ReaderState] = {}
         self._begun: dict[int, ReaderState] = {}
-        self._untold: set[int] = set()
-        """The workers that have given batches since they told their state."""
+        self._outdated: set[int] = set()
+        """The workers that have given batches since their latest state."""
         self._has_ended = self._is_open = False
         self._end: SourceState | None = None
         self._first = 0
-        self.side: SideGenerators | None = None
-        """What the source draws from in this process; None where workers read."""
-        self.let_go = let_go
-        self.is_trusted = True
-        """Whether the source goes on from its states as it has gone on before, as far as that has shown."""
+        """The number of the first worker in this pass."""
+        self._generators: IsolatedGenerators | None = None
+        self._end_workers = end_workers
+        self._is_trusted = True
 
     # -- where a reading begins --------------------------------------------------------------------------------------
 
     def fits(self, state: SourceState) -> bool:
-        """Return whether the processes that read now can go on from it: other workers read other parts, in another order."""
+        """Return whether the same number of workers reads now; with another, each reads other parts in another order."""
         return state["num_workers"] == self._num_workers
 
     def begin_after(self, state: SourceState) -> None:
-        """Let the next reading follow on what an epoch, or another pass, has left."""
-        stays_on = state is self._end and self._first == 0
-        self._begin(0, 0, state["readers"], stays_on)
-        if stays_on:
+        """Let the next pass continue from the state that an epoch, or another pass, left."""
+        keeps_workers = state is self._end and self._first == 0
+        self._begin(0, 0, state["readers"], keeps_workers)
+        if keeps_workers:
             self._end = state
 
     def begin_within(self, state: SourceState) -> None:
-        """Let the next reading go on from a state within its pass."""
+        """Let the next pass resume from a state within it."""
         self._begin(state["passes"], state["items"], state.get("begun", {}), False)
         self._states.append(state)
 
     def begin_pass(self, passes: int, readers: dict[int, ReaderState]) -> None:
-        """Let the next reading begin a pass as it was begun before; without readers, as the source came."""
+        """Let the next pass start from the states that it started from before; without any, as the source was given."""
         self._begin(passes, 0, readers, False)
 
-    def _begin(self, passes: int, items: int, begun: dict[int, ReaderState], stays_on: bool) -> None:
+    def _begin(self, passes: int, items: int, begun: dict[int, ReaderState], keeps_workers: bool) -> None:
         is_rotated, self._first = self._first != 0, 0
         self._passes, self._read, self._begun, self._end = passes, items, begun, None
         self._has_ended = self._is_open = False
         self._states.clear()
-        if self._stays and not stays_on and (is_rotated or begun or items):
-            self.let_go()  # they would neither see a state nor give up the numbers that they go by
+        if self._is_persistent and not keeps_workers and (is_rotated or begun or items):
+            self._end_workers()  # running workers neither load a state nor change their numbers
 
     def plan(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Choose after which items of the pass the state is asked for: an interval, and one of them, each."""
+        """Choose the items of the pass after which the state is taken: pairs of an interval and one such item."""
         self._plan = list(pairs)
 
     def open_pass(self, passes: int, epoch: int) -> Iterator[Any]:
-        """Return the iterator of a pass from its beginning."""
+        """Return an iterator over a pass from its beginning."""
         follows = self._end is not None
         if passes and passes != self._passes:
             ending = self.ending()
             self._begun, follows = ({}, False) if ending is None else (ending["readers"], True)
-            if self._first and self._stays:
-                self.let_go()
+            if self._first and self._is_persistent:
+                self._end_workers()  # their numbers are rotated, and the new pass starts at 0
         self._begin_reading(passes, 0, dict(self._begun))
         self._first = 0
         if self._dataset is not None:
-            readers = dict(self._begun) if self._goes_on else {}
-            self._dataset.begin(Opening(readers, False, 0), follows and self._goes_on)
+            readers = dict(self._begun) if self._continues else {}
+            self._dataset.begin(Opening(readers, False, 0), follows and self._continues)
             opened: Iterator[Any] = iter(self._source)
             return opened
         assert self._reader is not None
-        if self._begun and self._goes_on:
+        if self._begun and self._continues:
             return self._reader.begin_after(self._begun[0]["source"], epoch)
         return self._reader.begin_fresh(epoch)
 
     def open_within(self, state: SourceState, epoch: int) -> Iterator[Any]:
-        """Return the iterator of the rest of a pass, from a state on."""
+        """Return an iterator over the rest of a pass, from a state on."""
         self._begin_reading(state["passes"], state["items"], dict(state["readers"]))
         self._states.append(state)
         if state.get("ended"):
             self._has_ended, self._end = True, state
             return iter(())
-        self._first = (state["latest"] + 1) % max(1, self._num_workers)
+        self._first = (state["latest"] + 1) % max(1, self._num_workers)  # torch asks workers in turn, from number 0
         if self._dataset is None:
             assert self._reader is not None
             return self._reader.begin_within({**state["readers"][0], "generators": state["generators"]}, epoch)
@@ -167,37 +166,46 @@ class StateLog:
         self._passes, self._read, self._readers = passes, items, readers
         self._has_ended, self._is_open, self._end = False, True, None
         self._states.clear()
-        self._untold.clear()
+        self._outdated.clear()
         if self._dataset is not None:
-            self._dataset.plan.set(items, self._plan if self.is_trusted else ())
+            self._dataset.plan.set(items, self._plan if self._is_trusted else ())
 
-    # -- what is read ------------------------------------------------------------------------------------------------
+    def read_with(self, generators: IsolatedGenerators | None) -> None:
+        """Note what the source draws from in this process; None if workers read it."""
+        self._generators = generators
+
+    def distrust(self) -> None:
+        """Use no state of this source again: it has yielded other batches from one than it did before."""
+        self._is_trusted = False
+        self._end_workers()
+
+    # -- while it is read --------------------------------------------------------------------------------------------
 
     def noting(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of the pass that was opened, with the states that are asked for meanwhile kept."""
+        """Yield the batches of the opened pass, and keep the states that are taken meanwhile."""
         for batch in batches:
-            content, is_told = batch, False
-            if isinstance(batch, StatedBatch):
-                content, is_told = batch.batch, self._heard(batch)
+            content, is_known = batch, False
+            if isinstance(batch, StatefulBatch):
+                content, is_known = batch.batch, self._note_worker(batch)
                 if batch.is_empty:
                     continue
                 self._latest = batch.worker
             if self._states and self._states[-1]["items"] == self._read and self._states[-1]["following"] is None:
                 self._states[-1]["following"] = fingerprint(content)
             self._read += 1
-            if is_told or (self.is_trusted and not self._num_workers and self._is_due(self._read)):
+            if is_known or (self._is_trusted and not self._num_workers and self._is_due(self._read)):
                 self._keep()
             yield content
         self._has_ended = True
 
-    def _heard(self, batch: StatedBatch) -> bool:
-        """Take what a worker says; return whether the states of all are known after this batch."""
+    def _note_worker(self, batch: StatefulBatch) -> bool:
+        """Keep a worker's state; return whether the states of all workers are known after this batch."""
         if batch.state is None:
-            self._untold.add(batch.worker)
+            self._outdated.add(batch.worker)
             return False
         self._readers[batch.worker] = batch.state
-        self._untold.discard(batch.worker)
-        return not self._untold
+        self._outdated.discard(batch.worker)
+        return not self._outdated
 
     def _is_due(self, items: int) -> bool:
         return any((items - one) % every == 0 for every, one in self._plan)
@@ -210,53 +218,47 @@ class StateLog:
     def _now(self, ended: bool = False) -> SourceState:
         if self._dataset is None:
             assert self._reader is not None
-            self._readers = {0: {"source": self._reader.told(), "generators": None, "ended": ended}}
+            self._readers = {0: {"source": self._reader.state(), "generators": None, "ended": ended}}
         elif not self._num_workers:
             self._readers = {0: self._dataset.state()}
         return {
-            "passes": self._passes,
+            **self._beginning(),
             "items": self._read,
             "readers": dict(self._readers),
-            "num_workers": self._num_workers,
-            "ranks": self._ranks,
             "latest": self._latest,
-            "generators": self.side.state if self.side is not None else None,
-            "following": None,
+            "generators": self._generators.state if self._generators is not None else None,
             "ended": ended,
-            "begun": self._begun,
         }
 
     def is_other(self, state: SourceState, batch: Any) -> bool:
-        """Return whether the batch that has come from a state is another than the one which came from it before."""
+        """Return whether the first batch from a state differs from the one that came after it before."""
         following = state.get("following")
         if following is None or state["ended"]:
             return False
-        return batch is END or not is_alike(fingerprint(batch), following)
+        return batch is END or not matches(fingerprint(batch), following)
 
-    # -- what is told ------------------------------------------------------------------------------------------------
+    # -- what a checkpoint holds -------------------------------------------------------------------------------------
 
-    def at(self, place: Place) -> SourceState:
-        """Return the state at a place, or the latest that is known before it."""
-        if place["passes"] > self._passes or (self._has_ended and place["items"] >= self._read):
+    def at(self, position: StreamPosition) -> SourceState:
+        """Return the state at a position, or the latest known one before it."""
+        passes, items = position["passes"], position["items"]
+        if passes > self._passes or (self._has_ended and items >= self._read):
             ending = self.ending()
-            if ending is not None and place["passes"] > self._passes:
-                return {**ending, "passes": place["passes"], "items": 0}
-            if ending is not None:
-                return {
-                    **ending,
-                    "items": place["items"],
-                }  # a round with fewer batches than ranks counts as a whole one
-        if not self.is_trusted:
+            if ending is not None and passes > self._passes:
+                return {**ending, "passes": passes, "items": 0}
+            if ending is not None:  # a round with fewer batches than ranks counts as a full one
+                return {**ending, "items": items}
+        if not self._is_trusted:  # re-reading from the start of the pass is always right
             return self._beginning()
-        is_here = self._is_open and self._read == place["items"] and not self._num_workers and not self._has_ended
+        is_here = self._is_open and self._read == items and not self._num_workers and not self._has_ended
         if is_here and not (self._states and self._states[-1]["items"] == self._read):
             self._keep()
-        found = [each for each in self._states if each["items"] <= place["items"]]
+        found = [each for each in self._states if each["items"] <= items]
         return found[-1] if found else self._beginning()
 
     def ending(self) -> SourceState | None:
-        """Return the state at the end of the pass; None where it has not come to it, or a worker has not told."""
-        if self._has_ended and self._end is None and not self._untold:
+        """Return the state at the end of the pass; None before it, and if a worker's state is missing."""
+        if self._has_ended and self._end is None and not self._outdated:
             self._end = self._now(ended=True)
         if not self._has_ended:
             return None

@@ -1,7 +1,7 @@
 """The stateful iterable: an iterable dataset with a state, as this process or its workers read it.
 
-A worker reads ahead, so it is told beforehand after which batches its state will be wanted (`AskingPlan`), and sends it along
-with them. Its state at its end goes with its last batch, or with one that holds nothing.
+A worker reads ahead, so a `StatePlan` says in advance after which batches its state is wanted, and the worker sends it with
+them. Its state at its end goes with its last batch, or with an empty one.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 from torch.utils.data import get_worker_info
 
 from trainwright.data.seeding import derive_seed, host_state
-from trainwright.data.stated_reader import ReaderState, StatedReader
+from trainwright.data.stateful_reader import ReaderState, StatefulReader
 from trainwright.data.transfer import pinned
 from trainwright.data.workers import SeededIterable, WorkerStart, seed_generators
 
 ONCE = 2**40
-"""As an interval: never again, also where it is multiplied by the ranks in 64 bits."""
+"""As an interval: never again, even multiplied by the ranks in 64 bits."""
 MOST_PAIRS = 16
 END_OF_PASS = object()
 
 
-class AskingPlan:
-    """After which items of a pass the state is asked for: pairs (interval, one of them), in memory that workers see."""
+class StatePlan:
+    """The items of a pass after which the state is taken: pairs of an interval and one such item, in shared memory."""
 
     def __init__(self) -> None:
         size = 2 + 2 * MOST_PAIRS
@@ -33,18 +33,18 @@ class AskingPlan:
         self.start = 0
 
     def set(self, start: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Choose them for the pass that begins next, at an item."""
+        """Choose them for the next pass, which starts at an item."""
         self.start, self.pairs = start, [list(pair) for pair in pairs[:MOST_PAIRS]]
         flat = [start, len(self.pairs), *(number for pair in self.pairs for number in pair)]
         self._numbers[: len(flat)] = torch.tensor(flat)
 
-    def look(self) -> None:
-        """Take what the main process has chosen."""
+    def refresh(self) -> None:
+        """Read in a worker what the main process has chosen."""
         self.start, count, *flat = self._numbers.tolist()
         self.pairs = [flat[2 * index : 2 * index + 2] for index in range(count)]
 
     def is_due(self, item: int, length: int = 1) -> bool:
-        """Return whether it is asked for after this item, or after one of those that follow it."""
+        """Return whether the state is taken after this item, or after one of the `length` from it on."""
         return any((one - item) % every < length for every, one in self.pairs)
 
 
@@ -52,41 +52,44 @@ class Opening(NamedTuple):
     """Where the next pass begins."""
 
     readers: dict[int, ReaderState]
-    """By worker; one that is not there begins as it came."""
+    """By worker; a missing one starts as it was given."""
     is_within: bool
-    """Whether these are states of this very pass."""
+    """Whether these are states within the same pass."""
     first: int
-    """The number that the first worker goes by, so that the next batch comes from whom it would have come."""
+    """The number of the first worker, so that the next batch comes from the worker that would have given it."""
 
 
 class StatefulIterable(SeededIterable):
-    """Stands for an iterable dataset with a state, in the process that reads it."""
+    """Wraps an iterable dataset with a state in the process that reads it."""
 
     def __init__(self, dataset: Any, batch_size: int | None) -> None:
         super().__init__(dataset)
-        self.plan = AskingPlan()
+        self.plan = StatePlan()
         self.opening = Opening({}, False, 0)
         self._batch_size = batch_size or 1
         self._follows: torch.Tensor = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        self._reader = StatedReader(dataset)
+        self._reader = StatefulReader(dataset)
         self._num_batches = 0
         self._end: ReaderState | None = None
 
     def begin(self, opening: Opening, follows: bool) -> None:
-        """Choose where the next pass begins; it `follows` where workers that stay go on from their own end."""
+        """Choose where the next pass begins; if it `follows`, persistent workers continue from their own end."""
         self.opening = opening
         self._follows.fill_(follows)
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         number = 0 if info is None else info.id
-        opening, own_end = self.opening.readers.pop(number, None), self._end
+        opening, own_end = (
+            self.opening.readers.pop(number, None),
+            self._end,
+        )  # popped: a persistent worker opens it once
         epoch, is_within = int(self._pass[1]), self.opening.is_within
         if opening is None and own_end is not None and info is not None and int(self._follows):
             opening, is_within = own_end, False
         self._num_batches, self._end = 0, None
         if info is not None:
-            self.plan.look()
+            self.plan.refresh()
             seed_generators(derive_seed(int(self._pass[0]), info.id))
         if opening is None:
             yield from self._reader.begin_fresh(epoch)
@@ -97,42 +100,44 @@ class StatefulIterable(SeededIterable):
         else:
             yield from self._reader.begin_within(opening, epoch)
         if self._end is None:
-            self._end = {"source": self._reader.told(), "generators": None, "ended": True} if info is not None else None
+            self._end = (
+                {"source": self._reader.state(), "generators": None, "ended": True} if info is not None else None
+            )
         for _ in range(self._batch_size if info is not None else 0):  # a batch of them, so that drop_last drops none
             yield END_OF_PASS
 
     def state(self) -> ReaderState:
-        """Return where this process stands."""
+        """Return the state of this process."""
         is_worker = get_worker_info() is not None
         return self._end or {
-            "source": self._reader.told(),
+            "source": self._reader.state(),
             "generators": host_state() if is_worker else None,
             "ended": False,
         }
 
-    def is_asked(self) -> bool:
-        """Return whether the state after the batch that this worker has just read is wanted; called once for each."""
+    def wants_state(self) -> bool:
+        """Return whether the state after the batch that this worker has just read is taken; called once for each."""
         info: Any = get_worker_info()
-        place = (info.id - self.opening.first) % info.num_workers
-        item = self.plan.start + self._num_batches * info.num_workers + place + 1
+        turn = (info.id - self.opening.first) % info.num_workers
+        item = self.plan.start + self._num_batches * info.num_workers + turn + 1
         self._num_batches += 1
-        # The state of all workers at one item is that of each after the latest batch that it gave until then.
+        # The state at an item is made of each worker's state after its latest batch up to that item.
         return self.plan.is_due(item, info.num_workers)
 
 
-class StatedBatch:
-    """A batch on its way from a worker, with the state after it where it was asked for."""
+class StatefulBatch:
+    """A batch from a worker, with the state after it if that was wanted."""
 
     def __init__(self, batch: Any, worker: int, state: ReaderState | None, is_empty: bool = False) -> None:
         self.batch, self.worker, self.state, self.is_empty = batch, worker, state, is_empty
 
-    def pin_memory(self) -> StatedBatch:
-        """Return it with the batch in pinned memory; a loader that pins calls this."""
-        return self if self.is_empty else StatedBatch(pinned(self.batch), self.worker, self.state)
+    def pin_memory(self) -> StatefulBatch:
+        """Return it with the batch in pinned memory; torch's pinning calls this."""
+        return self if self.is_empty else StatefulBatch(pinned(self.batch), self.worker, self.state)
 
 
-class StatedCollate:
-    """The collate_fn of a loader with workers whose dataset tells its state: it calls the loader's own, then asks."""
+class StatefulCollate:
+    """The collate_fn of a loader with workers whose dataset has a state: the loader's own, and the state after it."""
 
     def __init__(
         self, dataset: StatefulIterable, collate: Callable[[Any], Any], batch_size: int | None, drop_last: bool
@@ -140,19 +145,19 @@ class StatedCollate:
         self._dataset, self._collate = dataset, collate
         self._batch_size, self._drop_last = batch_size, drop_last
 
-    def __call__(self, samples: Any) -> StatedBatch:
-        """Return the batch of the samples, with the state after it where it is wanted."""
+    def __call__(self, samples: Any) -> StatefulBatch:
+        """Return the batch of the samples, with the state after it if that is wanted."""
         info: Any = get_worker_info()
-        is_asked, size = self._dataset.is_asked(), self._batch_size
+        wants_state, size = self._dataset.wants_state(), self._batch_size
         if (samples if size is None else samples[-1]) is not END_OF_PASS:
             batch = self._collate(samples)
-            return StatedBatch(batch, info.id, self._dataset.state() if is_asked else None)
+            return StatefulBatch(batch, info.id, self._dataset.state() if wants_state else None)
         left = [] if size is None else [each for each in samples if each is not END_OF_PASS]
         is_empty = not left or (self._drop_last and size is not None and len(left) < size)
-        return StatedBatch(None if is_empty else self._collate(left), info.id, self._dataset.state(), is_empty)
+        return StatefulBatch(None if is_empty else self._collate(left), info.id, self._dataset.state(), is_empty)
 
 
-class StatedStart(WorkerStart):
+class StatefulWorkerStart(WorkerStart):
     """The worker_init_fn of such a loader."""
 
     def __init__(self, dataset: StatefulIterable, init: Callable[[int], Any] | None) -> None:
@@ -160,13 +165,13 @@ class StatedStart(WorkerStart):
         self._iterable = dataset
 
     def __call__(self, worker_id: int) -> None:
-        """Give the worker the number that it goes by, and begin it."""
+        """Give the worker its number, which may be rotated, and start it."""
         info: Any = get_worker_info()
         number = (worker_id + self._iterable.opening.first) % info.num_workers
         object.__setattr__(info, "id", number)
         super().__call__(number)
 
 
-def tells_state(source: Any) -> bool:
+def is_stateful(source: Any) -> bool:
     """Return whether an object has both a `state_dict` and a `load_state_dict`."""
     return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))

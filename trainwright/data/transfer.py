@@ -1,4 +1,4 @@
-"""Transfer: a batch, whatever its structure, onto a device; on a GPU the next one while this one trains (`Prefetcher`)."""
+"""Transfer: a batch of any structure onto a device; on a GPU the next one while this one trains (`Prefetcher`)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from trainwright.devices.abilities import computes_in
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with each tensor in it on the device; other leaves as they are.
+    """Return the batch with each tensor, and each object with a `to(device)`, on the device; other leaves as they are.
 
-    An object with a `to(device)` of its own is asked to move itself. Copies from pinned memory do not wait; those to the host
-    do, as it may read them at once.
+    Copies from pinned memory do not block; those to the host do, since it may read them at once.
 
     Raises:
-        TypeError: a tensor of float64, which the device does not have.
+        TypeError: a float64 tensor, and the device has no float64.
     """
     to_host = device.type == "cpu"
 
@@ -28,8 +27,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
         if isinstance(leaf, Tensor):
             if leaf.dtype == torch.float64 and not computes_in(device.type, torch.float64):
                 raise TypeError(
-                    f"the batch holds a tensor of torch.float64, of shape {tuple(leaf.shape)}, which {device} does not have; "
-                    "let the dataset return torch.float32 (torch makes float64 of Python's floats and of numpy's)."
+                    f"the batch holds a float64 tensor of shape {tuple(leaf.shape)}, but {device} has no float64; let the "
+                    "dataset return torch.float32 (Python's and numpy's floats become float64)."
                 )
             return leaf.to(device, non_blocking=not to_host)
         return leaf.to(device) if callable(getattr(leaf, "to", None)) and not isinstance(leaf, type) else leaf
@@ -51,12 +50,12 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Return a mapping of the same kind, with other values."""
+    """Return a mapping of the same kind with other values."""
     if type(mapping) is dict:
         return values
     if not isinstance(mapping, MutableMapping):
         return type(mapping)(values)  # type: ignore[call-arg]
-    clone = copy.copy(mapping)  # a defaultdict, say, cannot be made of a mapping alone
+    clone = copy.copy(mapping)  # a defaultdict, for example, cannot be constructed from a mapping alone
     for key, value in values.items():
         clone[key] = value  # not by update, which transformers' ModelOutput forbids
     return clone
@@ -68,10 +67,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def pinned(batch: Any) -> Any:
-    """Return the batch with each tensor of it in pinned memory, where it is on the CPU; others as they are.
-
-    An object that knows how to move itself (`to`) is asked to pin itself, if it can (`pin_memory`).
-    """
+    """Return the batch with each CPU tensor, and each object with a `pin_memory()`, in pinned memory."""
 
     def pin(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -82,57 +78,52 @@ def pinned(batch: Any) -> Any:
 
 
 class CopyStream:
-    """The stream that copies go over, beside the one that the training runs on.
-
-    Args:
-        device: the device that is copied to.
-    """
+    """A stream for copies to a device, beside the stream that the training runs on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.Stream(device)
 
     def pin(self, batch: Any) -> Any:
-        """Return the batch in pinned memory, which alone is copied without the host's waiting."""
+        """Return the batch in pinned memory; copies from other memory block the host."""
         return pinned(batch)
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Let what the block starts go over this stream."""
+        """Run what the block starts on this stream."""
         with self._side:
             yield
 
     def mark(self) -> Any:
-        """Return an event that comes when all copies started so far are done."""
+        """Return an event that fires when all copies started so far are done."""
         return self._side.record_event()
 
     def wait_for(self, mark: Any) -> None:
-        """Let the training's stream wait for the event; the host does not."""
+        """Let the training's stream, but not the host, wait for the event."""
         torch.accelerator.current_stream(self._device).wait_event(mark)
 
     def keep(self, leaf: Any) -> None:
-        """Keep a copied tensor's memory from being used again before the training's stream is done with it."""
+        """Keep a copied tensor's memory from being reused before the training's stream is done with it."""
         leaf.record_stream(torch.accelerator.current_stream(self._device))
 
     def wait_for_training(self) -> None:
-        """Let the copies that follow wait for what the training's stream has been given; outside of `copying` alone."""
+        """Let the copies that follow wait for the training's stream. Call it outside `copying`."""
         self._side.wait_stream(torch.accelerator.current_stream(self._device))
 
 
 class Prefetcher:
-    """Batches on their way to a device: copied from pinned memory over a side stream, one ahead of the training.
+    """Copies batches to a device from pinned memory on a side stream, one ahead of the training.
 
-    The loop iterates it in the place of `with_last`: it yields the same pairs, the batch on the device. On a CPU there is
-    nothing to copy, and no use for it. How many batches were read is no position: the loop counts those that it got.
+    It yields the same pairs as `with_last`, with the batch on the device. A position in the data counts the batches that the
+    loop received, not those that were read here.
 
     Args:
         batches: pairs (batch, whether it is the last).
         device: where the batches go.
-        ahead: whether the next batch is read, and its copy started, before this one is handed out. Only where reading draws
-            nothing from this process's generators (`may_read_ahead` of the loader): else a resumed run would draw other
-            numbers than one that went on. Without it each copy is started when its batch is read.
-        transfer: moves a batch to the device; `to_device` by default. One of the user's own should draw nothing.
-        stream: the stream that copies go over; one of its own by default.
+        ahead: read the next batch and start its copy before this one is handed out. Only if reading draws nothing from this
+            process's generators (`may_read_ahead` of the loader): a resumed run would draw other numbers otherwise.
+        transfer: moves a batch to the device; it should draw nothing.
+        stream: the stream for copies; a new one by default.
     """
 
     def __init__(
@@ -160,7 +151,7 @@ class Prefetcher:
                 ready, waiting = waiting, (*self._sent(batch), is_last)
                 if ready is not None:
                     yield self._received(*ready[:2]), ready[2]
-                    ready = None  # its memory is not to be held for the length of the next batch
+                    ready = None  # do not hold its memory while the next batch trains
             if waiting is not None:
                 yield self._received(*waiting[:2]), waiting[2]
         finally:
@@ -169,17 +160,17 @@ class Prefetcher:
                 close()
 
     def _sent(self, batch: Any) -> tuple[Any, Any]:
-        """Start a batch's copy; return the copy, and the mark that comes when it is done."""
+        """Start a batch's copy; return the copy and the event that fires when it is done."""
         stream = self._stream
         batch = stream.pin(batch)
         if _holds_own_memory(batch):
-            stream.wait_for_training()
+            stream.wait_for_training()  # the copy may get memory that the training still reads
         with stream.copying():
             moved = self._transfer(batch, self.device)
             return moved, stream.mark()
 
     def _received(self, moved: Any, mark: Any) -> Any:
-        """Return a copied batch, to be used on the training's stream."""
+        """Return a copied batch for use on the training's stream."""
         self._stream.wait_for(mark)
 
         def keep(leaf: Any) -> Any:
@@ -192,9 +183,9 @@ class Prefetcher:
 
 
 def _holds_own_memory(batch: Any) -> bool:
-    """Return whether an object in the batch moves itself, and cannot say (`record_stream`) who uses its memory.
+    """Return whether an object in the batch moves itself but has no `record_stream` to keep its memory in use.
 
-    Its memory, once let go, would be taken for the next copy at once; that copy is then made to wait for the training.
+    Once released, that memory could be reused for the next copy at once, so the next copy has to wait for the training.
     """
     found = False
 

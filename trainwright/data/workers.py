@@ -1,9 +1,10 @@
 """Workers: what a loader's workers draw for a batch is a function of (seed, epoch, batch), and they leave nothing behind.
 
-Without it a worker draws on from batch to batch, so that random augmentation would differ after a resume, and with
-another number of workers. The index stream gives each batch of indices a seed, and the dataset that the workers see
-seeds their generators with it. An iterable dataset has no indices: its workers are seeded at the beginning of each pass.
-The user's own dataset is what `get_worker_info().dataset` shows.
+Torch's workers draw on from batch to batch, so random augmentation would differ after a resume and with another number of
+workers. The index stream gives each batch of indices a seed, with which the dataset in the worker seeds its generators. An
+iterable dataset has no indices: its workers are seeded at the start of each pass. `get_worker_info().dataset` still shows the
+user's own
+    dataset.
 """
 
 from __future__ import annotations
@@ -25,32 +26,28 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from trainwright.data.epoch_listeners import tell
+from trainwright.data.epoch_listeners import set_epoch_of
 from trainwright.data.seeding import derive_seed
 from trainwright.distributed.signals import STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1
 LONGEST_FOLDER = 75
-"""Bytes in the path of the temporary folder: a socket's has 107, and a worker's ends in "/pymp-abcdefgh/listener-abcdefgh"."""
+"""Bytes in its path: a socket's path has at most 107, and a worker's adds "/pymp-abcdefgh/listener-abcdefgh"."""
 
 
 def refuse_deep_folder() -> None:
-    """Refuse workers that could not make the sockets which they hand batches over by: torch would wait for ever.
-
-    Raises:
-        ValueError: the path of the temporary folder is too long.
-    """
+    """Refuse a temporary folder whose path is too long for the sockets of workers (ValueError): torch would wait for ever."""
     folder = tempfile.gettempdir()
     size = len(os.fsencode(folder))
     if size > LONGEST_FOLDER and torch.multiprocessing.get_sharing_strategy() == "file_descriptor":  # type: ignore[no-untyped-call]
         raise ValueError(
             f"num_workers: loader workers make sockets in the temporary folder {folder!r}, whose path of {size} bytes is too "
-            f"long for them (at most {LONGEST_FOLDER}); set TMPDIR to a shorter one, or pass num_workers=0."
+            f"long (at most {LONGEST_FOLDER}); set TMPDIR to a shorter one, or pass num_workers=0."
         )
 
 
 class SeededBatch(list[Any]):
-    """The indices of one batch, with its seed and its epoch."""
+    """The indices of one batch, with its seed and epoch."""
 
     def __init__(self, indices: Iterable[Any], seed: int = 0, epoch: int = 0) -> None:
         super().__init__(indices)
@@ -58,7 +55,7 @@ class SeededBatch(list[Any]):
 
 
 class SeededIndex(NamedTuple):
-    """One index of a loader that makes no batches, with its seed and its epoch."""
+    """One index of a loader without batching, with its seed and epoch."""
 
     index: Any
     seed: int
@@ -66,10 +63,7 @@ class SeededIndex(NamedTuple):
 
 
 class SeededDataset(Dataset[Any]):
-    """A dataset whose items are fetched by seeded indices.
-
-    They bring the epoch along, since a worker has a copy of the dataset that the main process cannot reach.
-    """
+    """A dataset whose items are fetched by seeded indices, which carry the epoch to the worker's copy of the dataset."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -83,7 +77,7 @@ class SeededDataset(Dataset[Any]):
         return self.dataset[seeded.index]
 
     def __getitems__(self, batch: SeededBatch) -> list[Any]:
-        """Fetch a batch, through the dataset's own `__getitems__` where it has one."""
+        """Fetch a batch, through the dataset's own `__getitems__` if it has one."""
         self._begin(batch)
         indices = list(batch)
         fetch = getattr(self.dataset, "__getitems__", None)
@@ -92,14 +86,14 @@ class SeededDataset(Dataset[Any]):
     def _begin(self, fetched: SeededBatch | SeededIndex) -> None:
         if fetched.epoch != self._epoch:
             self._epoch = fetched.epoch
-            tell(self.dataset, fetched.epoch)
+            set_epoch_of(self.dataset, fetched.epoch)
         seed_generators(fetched.seed)
 
 
 class SeededIterable(IterableDataset[Any]):
-    """An iterable dataset, each pass of which begins with the epoch told and seeded generators in the worker that reads it.
+    """An iterable dataset whose passes start with `set_epoch` and seeded generators in the worker that reads it.
 
-    Both lie in shared memory, since a persistent worker has its copy of the dataset from its first epoch.
+    Epoch and seed are in shared memory, because a persistent worker keeps its copy of the dataset from its first epoch.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -107,7 +101,7 @@ class SeededIterable(IterableDataset[Any]):
         self._pass: torch.Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def set_pass(self, seed: int, epoch: int) -> None:
-        """Choose the seed and the epoch of the next pass, before it begins."""
+        """Choose the seed and the epoch of the next pass."""
         self._pass[0], self._pass[1] = seed, epoch
 
     def __len__(self) -> int:
@@ -115,13 +109,13 @@ class SeededIterable(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        tell(self.dataset, int(self._pass[1]))
+        set_epoch_of(self.dataset, int(self._pass[1]))
         seed_generators(derive_seed(int(self._pass[0]), info.id if info is not None else 0))
         return iter(self.dataset)
 
 
 class WorkerStart:
-    """The worker_init_fn of a seeded loader: it shows the user's dataset, then calls the user's own function."""
+    """The worker_init_fn of a seeded loader: it shows the user's dataset in the worker info, then calls the user's function."""
 
     def __init__(self, dataset: Any, init: Callable[[int], Any] | None) -> None:
         self.dataset, self.init = dataset, init
@@ -136,11 +130,13 @@ class WorkerStart:
 
 @contextmanager
 def holding_signals() -> Iterator[None]:
-    """Start workers in the block: what comes before they know how to take a signal waits until then."""
+    """Hold signals back while workers start in the block, until they have their handlers."""
     if os.name != "posix":
         yield
         return
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the workers begin with it
+    held = signal.pthread_sigmask(
+        signal.SIG_BLOCK, STOP_SIGNALS
+    )  # workers inherit the mask, and lift it in hear_signals
     try:
         yield
     finally:
@@ -148,10 +144,10 @@ def holding_signals() -> Iterator[None]:
 
 
 def hear_signals() -> None:
-    """Have this worker live through a signal to its whole process group, and end with its parent, however that ends.
+    """Let this worker survive a signal to its whole process group, and end with its parent, however that ends.
 
-    A terminal's Ctrl-C, torchrun and SLURM signal each process of a group, but a run that stops on a signal reads on to a
-    step's end. So SIGTERM means the end only where the parent has said that it wants no more, or has gone.
+    Ctrl-C, torchrun and SLURM signal every process of a group, but a run that stops on a signal still reads to the end of a
+    step. So SIGTERM ends a worker only if its parent wants no more batches, or has exited.
     """
     if os.name != "posix":
         return
@@ -163,18 +159,19 @@ def hear_signals() -> None:
 
     for number in STOP_SIGNALS:
         signal.signal(number, leave_if_done)
-    multiprocessing.util.get_temp_dir()  # a signal between its making and python's note of it would leave it behind
+    multiprocessing.util.get_temp_dir()  # made now: a signal while Python makes it would leave it behind
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the kernel was asked
+    if os.getppid() != parent:  # it exited before prctl was called
         leave_tidily(signal.SIGTERM)
 
 
 def _parent_pid() -> int:
-    """Return the process id of this worker's parent, which may have ended since: getppid would name who took its place.
+    """Return the process id of this worker's parent.
 
-    So torch's own watch over the parent, which begins with getppid, never ends a worker whose parent was killed that early.
+    If the parent has exited, getppid names the process that adopted the worker; torch's own watch starts from that, and would
+    never end a worker whose parent was killed this early.
     """
     parent = multiprocessing.parent_process()
     by_server = getattr(multiprocessing.current_process(), "_start_method", None) == "forkserver"
@@ -182,35 +179,35 @@ def _parent_pid() -> int:
 
 
 def _is_done(frame: FrameType | None) -> bool:
-    """Return whether the parent has told torch's worker loop, which is what this process runs, to end; True if unknown."""
+    """Return whether the parent has told torch's worker loop in this process to end; True if unknown."""
     while frame is not None and frame.f_code.co_name != "_worker_loop":
         frame = frame.f_back
     event = frame.f_locals.get("done_event") if frame is not None else None
     try:
         return bool(event._flag.get_value())  # type: ignore[union-attr] # is_set() takes a lock that this thread may hold
-    except (AttributeError, NotImplementedError):  # not torch's loop as we know it, or a system that cannot tell
+    except (AttributeError, NotImplementedError):  # another version of torch's loop, or a system without the value
         return True
 
 
 def leave_tidily(number: int) -> None:
-    """End a worker on a signal, its temporary folder removed; by itself it would be left behind."""
-    for other in STOP_SIGNALS:  # where the parent is killed the launcher's comes too, and would end this halfway
+    """End a worker on a signal and remove its temporary folder, which would be left behind otherwise."""
+    for other in STOP_SIGNALS:  # if the parent is killed the launcher sends one too, which would interrupt this
         signal.signal(other, signal.SIG_IGN)
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     os._exit(128 + number)
 
 
 def note_begun(iterator: Any, begun: weakref.WeakSet[Any]) -> None:
-    """Note an iterator with workers, to end them with its loader, or else with this process.
+    """Note an iterator whose workers end with its loader, or at the latest with this process.
 
-    By itself torch lets a worker that is still there at the interpreter's end wait for 5 s, and then sends it a SIGTERM.
+    Otherwise torch waits 5 s at the interpreter's exit for each worker that is left, and then sends it a SIGTERM.
     """
     global _begun_by
     begun.add(iterator)
     _begun.add(iterator)
     _begun_by = os.getpid()
     atexit.unregister(_end_workers)
-    atexit.register(_end_workers)  # after torch's own, which registers one for each worker, so it is called before them
+    atexit.register(_end_workers)  # last, so it runs before the handlers that torch registers for each worker
 
 
 _begun: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -218,13 +215,15 @@ _begun_by = 0
 
 
 def _end_workers() -> None:
-    for iterator in list(_begun) if os.getpid() == _begun_by else ():  # a forked child has no part in them
+    for iterator in (
+        list(_begun) if os.getpid() == _begun_by else ()
+    ):  # a forked child must not end its parent's workers
         iterator._shutdown_workers()
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the generators of this process: python's, numpy's where it is loaded, torch's on the CPU."""
+    """Seed this process's generators: python's, numpy's if it is loaded, torch's on the CPU."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would look at every device, 200 times slower
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed also seeds every device and is 200 times slower

@@ -302,13 +302,10 @@ class Strategy:
         `entries` are the stored tensors by name ("parameter/key"), with whole shapes. Earlier views from `optimizer_pieces` are
         stale afterwards.
         """
-        by_parameter: dict[str, dict[str, TensorEntry]] = {}
-        for name, entry in entries.items():
-            parameter_name, key = name.rsplit("/", 1)
-            by_parameter.setdefault(parameter_name, {})[key] = entry
+        by_name = by_parameter(entries)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                stored = by_parameter.get(names[parameter])
+                stored = by_name.get(names[parameter])
                 if not stored:
                     optimizer.state.pop(parameter, None)  # some optimizers take an empty dict for initialised state
                     continue
@@ -324,7 +321,16 @@ class Strategy:
 
     def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
         """Return the optimizer's groups and the non-tensor state that this rank holds."""
-        return describe_optimizer(optimizer, names, UNSAVED_KEYS)
+        described = describe_optimizer(optimizer, names, UNSAVED_KEYS)
+        if self.divides_optimizers:
+            # A load gives each rank the other ranks' state too, which goes stale.
+            local = {names[parameter] for parameter in self._local_parameters(optimizer)}
+            described["plain"] = {name: state for name, state in described["plain"].items() if name in local}
+        return described
+
+    def _local_parameters(self, optimizer: Optimizer) -> Iterable[Tensor]:
+        """Return the parameters whose optimizer state this rank holds."""
+        return parameters_of(optimizer)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -354,9 +360,14 @@ class Strategy:
             each.clear()
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def with_gradients(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters of an optimizer that have gradients."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
 
 
 def scale_and_clip_value(parameters: list[nn.Parameter], clipping: Clipping) -> None:
@@ -365,6 +376,15 @@ def scale_and_clip_value(parameters: list[nn.Parameter], clipping: Clipping) -> 
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], clipping.scale)
     if clipping.value is not None:
         torch.nn.utils.clip_grad_value_(parameters, clipping.value)
+
+
+def by_parameter(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
+    """Return stored entries ("parameter/key") by parameter and key."""
+    found: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in entries.items():
+        parameter_name, key = name.rsplit("/", 1)
+        found.setdefault(parameter_name, {})[key] = entry
+    return found
 
 
 def new_state(parameter: Tensor, key: str, entry: TensorEntry, group: Mapping[str, Any], is_part: bool) -> Tensor:

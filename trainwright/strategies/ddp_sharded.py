@@ -7,7 +7,7 @@ to one rank. FairScale is no longer developed; its last version, 0.4.13, was tes
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from trainwright.strategies.base import (
     StepResult,
     Strategy,
     broadcast_tensors,
+    parameters_of,
     refuse_unreplicable,
     scale_and_clip_value,
     with_gradients,
@@ -242,7 +243,7 @@ class ShardedDDPStrategy(Strategy):
             self._wrap(modules)
         else:
             for each in self._optimizers.values():
-                trained = [p for group in each.param_groups for p in group["params"]]
+                trained = parameters_of(each)
                 self._deferred.track(trained, {p: each.owner_of(p) for p in trained})
         return sharded
 
@@ -250,11 +251,7 @@ class ShardedDDPStrategy(Strategy):
         """Wrap the modules that have optimizers and no ShardedDDP yet."""
         for module in modules:
             own = set(module.parameters())
-            theirs = [
-                each
-                for each in self._optimizers.values()
-                if any(p in own for group in each.param_groups for p in group["params"])
-            ]
+            theirs = [each for each in self._optimizers.values() if not own.isdisjoint(parameters_of(each))]
             if self.wrapped.get(module) is not None or not theirs:
                 continue
             self.wrapped[module] = _make_wrapper(
@@ -342,7 +339,7 @@ class ShardedDDPStrategy(Strategy):
         if not isinstance(optimizer, ShardedOptimizer):
             return super().optimizer_pieces(optimizer, names)
         pieces = []
-        for parameter in (p for group in optimizer.own.param_groups for p in group["params"]):
+        for parameter in parameters_of(optimizer.own):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     pieces.append(self.piece(f"{names[parameter]}/{key}", value, self.rank))
@@ -351,16 +348,10 @@ class ShardedDDPStrategy(Strategy):
     def allocate_optimizer_state(
         self, optimizer: Optimizer, names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry]
     ) -> None:
-        own = unwrap_optimizer(optimizer)
-        super().allocate_optimizer_state(own, names, entries)
+        super().allocate_optimizer_state(unwrap_optimizer(optimizer), names, entries)
 
-    def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-        described = super().describe_optimizer(optimizer, names)
-        if isinstance(optimizer, ShardedOptimizer):
-            mine = {names[p] for group in optimizer.own.param_groups for p in group["params"]}
-            # A load has given this rank the other ranks' state too, which goes stale.
-            described["plain"] = {name: state for name, state in described["plain"].items() if name in mine}
-        return described
+    def _local_parameters(self, optimizer: Optimizer) -> Iterable[Tensor]:
+        return parameters_of(unwrap_optimizer(optimizer))
 
     def close(self) -> None:
         for wrapped in self.wrapped.values():
@@ -368,7 +359,7 @@ class ShardedDDPStrategy(Strategy):
                 for hook in wrapped._grad_hooks:
                     hook.remove()
         for optimizer in self._optimizers.values():
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            for parameter in parameters_of(optimizer):
                 parameter.grad = None  # it may lie in a bucket
             optimizer.used.close()
         super().close()

@@ -48,19 +48,19 @@ STAGES = (1, 2, 3)
 
 
 class DeepSpeedStrategy(Strategy):
-    """ZeRO, by one DeepSpeed engine for each optimizer; on one process too.
+    """ZeRO, with one DeepSpeed engine per optimizer; on one process too.
 
-    Under mixed precisions the weights are float32 and autocast computes in the low dtype, as on one process; under 16-true
-    and bf16-true the weights have the low dtype, and are trained through float32 masters: half the memory for weights. On the
-    CPU DeepSpeed has no such float16, and takes bfloat16. The loss scale is the engine's, and so are clipping by norm and the
-    reduction of gradients. Optimizers may not call closures; what is trained may not change after they are made.
+    Mixed precisions keep float32 weights and compute under autocast, as on one process; 16-true and bf16-true keep the
+    weights in the low dtype and train float32 masters. On the CPU, where DeepSpeed has no float16, bfloat16 replaces it. The
+    engine owns the loss scale, clipping by norm and the reduction of gradients. Optimizers cannot call closures, and what is
+    trained cannot change once they are prepared.
 
     Args:
-        stage: 1, 2 or 3; None is the config's, else 2.
+        stage: 1, 2 or 3; None is the config's, or 2.
         offload_optimizer: keep the optimizer's state in host memory, and step there.
         offload_parameters: keep the sharded parameters in host memory (stage 3).
-        config: DeepSpeed's own settings, a dict or the path of a JSON file; they win over the arguments here and the
-            Trainer's, with a warning where the two differ.
+        config: DeepSpeed's own settings, a dict or the path of a JSON file. They win over the arguments here and the
+            Trainer's, with a warning if the two differ.
         zero: further settings of DeepSpeed's "zero_optimization" section, such as overlap_comm or reduce_bucket_size.
 
     Raises:
@@ -92,12 +92,12 @@ class DeepSpeedStrategy(Strategy):
                 "strategy='deepspeed' needs DeepSpeed, which is not installed. Run: pip install 'trainwright[deepspeed]'"
             )
         self.own_config = deepspeed_config.read_config(config)
-        told = self.own_config.get("zero_optimization", {}).get("stage")
-        if stage is not None and told is not None and told != stage:
+        configured = self.own_config.get("zero_optimization", {}).get("stage")
+        if stage is not None and configured is not None and configured != stage:
             rank_zero_warn(
-                f"the DeepSpeed config says stage={told}, and the strategy stage={stage}: the config's is used."
+                f"the DeepSpeed config says stage={configured}, and the strategy stage={stage}: the config's is used."
             )
-        self.stage = told if told is not None else 2 if stage is None else stage
+        self.stage = configured if configured is not None else 2 if stage is None else stage
         self.name = f"deepspeed_stage_{self.stage}"
         if self.stage not in STAGES:
             raise ValueError(
@@ -120,7 +120,7 @@ class DeepSpeedStrategy(Strategy):
         self._added: list[zero_cleanup.AddedAttributes] = []
         self._write_back = ZeroWriteBack()
         self._left: dict[Any, list[Shard]] = {}
-        """The shares of engines whose module is the user's own again; what they hold can still be saved."""
+        """The shards of engines that were taken off their modules; they can still be saved."""
 
     # -- before a run ------------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class DeepSpeedStrategy(Strategy):
         super().connect(rank, world_size, device, precision)
         inner = self._inner_precision(device.type, precision)
         if device.type == "cpu" and inner.param_dtype == torch.float16:
-            # Said here, in the job: what `check` says, the process that launches the job has said before.
+            # Not in `check`, which warns in the process that launches the job too.
             rank_zero_warn("DeepSpeed has no float16 on the CPU: bfloat16 is used in its place.", stacklevel=4)
             inner = resolve_precision("bf16-true", device.type)
         self.precision = ZeroPrecision(inner, self._scalers)
@@ -209,7 +209,7 @@ class DeepSpeedStrategy(Strategy):
         return list(self._engines)
 
     def _refuse_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that flat pieces would lead to other weights (ValueError), unless the config takes any."""
+        """Raise ValueError for an optimizer that steps flat shards differently, unless the config accepts any."""
         device = torch.device("cpu") if self._offloads else self.device
         try:
             refuse_uneven_steps(optimizer, device, self.name, flat=True)
@@ -219,14 +219,14 @@ class DeepSpeedStrategy(Strategy):
             rank_zero_warn(f"the DeepSpeed config says zero_allow_untested_optimizer=True, so it is taken: {error}")
 
     def _part(self, optimizer: Optimizer, own: set[Tensor], owners: list[nn.Module], num_optimizers: int) -> Part:
-        """Return what the engine of an optimizer owns of the modules."""
+        """Return the part of the modules that an optimizer's engine owns."""
         if self.stage < 3 or num_optimizers == 1:
             return Part(owners)
         least = self._config()["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
         return part_of(optimizer, own, owners, least)
 
     def _make_optimizer(self, modules: Sequence[nn.Module]) -> Optimizer:
-        """Return the optimizer of the config's own "optimizer" section, over all that is trained."""
+        """Return the optimizer of the config's "optimizer" section, for all trained parameters."""
         own = [p for module in modules for p in module.parameters() if p.requires_grad]
         engine = self._initialize(Part(list(modules)), None, own)
         return self._take(engine.optimizer.optimizer, engine, list(modules))
@@ -234,17 +234,17 @@ class DeepSpeedStrategy(Strategy):
     def _take(self, master: MasterOptimizer, engine: Any, owners: list[nn.Module]) -> ZeroOptimizer:
         zero, strays = engine.optimizer, list(engine.module.strays)
         if strays:
-            strays[0].all_gather(strays)  # small ones stay gathered from their first use on, which no hook would see
-        master.take(zero_state.shards_of(zero, self.stage, self.rank))
+            strays[0].all_gather(strays)  # small ones stay gathered, because no hook sees their first use
+        master.attach(zero_state.shards_of(zero, self.stage, self.rank))
         refresh = partial(zero_state.refresh_from_masters, zero, self.stage)
-        facade = ZeroOptimizer(master, engine, self._write_back.settle, refresh)
+        facade = ZeroOptimizer(master, engine, self._write_back.run, refresh)
         self._engines[facade] = engine
         for module in owners:
             self._parts.setdefault(module, []).append(engine)
         return facade
 
     def _config(self, parameters: Iterable[Any] = ()) -> dict[str, Any]:
-        """Return the configuration of an engine that has these parameters."""
+        """Return the configuration of an engine with these parameters."""
         on_gpu = self.device.type != "cpu"
         return deepspeed_config.build_config(
             self.own_config,
@@ -271,7 +271,7 @@ class DeepSpeedStrategy(Strategy):
         return optimizer
 
     def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
-        """Refuse a change of what is trained (RuntimeError): DeepSpeed has laid out its buffers by then."""
+        """Raise RuntimeError if what is trained has changed, because DeepSpeed's buffers are fixed."""
         for module in modules:
             self.buffers.track(module)
             now = trained(module)
@@ -288,9 +288,9 @@ class DeepSpeedStrategy(Strategy):
         self.buffers.begin_step(module)
         self._write_back.check()
         for engine in self._parts.get(module, []):
-            # Not engine(...): it would hang its own prologue on what the step returns, and a manual backward runs before.
+            # Not engine(...), which hooks its prologue on the step's output: a manual backward runs before there is one.
             step = partial(engine.module, step)
-        # Attention's fast path looks at parameters that stage 3 has not gathered.
+        # Attention's fast path reads parameters that stage 3 has not gathered.
         with self.precision.forward_context() or nullcontext(), NoFastPath() if self.stage == 3 else nullcontext():
             return step()
 
@@ -301,12 +301,13 @@ class DeepSpeedStrategy(Strategy):
             loss = engine.scale(loss)
         super().backward(loss, send, **options)
         for engine in self._engines.values():
-            # Engines that this loss reached have run their epilogue from their gradient hooks; the others did not.
+            # The gradient hooks of engines that this loss reached have run their epilogue; reset the other engines' depth,
+            # or their next backward would count as nested.
             engine.optimizer._backward_hook_state.backward_active_depth = 0
         self.buffers.end_backward()
 
     def finalize_gradients(self, optimizer: Optimizer) -> None:
-        if not self._offloads:  # where DeepSpeed's own step alone can do it
+        if not self._offloads:  # offloaded gradients are reduced in DeepSpeed's step alone
             zero_gradients.finalize(self._taken(optimizer).engine, self.stage)
 
     def step(
@@ -315,13 +316,14 @@ class DeepSpeedStrategy(Strategy):
         facade = self._taken(optimizer)
         engine, master, zero = facade.engine, facade.master, facade.engine.optimizer
         zero_gradients.fill_missing_gradients(zero, self.stage)
-        self._write_back.settle()
+        self._write_back.run()
         zero.clip_grad = 0.0
         if clipping is not None:
             if clipping.value is not None or clipping.scale != 1.0:
                 self.clip_gradients(facade, clipping._replace(norm=None))
-            # By the engine, which takes the norm in any case; of what has yet to be multiplied.
+            # The engine clips by norm, which it computes anyway, before the deferred rescaling of offloaded gradients.
             zero.clip_grad = (clipping.norm or 0.0) / master.rescale
+        # The flag means "reduce in step()": finalized gradients are averages, and would be divided a second time.
         engine.enable_backward_allreduce = self._offloads or not self.finalized.get(facade)
         with self.precision.step_context():
             engine.step()
@@ -350,7 +352,7 @@ class DeepSpeedStrategy(Strategy):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
-        self._write_back.settle()
+        self._write_back.run()
         update_masters(shard for shares in self._left.values() for shard in shares)
         shares = {shard.parameter: shard for engine in self._engines.values() for shard in self._shares(engine)}
         pieces = []
@@ -359,7 +361,7 @@ class DeepSpeedStrategy(Strategy):
                 shard = shares[value]
                 part = shard.flat.detach().narrow(0, shard.offset, shard.numel)
                 pieces.append(Piece(clean_name(name), shard.shape, shard.start, part, self.rank))
-            elif hasattr(value, "ds_tensor"):  # not trained: no float32 master, its partition counts
+            elif hasattr(value, "ds_tensor"):  # not trained, so its partition counts, not a float32 master
                 pieces.append(zero_state.partition_piece(clean_name(name), value, self.rank))
             else:
                 writer = None if isinstance(value, nn.Parameter) else 0
@@ -374,12 +376,8 @@ class DeepSpeedStrategy(Strategy):
     ) -> None:
         zero_state.allocate(self._taken(optimizer).master, names, entries)
 
-    def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-        described = super().describe_optimizer(optimizer, names)
-        facade = self._taken(optimizer)
-        mine = {names[parameter] for parameter in facade.master.views}
-        described["plain"] = {name: state for name, state in described["plain"].items() if name in mine}
-        return described
+    def _local_parameters(self, optimizer: Optimizer) -> Iterable[Tensor]:
+        return self._taken(optimizer).master.views
 
     def after_load(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
@@ -405,15 +403,15 @@ class DeepSpeedStrategy(Strategy):
         return zero_state.shards_of(engine.optimizer, self.stage, self.rank) if left is None else left
 
     def after_run(self) -> None:
-        self._write_back.settle(refuses=sys.exc_info()[0] is None)
-        if self.stage < 3:  # a sharded module can still be called, for which the engine gathers it
+        self._write_back.run(refuses=sys.exc_info()[0] is None)
+        if self.stage < 3:  # a module of stage 3 can still be called, and its engine gathers it
             self._left = {engine: list(self._shares(engine)) for engine in self._engines.values()}
-            self._let_go()
+            self._detach()
         else:
             zero_cleanup.end_training(self._parts.values())
 
-    def _let_go(self) -> None:
-        """Take everything of the engines off the modules. What stage 3 has sharded stays so: whole, it might not fit."""
+    def _detach(self) -> None:
+        """Take the engines off the modules; those of stage 3 stay sharded."""
         zero_cleanup.destroy(self._parts.values())
         for facade in self._engines:
             facade.master.close()
@@ -424,8 +422,7 @@ class DeepSpeedStrategy(Strategy):
         self._write_back.clear()
 
     def close(self) -> None:
-        """Give the engines back; what stage 3 has sharded stays so."""
-        self._let_go()
+        self._detach()
         super().close()
         for each in (self._engines, self._left, self._trained):
             each.clear()

@@ -1,4 +1,4 @@
-"""The configuration of a DeepSpeed engine: ours, and the user's own on top of it."""
+"""The configuration of a DeepSpeed engine: the framework's, overridden by the user's."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from trainwright.strategies.base import Optimization
 from trainwright.strategies.memory_plan import LARGEST_BUCKET
 
 AUTO = "auto"
-"""What a configuration says where it leaves a value to the framework."""
+"""The value that leaves a setting to the framework."""
 LOW_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-"""The sections of a configuration that are about a dtype."""
+"""The sections of a configuration that select a dtype."""
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the user's own configuration as a dict of its own.
+    """Return a copy of the user's configuration as a dict.
 
     Raises:
         TypeError, ValueError: neither a dict nor a JSON file with one.
@@ -50,7 +50,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
 
 
 def _checked(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration, of which what is read here has the right kind (ValueError)."""
+    """Return the configuration, or raise ValueError for a setting of the wrong type."""
     for key in ("zero_optimization", "fp16", "bf16", "optimizer"):
         if not isinstance(config.get(key, {}), Mapping):
             raise ValueError(
@@ -79,11 +79,7 @@ def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_other_steppers(zero: Mapping[str, Any]) -> None:
-    """Refuse what has DeepSpeed step elsewhere than in its optimizer, whose state no checkpoint would hold (ValueError).
-
-    Args:
-        zero: the settings of the section "zero_optimization".
-    """
+    """Raise ValueError for "zero_optimization" settings that keep optimizer state where no checkpoint finds it."""
     offload = zero.get("offload_optimizer")
     offload = offload if isinstance(offload, Mapping) else {}
     odd = {
@@ -92,8 +88,7 @@ def refuse_other_steppers(zero: Mapping[str, Any]) -> None:
         "offload_optimizer.ratio": offload.get("ratio", 1.0) != 1.0,
         "offload_optimizer.super_offload": bool(offload.get("super_offload")),
     }
-    if any(odd.values()):
-        name = next(name for name, is_asked in odd.items() if is_asked)
+    if name := next((name for name, is_set in odd.items() if is_set), None):
         raise ValueError(
             f"zero_optimization.{name} has DeepSpeed keep optimizer state where no checkpoint finds it; leave it out, or "
             "offload by {'offload_optimizer': {'device': 'cpu'}}."
@@ -101,23 +96,21 @@ def refuse_other_steppers(zero: Mapping[str, Any]) -> None:
 
 
 def low_precision(config: Mapping[str, Any]) -> str | None:
-    """Return "16-mixed" or "bf16-mixed" where the configuration enables one; "32-true" where it disables both in words.
+    """Return "16-mixed" or "bf16-mixed" if the configuration enables one, "32-true" if it disables both, otherwise None.
 
     Raises:
         ValueError: it enables both.
     """
-    told = {key: config[key].get("enabled") for key in ("fp16", "bf16") if isinstance(config.get(key), Mapping)}
-    if told.get("fp16") and told.get("bf16"):
+    fp16, bf16 = (config.get(key, {}).get("enabled") for key in LOW_DTYPES)
+    if fp16 and bf16:
         raise ValueError("the DeepSpeed config enables fp16 and bf16; leave one of them.")
-    if told.get("fp16"):
-        return "16-mixed"
-    if told.get("bf16"):
-        return "bf16-mixed"
-    return "32-true" if told.get("fp16") is False and told.get("bf16") is False else None
+    if fp16 or bf16:
+        return "16-mixed" if fp16 else "bf16-mixed"
+    return "32-true" if fp16 is False and bf16 is False else None
 
 
 def resolve(config: Mapping[str, Any], optimization: Optimization) -> Optimization:
-    """Return the optimization with what the configuration says in place of the caller's, and warn where the two differ.
+    """Return the optimization with the configuration's settings, and warn where they differ from the caller's.
 
     Raises:
         ValueError: manual optimization, which clips and accumulates itself.
@@ -138,11 +131,11 @@ def resolve(config: Mapping[str, Any], optimization: Optimization) -> Optimizati
     norm = optimization.clip_norm
     if clip is not None and float(clip) != (norm or 0.0):
         if norm is not None:
-            _tell("gradient_clipping", clip, f"gradient_clip_val={norm}")
+            _warn("gradient_clipping", clip, f"gradient_clip_val={norm}")
         norm = float(clip) or None
     if accumulate is not None and int(accumulate) != optimization.accumulate:
         if optimization.accumulate != 1:
-            _tell("gradient_accumulation_steps", accumulate, f"accumulate_grad_batches={optimization.accumulate}")
+            _warn("gradient_accumulation_steps", accumulate, f"accumulate_grad_batches={optimization.accumulate}")
         accumulate = int(accumulate)
     else:
         accumulate = optimization.accumulate
@@ -159,27 +152,27 @@ def build_config(
     parameters: Iterable[Any],
     **zero: Any,
 ) -> dict[str, Any]:
-    """Return the configuration of an engine whose steps and windows are ours; the user's `own` keys win otherwise.
+    """Return an engine's configuration; the user's `own` keys win, except those of steps and windows.
 
-    `parameters` are what the engine has, frozen ones too.
+    `parameters` are all of the engine's, frozen ones too.
     """
     trained = sum(getattr(each, "ds_numel", each.numel()) for each in set(parameters) if each.requires_grad)
     config: dict[str, Any] = {
-        "gradient_clipping": 0.0,  # left out, it would be 1.0; what is due is set at each step
+        "gradient_clipping": 0.0,  # the default would clip at 1.0; each step sets its own
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**12,
     }
     if precision.autocast_dtype == torch.float16:
-        config["fp16"] = {"hysteresis": 1, "loss_scale_window": 2000}  # a loss scale that moves as torch's
+        config["fp16"] = {"hysteresis": 1, "loss_scale_window": 2000}  # the loss scale moves as torch's GradScaler
     if precision.param_dtype in LOW_DTYPES.values():
-        config["data_types"] = {"grad_accum_dtype": "fp32"}  # else windows are summed in 16 bits
+        config["data_types"] = {"grad_accum_dtype": "fp32"}  # the default sums windows in 16 bits
     config["zero_optimization"] = {
         "stage": stage,
         "overlap_comm": False,
-        # A buffer of so many elements is there at each backward; more than there are gradients would stay empty.
+        # Each backward allocates this many elements; more than the model trains would stay empty.
         "reduce_bucket_size": min(max(trained, 1), LARGEST_BUCKET),
-        "memory_efficient_linear": False,  # True would replace torch.nn.functional.linear, for the whole process
+        "memory_efficient_linear": False,  # True replaces torch.nn.functional.linear in the whole process
         **zero,
     }
     if offload_optimizer:
@@ -189,11 +182,11 @@ def build_config(
     merged = _merged(config, own)
     for key in BATCH_KEYS:
         merged.pop(key, None)
-    # Under mixed precisions autocast computes in the low dtype, from float32 weights: DeepSpeed's own modes lower the
-    # weights of every layer, and not every operation takes such weights. Of "fp16" the loss scale's settings are used.
+    # Mixed precisions use autocast on float32 weights, because DeepSpeed's own modes convert every layer's weights, which
+    # some operations do not accept. Of the "fp16" section only the loss scale's settings are used then.
     for section, dtype in LOW_DTYPES.items():
         merged[section] = {**merged.get(section, {}), "enabled": precision.param_dtype == dtype}
-    # The caller's step() ends a window, whatever its length; the sizes are only told in DeepSpeed's own reports.
+    # The caller's step() ends a window, whatever its length; the sizes only appear in DeepSpeed's reports.
     merged |= {
         "train_micro_batch_size_per_gpu": own.get("train_micro_batch_size_per_gpu", 1),
         "gradient_accumulation_steps": 1,
@@ -211,7 +204,7 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _tell(key: str, value: Any, given: str) -> None:
+def _warn(key: str, value: Any, given: str) -> None:
     rank_zero_warn(
         f"the DeepSpeed config says {key}={value}, and the Trainer {given}: the config's is used.", stacklevel=6
     )

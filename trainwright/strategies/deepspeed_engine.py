@@ -1,4 +1,4 @@
-"""DeepSpeed's engine, made around a module, and kept from what a user can do nothing about."""
+"""Creates DeepSpeed's engine around a module, and works around what users cannot change."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def make_engine(
     device: torch.device,
     check: Callable[[Optimizer], None],
 ) -> Any:
-    """Return DeepSpeed's engine around a module whose weights are rank 0's on every rank already. Collective.
+    """Return DeepSpeed's engine around a module whose weights are already rank 0's. Collective.
 
-    `trained` are the parameters for the optimizer that the config names, where there is one; `check` may refuse it.
+    `trained` are the parameters for an optimizer that the config defines, which `check` may refuse.
 
     Raises:
         ValueError: DeepSpeed refuses a setting, or cannot train a parameter.
@@ -38,7 +38,7 @@ def make_engine(
     refuse_what_cannot_be_sharded(part, config["zero_optimization"]["stage"])
     whole = [p for p in part.parameters() if not hasattr(p, "ds_id")] if is_sharding else []
     for parameter in whole:
-        parameter.data = parameter.data.contiguous()  # nor where its elements lie in another order
+        parameter.data = parameter.data.contiguous()  # stage 3 shards the memory, whatever its strides
     scalars = [p for p in whole if p.dim() == 0]
     own_hooks = {module: set(module._forward_pre_hooks) for module in part.modules()}
     for parameter in scalars:
@@ -68,7 +68,7 @@ def make_engine(
 
 
 def _make_printable(part: nn.Module) -> None:
-    """Let modules that print all their attributes (EmbeddingBag) be printed, which methods of their own among these forbid."""
+    """Unbind the methods that DeepSpeed stores on modules: EmbeddingBag prints its attributes, and would recurse."""
     for module in part.modules():
         for name in ("ds_external_parameters", "all_parameters"):
             method = module.__dict__.get(name)
@@ -77,7 +77,7 @@ def _make_printable(part: nn.Module) -> None:
 
 
 def _gather_first(own_hooks: dict[nn.Module, set[int]]) -> None:
-    """Let the engine's hooks run before the user's, which may use the parameters that those gather (weight_norm does)."""
+    """Run the engine's gathering hooks before the user's, which may use the parameters (weight_norm does)."""
     for module, own in own_hooks.items():
         hooks: Any = module._forward_pre_hooks
         for key in [each for each in reversed(hooks) if each not in own] if own else ():
@@ -85,7 +85,7 @@ def _gather_first(own_hooks: dict[nn.Module, set[int]]) -> None:
 
 
 def scale_losses(engine: Any) -> None:
-    """Give an engine that keeps float32 weights the loss scale that its configuration has for float16."""
+    """Give an engine with float32 weights the loss scale of its float16 configuration."""
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
     zero = engine.optimizer
@@ -99,7 +99,7 @@ def scale_losses(engine: Any) -> None:
 
 
 def refuse_other_dtype(sharded: Mapping[str, Any], precision: Precision) -> None:
-    """Refuse what an earlier run has sharded in another precision's dtype (ValueError)."""
+    """Raise ValueError for parameters that an earlier run has sharded in another precision."""
     low = precision.param_dtype
     for name, parameter in sharded.items():
         is_low = parameter.ds_tensor.dtype in (torch.bfloat16, torch.float16)
@@ -113,7 +113,7 @@ def refuse_other_dtype(sharded: Mapping[str, Any], precision: Precision) -> None
 
 @contextmanager
 def _own_ways(kind: Any, look: Callable[[Optimizer], None]) -> Iterator[None]:
-    """Have engines of this class made in our ways, within the context."""
+    """Patch how engines of this class are created, within the context."""
     theirs = {name: getattr(kind, name) for name in ("_broadcast_model", "_configure_basic_optimizer")}
     check = kind._do_optimizer_sanity_check
 
@@ -123,11 +123,11 @@ def _own_ways(kind: Any, look: Callable[[Optimizer], None]) -> Iterator[None]:
         return MasterOptimizer(optimizer)
 
     def choose(engine: Any, optimizer: Any) -> Any:
-        # For windows summed in float32 DeepSpeed would take another class in stage 1, with other masters.
+        # For windows summed in float32 DeepSpeed would choose another class in stage 1, with other masters.
         chosen = check(engine, optimizer)
         return "zero_optimization" if engine.zero_optimization() else chosen
 
-    # DeepSpeed broadcasts parameters as bytes, which fails where one has no dimensions. They are rank 0's already.
+    # DeepSpeed broadcasts parameters as bytes, which fails for 0-dim ones. They are rank 0's already.
     kind._broadcast_model = lambda engine: None
     kind._configure_basic_optimizer = configure
     kind._do_optimizer_sanity_check = choose
@@ -140,7 +140,7 @@ def _own_ways(kind: Any, look: Callable[[Optimizer], None]) -> Iterator[None]:
 
 
 def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:
-    """Refuse parameters that ZeRO would train otherwise than one process, or not at all (ValueError)."""
+    """Raise ValueError for parameters that ZeRO cannot train, or would train differently than one process."""
     named = [
         (f"{prefix}.{name}" if (prefix := place.partition(".")[2].partition(".")[2]) else name, parameter)
         for place, member in part.named_modules()
@@ -176,7 +176,7 @@ def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:
 
 
 def pydantic_error() -> type[Exception]:
-    """Return what DeepSpeed's settings are refused with."""
+    """Return the error that DeepSpeed raises for its settings."""
     from pydantic import ValidationError
 
     return ValidationError

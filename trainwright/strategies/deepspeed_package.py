@@ -1,4 +1,4 @@
-"""DeepSpeed's package: imported where it is used, and set to the device that this process computes on."""
+"""DeepSpeed's package: imported on use, and set to this process's device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainwright.distributed.environment import announced
 from trainwright.precision.base import Precision
 
 ACCELERATORS = ("cpu", cuda.NAME, "xpu")
-"""The devices of torch's own that DeepSpeed has a class for."""
+"""The torch devices that DeepSpeed supports."""
 
 
 def check_supported(device_type: str, precision: Precision) -> None:
-    """Refuse what DeepSpeed does not compute on or in (ValueError); it is imported for unknown kinds of devices alone."""
+    """Raise ValueError for a device or precision that DeepSpeed lacks; it is imported only for unknown devices."""
     if precision.compute_dtype == torch.float64:
         raise ValueError(
             f"precision={precision.name!r}: DeepSpeed computes in 32 or 16 bits; choose one of these, or 'fsdp'."
@@ -28,10 +28,10 @@ def check_supported(device_type: str, precision: Precision) -> None:
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """Return the package, set to this device, and silent but for warnings.
+    """Return the package, set to this device, with only its warnings shown.
 
     Raises:
-        ValueError: it computes on no such kind of device.
+        ValueError: it does not support the device.
     """
     with announced(**({"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {})):
         import deepspeed
@@ -40,11 +40,11 @@ def import_deepspeed(device: torch.device) -> Any:
     logger.setLevel(logging.WARNING)
     if _is_worth_telling not in logger.filters:
         logger.addFilter(_is_worth_telling)
-    # DeepSpeed calls collectives by names that torch has others for by now; a user can do nothing about it.
+    # DeepSpeed calls collectives by deprecated names, which users cannot change.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     accelerator = _accelerator(deepspeed, device.type)
     if device.type == "cpu":
-        # Its own collectives for the CPU want a compiler, and leave shared memory behind when they are killed.
+        # DeepSpeed's CPU collectives need a compiler, and leak shared memory when killed.
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     else:
         _keep_to_current_device(accelerator)
@@ -52,7 +52,7 @@ def import_deepspeed(device: torch.device) -> Any:
 
 
 def _accelerator(deepspeed: Any, device_type: str) -> Any:
-    """Return what stands for a kind of device in DeepSpeed, in use from now on: a process may have used another before."""
+    """Return DeepSpeed's class for a kind of device, after selecting it; the process may have used another before."""
     present = deepspeed.accelerator.get_accelerator()
     if present.device_name() == device_type:
         return present
@@ -70,10 +70,10 @@ def _accelerator(deepspeed: Any, device_type: str) -> Any:
 
 
 def _keep_to_current_device(accelerator: Any) -> None:
-    """Let DeepSpeed compute on the current device where it would take LOCAL_RANK for its number.
+    """Let DeepSpeed compute on the current device, where it would use LOCAL_RANK as the device's number.
 
-    LOCAL_RANK counts processes: it is 0 on the device 2 of `devices=[2, 3]`, and 1 where a second task sees one device of
-    its own. DeepSpeed names devices by it, as the text that it is, when it shards parameters and in its first steps.
+    LOCAL_RANK counts processes: it is 0 on device 2 of `devices=[2, 3]`, and 1 for a second task that sees a single device.
+    DeepSpeed passes it as a string when it shards parameters and in its first steps.
     """
     name_of = accelerator.device_name
     if getattr(name_of, "keeps_to_current_device", False):
@@ -87,7 +87,5 @@ def _keep_to_current_device(accelerator: Any) -> None:
 
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:
-    told = record.getMessage()
-    return not any(
-        text in told for text in ("untested optimizer", "learning rate from scheduler before it has started")
-    )
+    known = ("untested optimizer", "learning rate from scheduler before it has started")
+    return not any(text in record.getMessage() for text in known)

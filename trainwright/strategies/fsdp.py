@@ -55,32 +55,30 @@ from trainwright.strategies.split_groups import by_kind, split_groups
 from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, choose_groups
 
 UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
-"""The optimizers of torch that compute on no DTensors; of others the first step tells."""
+"""torch's optimizers that cannot step DTensors; others fail in their first step."""
 
 
 class FSDPStrategy(Strategy):
     """Fully sharded data parallelism; on one process too.
 
-    Each group of parameters is gathered when its module is called and let go afterwards; the root's own parameters stay
-    gathered from its step's forward to the end of its backward. A step may call the module, its submodules and their public
-    methods; the bare parameters of a submodule that is a group are out of its reach. Optimizers may not call closures, and a
-    branch of the model that only some ranks use in a step gives wrong gradients. Under mixed precision the weights that
-    autocast computes with in the low precision (those of linear layers, convolutions and attention) are gathered in it, all
-    others stay float32, and gradients are reduced in float32.
+    Each group of parameters is gathered for its module's call and resharded after it; the root's own parameters stay gathered
+    until the end of backward. A step may call the module, its submodules and their public methods, but cannot use the bare
+    parameters of a submodule that is a group. Optimizers cannot call closures, and a branch of the model that only some ranks
+    use in a step gives wrong gradients. Under mixed precision the weights of linear layers, convolutions and attention are
+    gathered in the low precision, all others in float32, and gradients are reduced in float32.
 
     Args:
-        auto_wrap_policy: which submodules are groups: their classes, or a function from a module to a bool; by default the
-            blocks with at least `min_parameters` parameters.
+        auto_wrap_policy: which submodules are groups: classes, or a function from a module to a bool; by default the blocks
+            with at least `min_parameters` parameters.
         min_parameters: see auto_wrap_policy.
-        reshard_after_forward: let a group go after its forward and gather it again for its backward; False saves that
-            second gathering and costs its memory.
-        cpu_offload: keep what is sharded in host memory, and step there.
-        activation_checkpointing_policy: modules whose forward is computed again in backward, in place of keeping what it
-            computed: True for all groups, or as auto_wrap_policy.
-        mixed_precision: torch's MixedPrecisionPolicy, in place of the one that the precision stands for: it holds for all
-            layers but batch norms.
-        sync_every_batch: reduce the gradients of each batch of an accumulation window, so that only shards of them are
-            kept; False reduces once a window and keeps whole gradients until then.
+        reshard_after_forward: free a group after its forward and gather it again for backward; False saves the second
+            gathering and costs memory.
+        cpu_offload: keep shards in host memory, and step there.
+        activation_checkpointing_policy: modules whose activations are recomputed in backward: True for all groups, or as
+            auto_wrap_policy.
+        mixed_precision: torch's MixedPrecisionPolicy in place of the precision's, for all layers except batch norms.
+        sync_every_batch: reduce gradients after each batch of an accumulation window and keep only shards; False reduces
+            once a window and keeps whole gradients until then.
     """
 
     name = "fsdp"
@@ -150,7 +148,7 @@ class FSDPStrategy(Strategy):
             self._float32.groups.update(each for each in module.modules() if isinstance(each, _BatchNorm))
         is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
         constructed: list[nn.Module] = []
-        # Innermost first, so that meta modules draw their values in the order of their constructors.
+        # Innermost first, the order in which constructors draw the values of meta modules.
         for each in innermost_first(module):
             constructed.append(each)
             if each is module or not (each in chosen or each in self._float32.groups):
@@ -177,7 +175,7 @@ class FSDPStrategy(Strategy):
         module.register_forward_hook(reshard_after_call, always_call=True)
 
     def _refuse_other_precision(self, module: nn.Module) -> None:
-        """Refuse what an earlier run has sharded to be gathered in another low precision (ValueError)."""
+        """Raise ValueError for a module that an earlier run has sharded for another low precision."""
         gathered, asked = module.__dict__[ROOT].dtype, (self.mixed_precision or self._policy()).param_dtype
         if gathered not in (None, asked):
             raise ValueError(
@@ -199,22 +197,22 @@ class FSDPStrategy(Strategy):
         dtype = self.precision.autocast_dtype
         if dtype is None:
             return MixedPrecisionPolicy()
-        # Autocast goes on within, so inputs are cast by the operations that want it and targets are left alone.
+        # Autocast stays on inside, so operations cast their inputs and targets keep their dtype.
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     def _materialize(self, module: nn.Module, parts: list[nn.Module], group: nn.Module) -> None:
         materialize(module, parts)
-        self.precision.convert_module(group)  # before, it passed over what had no values
+        self.precision.convert_module(group)  # meta tensors were left out the first time
 
     def _shard_group(
         self, group: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, is_root: bool = False
     ) -> None:
-        """Give one group's parameters rank 0's values, and keep this rank's shard of them. Collective."""
-        # Shards may be in host memory, and are to stay there.
+        """Broadcast rank 0's values of a group, and keep this rank's shard. Collective."""
+        # Shards that are offloaded stay in host memory.
         move(group, self.device, stays=lambda each: isinstance(each, DTensor))
         whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
         broadcast_tensors((*whole, *(group.buffers() if is_root else ())))
-        # FSDP2 shards rows, and cannot reduce what is empty.
+        # FSDP2 shards rows, which 0-dim parameters lack, and cannot reduce empty ones.
         kept = {each for each in whole if each.dim() == 0 or each.numel() == 0}.union(self._float32.parameters(group))
         self._refuse_mixed(group, [each for each in whole if each not in kept])
         for parameter in whole:
@@ -245,13 +243,13 @@ class FSDPStrategy(Strategy):
             )
 
     def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
-        """Follow parameters that were made after the module was sharded: whole on each rank, and averaged before each step."""
+        """Adopt parameters that were created after sharding: whole on each rank, averaged before each step."""
         for module in modules:
             made = [p for p in module.parameters() if not isinstance(p, DTensor) and not self._deferred.tracks(p)]
             broadcast_tensors(made)
             self._deferred.track(made)
             self.buffers.track(module)
-            refuse_sparse_weights(module, self.name, True)  # one may have been unfrozen
+            refuse_sparse_weights(module, self.name, True)  # an embedding may have been unfrozen
 
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
@@ -262,7 +260,7 @@ class FSDPStrategy(Strategy):
         for optimizer in (each for each in optimizers if each not in self._tried):
             refuse_sharded_steps(optimizer, init_device_mesh(self.device.type, (self.world_size,)), self.name)
             self._tried.append(optimizer)
-        self.refresh_trainable(modules)  # configure_optimizers may have made some
+        self.refresh_trainable(modules)  # configure_optimizers may have created some
         return list(optimizers)
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
@@ -285,7 +283,7 @@ class FSDPStrategy(Strategy):
                 raise explained from error
             raise
         if not (self._automatic and torch.is_grad_enabled()):
-            root.reshard()  # no backward will: and what a hook freezes has to be the shard, not what was gathered
+            root.reshard()  # no backward will do it, and hooks must freeze the shards, not the gathered parameters
             self._wait_for_reads()
         return outputs
 
@@ -296,8 +294,8 @@ class FSDPStrategy(Strategy):
             super().backward(loss, send, **options)
             self.buffers.end_backward()
             return
-        # The root's hooks sit on what its step returns, and this backward runs inside of the step: without these the
-        # root's group is never reduced.
+        # FSDP hooks the outputs of the root's forward, but a manual backward runs inside that forward: without these hooks
+        # the root's group would never be reduced.
         for root in self._roots():
             root._get_fsdp_state()._register_pre_backward_hook(loss)
         super().backward(loss, send, **options)
@@ -305,7 +303,7 @@ class FSDPStrategy(Strategy):
         self._gather_roots()
 
     def _wait_for_reads(self) -> None:
-        """Wait until the device has copied what it was asked to gather of shards in host memory, which may be written next."""
+        """Wait until the device has copied offloaded shards, which may be written next."""
         if self.cpu_offload and self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
@@ -336,7 +334,7 @@ class FSDPStrategy(Strategy):
         return result
 
     def refresh_toggled(self) -> None:
-        # The optimizers hold the shards, and a step uses what was gathered of them.
+        # Optimizers hold the shards, while the rest of the step uses the gathered parameters.
         if any(root.depth > 0 for root in self.wrapped.values()):
             self._write_back()
             self._gather_roots()
@@ -349,7 +347,7 @@ class FSDPStrategy(Strategy):
         if clipping.norm is None:
             return None
         norms = [_total_norm([p.grad for p in kind]) for kind in kinds]
-        norms = [each.to(self.device) for each in norms]  # shards' may be in host memory
+        norms = [each.to(self.device) for each in norms]  # those of offloaded shards are in host memory
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device)
         for kind in kinds:
             torch.nn.utils.clip_grads_with_norm_(kind, clipping.norm, total)
@@ -367,7 +365,7 @@ class FSDPStrategy(Strategy):
             return super().piece(name, value, writer)
         _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
         local: Tensor = value.detach().to_local()  # type: ignore[attr-defined]
-        # NOTE: indexing a DTensor would communicate, and so hang where ranks hold unequal shares.
+        # NOTE: indexing a DTensor communicates, and would hang if ranks hold unequal shards.
         start = offsets[0] * math.prod(value.shape[1:]) if local.numel() else 0
         return Piece(name, tuple(value.shape), start, local.view(-1), self.rank)
 
@@ -377,7 +375,6 @@ class FSDPStrategy(Strategy):
         self._reshard_roots()
 
     def close(self) -> None:
-        """Give back what is held; the modules stay sharded."""
         self._write_back()
         self._reshard_roots()
         super().close()
@@ -388,12 +385,12 @@ class FSDPStrategy(Strategy):
         return (root for root in self.wrapped.values() if isinstance(root, FSDPModule))
 
     def _reshard_roots(self) -> None:
-        """Let the roots' parameters be shards again, and so those that the optimizers hold (nothing is sent)."""
+        """Turn the roots' parameters into shards again, which the optimizers hold (not collective)."""
         for root in self._roots():
             root.reshard()
 
     def _gather_roots(self) -> None:
-        """Give the rest of a manual step the root's own parameters: whole, and as they are by now."""
+        """Gather the roots' current parameters for the rest of a manual step."""
         for root in self._roots():
             root.reshard()
             root.unshard()
@@ -415,7 +412,7 @@ def _no_shards(optimizer: Optimizer) -> str:
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """Copy the views among a group's outputs: one that is changed in place would lose FSDP's hook on it, and gradients."""
+    """Clone views among a group's outputs: an in-place write would detach FSDP's hook, and lose gradients."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return output
     return tree_map_only(Tensor, lambda each: each.clone() if each._is_view() else each, output)

@@ -1,4 +1,4 @@
-"""Master optimizer: what DeepSpeed steps; it lets the user's optimizer step each parameter's share of the flat masters."""
+"""Master optimizer: DeepSpeed steps it, and the user's optimizer steps each parameter's shard of the flat masters."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from trainwright.strategies.used_parameters import UsedParameters
 
 
 class Shard(NamedTuple):
-    """This rank's share of a parameter: one range of it, which lies somewhere in a flat master.
+    """This rank's shard of a parameter: one range of it, stored in a flat master.
 
-    `offset` is the range's beginning in the master, `start` that in the parameter, of which `numel` elements are this
-    rank's; `shape` is the whole parameter's. `first` is the rank that holds the parameter's first element.
+    The range of `numel` elements begins at `start` in the parameter and at `offset` in the master; `shape` is the whole
+    parameter's, and `first` the rank of its first element.
     """
 
     parameter: Tensor
@@ -34,18 +34,18 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class MasterView:
-    """A share as the user's optimizer steps it: a view of the flat master, with the parameter's name for its state."""
+    """A shard as the user's optimizer steps it: a view of the flat master."""
 
     shard: Shard
     tensor: Tensor
 
     def is_part(self, key: str, value: Tensor) -> bool:
-        """Return whether a tensor of its state has an element for each of the parameter's."""
+        """Return whether a state tensor has one element for each of the view's."""
         return key != "step" and value.shape == self.tensor.shape
 
 
 class MasterGroup(GroupView):
-    """The user's group as DeepSpeed sees it: what it puts there for parameters (its flat masters) stays out of the user's."""
+    """The user's group as DeepSpeed sees it, with flat masters for parameters; the user's group keeps its own."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "params":
@@ -55,13 +55,13 @@ class MasterGroup(GroupView):
 
 
 class MasterOptimizer(Optimizer):
-    """What DeepSpeed takes for the optimizer: its step lets the user's own step views of the flat masters.
+    """DeepSpeed's optimizer: its step lets the user's optimizer step views of the flat masters.
 
-    So each parameter has state and a count of steps of its own, as on one process, and one that no loss has reached since the
-    last step is left alone. Groups in which nothing is trained stay the user's; DeepSpeed does not see them.
+    Each parameter so has its own state and step count, as on one process, and unused parameters are left alone. Groups without
+    trained parameters are hidden from DeepSpeed.
 
     Args:
-        own: the user's optimizer; from `take` on its groups hold this rank's views.
+        own: the user's optimizer; after `attach` its groups hold this rank's views.
     """
 
     def __init__(self, own: Optimizer) -> None:
@@ -78,18 +78,18 @@ class MasterOptimizer(Optimizer):
         self.views: dict[Tensor, MasterView] = {}
         """This rank's views by parameter."""
         self.rescale = 1.0
-        """What the next step multiplies gradients by."""
+        """The factor for gradients in the next step."""
         self.largest: float | None = None
         self._of: dict[Tensor, list[MasterView]] = {}
         self._used = UsedParameters()
 
-    def take(self, shares: Iterable[Shard]) -> None:
-        """Give the user's optimizer views of the masters that DeepSpeed has made, with the state that it had before.
+    def attach(self, shards: Iterable[Shard]) -> None:
+        """Give the user's optimizer views of DeepSpeed's masters, with the state that it had before.
 
         Raises:
-            ValueError: its state was made from parameters that an earlier run has left sharded.
+            ValueError: its state belongs to parameters that an earlier run has left sharded.
         """
-        for shard in shares:
+        for shard in shards:
             self._used.track([shard.parameter])
             if shard.numel:
                 part = shard.flat.detach().narrow(0, shard.offset, shard.numel).requires_grad_()
@@ -104,7 +104,7 @@ class MasterOptimizer(Optimizer):
                     self.own.state[view.tensor] = self._cut(view, before[view.shard.parameter], group)
 
     def _cut(self, view: MasterView, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a whole parameter's state."""
+        """Return this rank's shard of a whole parameter's state."""
         shard, cut = view.shard, {}
         for key, value in state.items():
             if not isinstance(value, Tensor):
@@ -120,12 +120,12 @@ class MasterOptimizer(Optimizer):
                     f"{type(self.own).__name__} makes its state ({key!r}) when it is constructed, and an earlier run has left "
                     "the parameters sharded by then. Create the module again and load a checkpoint."
                 )
-            else:  # the master may lie elsewhere than the parameter did
+            else:  # the master may be on another device than the parameter was
                 cut[key] = value.to(*state_location(view.tensor, key, value.dtype, group))
         return cut
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step what lies in the masters that DeepSpeed has put into its groups, each group by itself."""
+        """Step the views of the masters in DeepSpeed's groups, one group at a time."""
         for group in self.param_groups:
             views = [view for flat in group["params"] for view in self._of.get(flat, ())]
             for view in views:
@@ -157,24 +157,24 @@ class MasterOptimizer(Optimizer):
             groups[:], group["params"] = kept, params
 
     def defer_clipping(self, value: float | None, scale: float) -> None:
-        """Multiply gradients by `scale` and clip their elements at `value` in the next step, where nothing earlier can."""
+        """Scale and clip gradients by value in the next step, because offloaded ones cannot be reached before it."""
         self.rescale *= scale
         self.largest = None if self.largest is None else self.largest * scale
         if value is not None:
             self.largest = value if self.largest is None else min(self.largest, value)
 
     def clear(self) -> None:
-        """Take note that the gradients of this window have been stepped with or dropped."""
+        """Start over, after a step or when gradients were discarded."""
         self._used.clear()
         self.rescale, self.largest = 1.0, None
 
     def close(self) -> None:
-        """Let go of the parameters."""
+        """Stop tracking the parameters."""
         self._used.close()
 
 
 class StateByParameter(MutableMapping[Any, Any]):
-    """The state of the user's optimizer by the module's own parameters; of those that this rank has no share of, nothing."""
+    """The user's optimizer state by the module's own parameters; empty for those without a shard on this rank."""
 
     def __init__(self, master: MasterOptimizer) -> None:
         self._state = master.own.state

@@ -1,4 +1,4 @@
-"""Row probe: whether an optimizer steps sharded tensors (DTensors, by rows) as it steps whole ones, tried on small tensors."""
+"""Row probe: whether an optimizer steps tensors sharded by rows (DTensors) as it steps whole ones."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from trainwright.strategies.step_probe import (
 
 
 def refuse_sharded_steps(optimizer: Optimizer, mesh: DeviceMesh, strategy: str) -> None:
-    """Refuse an optimizer that steps sharded tensors otherwise than whole ones, or not at all (ValueError). Collective.
+    """Raise ValueError for an optimizer that steps sharded tensors differently than whole ones, or not at all. Collective.
 
-    One reads what lies on its rank alone for the whole: `float(gradient.sum())`, say. The optimizer stays as it is.
+    Some take the local shard for the whole, as `float(gradient.sum())` does. The optimizer is not changed.
     """
     if steps_elements(optimizer):
         return
     told = ""
     try:
         distance = _distance(optimizer, mesh)
-    except Untried:  # of which its first step will tell
+    except Untried:  # its first step will show
         distance = 0.0
     except Exception as error:
         distance, told = math.inf, f" ({type(error).__name__}: {str(error).partition(chr(10))[0][:200]})"
@@ -50,7 +50,7 @@ def refuse_sharded_steps(optimizer: Optimizer, mesh: DeviceMesh, strategy: str) 
 
 
 def _distance(optimizer: Optimizer, mesh: DeviceMesh) -> float:
-    """Return how far sharded tensors come to lie from whole ones, as a part of these ones' way."""
+    """Return how far sharded tensors end up from whole ones, relative to the distance moved."""
     generator = torch.Generator().manual_seed(0)
     device = torch.device(mesh.device_type)
 
@@ -64,7 +64,7 @@ def _distance(optimizer: Optimizer, mesh: DeviceMesh) -> float:
         # Every rank has drawn the same, so nothing is sent.
         return DTensor.from_local(rows(tensor).clone(), mesh, [Shard(0)], run_check=False) if tensor.dim() else tensor
 
-    # As many rows on each rank, for errors to be alike on all.
+    # Equal numbers of rows, so that every rank fails alike.
     shapes = [[_even(shape, mesh.size()) for shape in shapes_of(group)] for group in optimizer.param_groups]
     starts = [[drawn(shape) for shape in group] for group in shapes]
     gradients = [[[drawn(shape) * 0.1 for shape in group] for group in shapes] for _ in range(STEPS)]

@@ -1,8 +1,7 @@
-"""Written shards: what a user's code writes into parameters while fsdp has gathered them, kept in the shards.
+"""Write-back under fsdp: keeps what user code writes into gathered parameters.
 
-FSDP2 lets go of what it has gathered without a look at it, so that the update of a momentum encoder in a step, or a clip of
-weights, would be lost. Where a forward ends each rank copies its own rows back: a small part of what was gathered, and
-nothing is sent.
+FSDP2 frees gathered parameters unseen, so that weight clipping or the update of a momentum encoder in a step would be lost. At
+the end of each forward every rank copies its own rows back into its shard. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ _PLAIN_DATA: Any = Tensor.data
 
 
 def write_through_data() -> None:
-    """Let `parameter.data = tensor` write the shard of a parameter, of which a DTensor by itself takes no notice."""
+    """Let `parameter.data = tensor` write the shard, which a DTensor ignores by itself."""
     if "data" not in vars(DTensor):
         DTensor.data = property(lambda shard: _PLAIN_DATA.__get__(shard), _set_data)  # type: ignore[assignment]
 
 
 def _set_data(shard: DTensor, value: Tensor) -> None:
-    # By what it is: torch's module.to() gives a parameter other attributes, and fails where there is a weak reference to it.
+    # Not by an attribute: torch's module.to() swaps attributes, and fails if there is a weak reference.
     if not (isinstance(shard, nn.Parameter) and isinstance(value, DTensor) and _layout(value) == _layout(shard)):
         _PLAIN_DATA.__set__(shard, value)
         return
@@ -37,7 +36,7 @@ def _layout(sharded: DTensor) -> tuple[Any, ...]:
 
 
 def record_versions(group: Any) -> None:
-    """Take note of a group's own parameters as they have just been gathered."""
+    """Record the versions of a group's own parameters, just after they were gathered."""
     for part in _gathered(group):
         part.shard_version = part._sharded_param_data._version
         part.whole_version = _version(part._unsharded_param)
@@ -47,14 +46,14 @@ def write_back(group: Any) -> None:
     """Copy what was written into a group's own gathered parameters into this rank's shards.
 
     Raises:
-        RuntimeError: one that was gathered in a low precision was written.
+        RuntimeError: the parameter was gathered in a low precision.
     """
     shards: list[Tensor] = []
     rows: list[Tensor] = []
     for part in _gathered(group):
         whole, shard = part._unsharded_param, part._sharded_param_data
         if shard._version != part.shard_version:
-            continue  # the optimizer has stepped it since
+            continue  # the optimizer has stepped the shard since
         gathered = part.all_gather_outputs[0]
         is_elsewhere = whole.data_ptr() != gathered.data_ptr()
         kept, mine = _own_rows(part, whole, shard) if is_elsewhere else _same_own_rows(part, whole, shard, gathered)
@@ -64,7 +63,7 @@ def write_back(group: Any) -> None:
         shards.append(kept)
         rows.append(mine)
         if is_elsewhere:
-            _take_up(part, whole, gathered)
+            _gather_into(part, whole, gathered)
     if shards:
         with torch.no_grad():
             torch._foreach_copy_(shards, rows)
@@ -74,14 +73,14 @@ def write_back(group: Any) -> None:
 
 
 def _let_gathering_wait(group: Any) -> None:
-    """Let FSDP gather the group's shards for its backward, over a stream of its own, once they are written."""
+    """Make FSDP's gathering stream wait until the group's shards are written."""
     for parts in _groups(group):
         event = parts._reshard_after_forward_event = parts.device_handle.Event()
         event.record()
 
 
-def _take_up(part: Any, whole: Tensor, gathered: Tensor) -> None:
-    """Let FSDP gather into the memory that `.data = ...` has given a parameter from now on; backward may need the old one."""
+def _gather_into(part: Any, whole: Tensor, gathered: Tensor) -> None:
+    """Let FSDP gather into copied memory after `.data = ...`, because backward may need the old memory."""
     with torch.inference_mode(False), torch.no_grad():
         memory = torch.empty_like(gathered)  # with the padding
         there = torch.as_strided(memory, part._orig_size, part._contiguous_orig_stride)
@@ -91,15 +90,14 @@ def _take_up(part: Any, whole: Tensor, gathered: Tensor) -> None:
 
 
 def _own_rows(part: Any, whole: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
-    """Return this rank's rows of a parameter: in its shard, and in the gathered whole."""
-    # Rows beyond the last are padding, on the last ranks.
+    """Return this rank's rows of a parameter, in its shard and in the gathered whole, without the padding."""
     rank, numel = part.mesh_info.shard_mesh_rank, part.sharded_param._local_tensor.numel()
     mine = whole.detach().reshape(-1).narrow(0, shard.numel() * rank if numel else 0, numel)
     return shard.narrow(0, 0, numel), mine
 
 
 def _same_own_rows(part: Any, whole: Tensor, shard: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `_own_rows` does, made once: FSDP gives and takes the memory below these tensors, which stay the same."""
+    """Return `_own_rows`, cached: FSDP allocates and frees memory below these tensors, but keeps the tensors."""
     made_of = getattr(part, "own_rows_of", (None, None, None))
     if made_of[0] is not whole or made_of[1] is not shard or made_of[2] is not gathered:
         part.own_rows_of, part.own_rows = (whole, shard, gathered), _own_rows(part, whole, shard)
@@ -108,7 +106,7 @@ def _same_own_rows(part: Any, whole: Tensor, shard: Tensor, gathered: Tensor) ->
 
 
 def write_back_after(group: nn.Module, args: Any, output: Any) -> None:
-    """Keep writes, as a hook of a group's forward that comes before FSDP's own."""
+    """Write back, as a forward hook of a group that runs before FSDP's."""
     if torch.compiler.is_compiling():
         torch._dynamo.disable(write_back)(group)  # type: ignore[no-untyped-call]
     else:
@@ -116,7 +114,7 @@ def write_back_after(group: nn.Module, args: Any, output: Any) -> None:
 
 
 def record_versions_before(group: nn.Module, args: Any) -> None:
-    """Take note of what was gathered, as a hook of a group's forward that comes after FSDP's own."""
+    """Record versions, as a forward pre-hook of a group that runs after FSDP's."""
     if torch.compiler.is_compiling():
         torch._dynamo.disable(record_versions)(group)  # type: ignore[no-untyped-call]
     else:
@@ -126,7 +124,7 @@ def record_versions_before(group: nn.Module, args: Any) -> None:
 def _refuse_low(part: Any, is_elsewhere: bool, mine: Tensor, shard: Tensor) -> None:
     is_written = is_elsewhere or _version(part._unsharded_param) != part.whole_version
     if not is_written and not getattr(part, "is_looked_at", False):
-        # Once, in training: a write to its .data shows nowhere else, and each look waits for the device.
+        # Compared once, in training: writes through .data leave no version, and comparing waits for the device.
         part.is_looked_at = torch.is_grad_enabled()
         own = shard.to(mine.device, mine.dtype)
         is_written = not bool(((own == mine) | (own.isnan() & mine.isnan())).all())
@@ -141,16 +139,16 @@ def _refuse_low(part: Any, is_elsewhere: bool, mine: Tensor, shard: Tensor) -> N
 
 
 def _gathered(group: Any) -> Iterator[Any]:
-    """Yield what FSDP keeps of each parameter of a group's own that is gathered."""
+    """Yield FSDP's record of each gathered parameter of a group's own."""
     for parts in _groups(group):
         if parts.is_unsharded:
             yield from parts.fsdp_params
 
 
 def _groups(group: Any) -> Iterator[Any]:
-    """Yield what FSDP keeps of a group's own parameters, together."""
+    """Yield FSDP's parameter groups of a module."""
     state = group._get_fsdp_state()
-    # torch 2.11 keeps one group of parameters a module, or none; later versions keep a list, by mesh.
+    # torch 2.11 keeps at most one group per module; later versions keep a list, by mesh.
     yield from (
         state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else filter(None, [state._fsdp_param_group])
     )

@@ -1,7 +1,7 @@
-"""Sharded access: what a step may and may not do with sharded modules, and errors that name the parameter it touched.
+"""Sharded access: which methods of sharded modules a step may call, and errors that name the parameter it touched.
 
-FSDP2 gathers a group's parameters around the forward of its module. A step may also call the module's other public methods,
-which are entered here in the same way; it may not use a parameter of a group that is not entered.
+FSDP2 gathers a group's parameters for its module's forward; this file does the same for its other public methods. Outside of
+both, a step cannot use a group's parameters.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from trainwright.strategies.shard_write_back import record_versions, write_back
 CHAIN = re.compile(r"\b([A-Za-z_]\w*)((?:\.\w+|\[\d+\])+)")
 PART = re.compile(r"\.(\w+)|\[(\d+)\]")
 NO_STEPS = ("reset_parameters", "configure_optimizers")
-"""Public methods that are no part of a step."""
+"""Public methods that no step calls."""
 
 
 def public_methods(kind: type[nn.Module]) -> Iterator[str]:
-    """Yield the names of the methods that a module's own classes define for others to call, without forward."""
+    """Yield the names of the public methods that a module's own classes define, without forward."""
     seen = {"forward", *NO_STEPS}
     for each in kind.__mro__:
         if each is nn.Module:
@@ -42,7 +42,7 @@ def public_methods(kind: type[nn.Module]) -> Iterator[str]:
 def open_methods(module: nn.Module, kind: type[nn.Module], is_within_step: Callable[[], bool]) -> list[str]:
     """Let the public methods of a sharded module gather its parameters when a step calls them; return their names.
 
-    `kind` is its class as it was. From elsewhere, and from within the module's own forward, they run as they are.
+    `kind` is the class before sharding. Called from elsewhere, or from the module's own forward, they run unchanged.
     """
     names = list(public_methods(kind))
     for name in names:
@@ -76,7 +76,7 @@ def _opening(
 
 
 def explain(error: Exception, module: nn.Module) -> RuntimeError | None:
-    """Return an error that names the sharded parameter which a step used outside of its module; None for other errors."""
+    """Return an error that names the sharded parameter that a step used outside its module; None for other errors."""
     if "mixed torch.Tensor and DTensor" not in str(error):
         return None
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -84,7 +84,7 @@ def explain(error: Exception, module: nn.Module) -> RuntimeError | None:
 
 
 def refuse_sharded_loss(loss: Tensor, module: nn.Module | None) -> None:
-    """Refuse a loss that was computed from sharded parameters themselves, as an L2 over parameters() is (RuntimeError)."""
+    """Raise RuntimeError for a loss computed from sharded parameters directly, such as an L2 over parameters()."""
     if not isinstance(loss, DTensor):
         return
     names = {id(parameter): name for name, parameter in module.named_parameters()} if module is not None else {}
@@ -113,7 +113,7 @@ def _refusal(module: nn.Module | None, names: list[str]) -> RuntimeError:
 
 
 def _group_of(module: nn.Module, parameter_name: str) -> str:
-    """Return the name of the innermost submodule with this parameter whose call gathers it."""
+    """Return the innermost submodule whose call gathers this parameter."""
     name = parameter_name.rpartition(".")[0]
     while name and not isinstance(module.get_submodule(name), FSDPModule):
         name = name.rpartition(".")[0]
@@ -121,12 +121,12 @@ def _group_of(module: nn.Module, parameter_name: str) -> str:
 
 
 def _as_code(name: str) -> str:
-    """Return what a submodule's name is in a step: "blocks.1" is self.blocks[1]."""
+    """Return a submodule's name as code: "blocks.1" is self.blocks[1](...)."""
     return "self" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split(".")) + "(...)"
 
 
 def _touched(traceback: TracebackType | None, names: dict[int, str]) -> Iterator[str]:
-    """Yield the names of the sharded parameters that the failing lines mention, and of those in their variables."""
+    """Yield the names of sharded parameters that failing lines mention or that their local variables hold."""
     while traceback is not None:
         frame = traceback.tb_frame
         line = linecache.getline(frame.f_code.co_filename, traceback.tb_lineno)
@@ -138,7 +138,7 @@ def _touched(traceback: TracebackType | None, names: dict[int, str]) -> Iterator
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield values, and those in lists of them, as `torch._foreach_*` takes."""
+    """Yield values, and those in lists, as `torch._foreach_*` takes them."""
     for value in values:
         yield from value if isinstance(value, (list, tuple)) else (value,)
 

@@ -1,4 +1,4 @@
-"""The sharded root: what stands around a module under fsdp as FSDP's root, and what a call of the module itself gathers."""
+"""The sharded root: FSDP's root module around the user's, and gathering for calls of the module itself."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from trainwright.strategies.base import StepForward
 from trainwright.strategies.shard_write_back import record_versions, write_back
 
 ROOT = "_fsdp_root"
-"""Where a sharded module keeps the wrapper that is FSDP's root, for the next run with it."""
+"""The attribute of a sharded module that keeps FSDP's root for its next run."""
 
 
 class Root(StepForward):
-    """FSDP's root: its forward is a step of the module, whose own class and attributes so stay as they are."""
+    """FSDP's root: its forward runs a step of the module, which keeps its class and attributes."""
 
     dtype: torch.dtype | None = None
-    """What parameters are gathered in; None for their own."""
+    """The dtype that parameters are gathered in; None for their own."""
     depth = 0
-    """Greater than 0 while a step runs."""
+    """Positive while a step runs."""
     is_called_alone = False
-    """Whether the module is being called outside of a step."""
+    """Whether the module is called outside a step."""
 
     def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         self.depth += 1
@@ -36,7 +36,7 @@ class Root(StepForward):
 
 
 def unshard_for_call(module: nn.Module, args: Any) -> None:
-    """Gather the root's own parameters for a call of the module outside of a step, as after a fit. Collective."""
+    """Gather the root's own parameters for a call outside a step, such as after a fit. Collective."""
     root = module.__dict__.get(ROOT)
     if root is None or root.depth > 0:
         return
@@ -52,7 +52,7 @@ def unshard_for_call(module: nn.Module, args: Any) -> None:
 
 
 def reshard_after_call(module: nn.Module, args: Any, output: Any) -> None:
-    """Let go of what was gathered for a call outside of a step, with what it has written."""
+    """Reshard after a call outside a step, and write back what it wrote."""
     root = module.__dict__.get(ROOT)
     if root is not None and root.is_called_alone:
         root.depth, root.is_called_alone = 0, False
@@ -61,7 +61,7 @@ def reshard_after_call(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def refuse_copy(module: nn.Module, memo: Any) -> None:
-    """Refuse a deep copy of a module that is sharded, or that holds one (RuntimeError)."""
+    """Raise RuntimeError for a deep copy of a sharded module, or of one that holds a sharded one."""
     raise RuntimeError(
         "a module that fsdp has sharded cannot be copied: each rank holds a part of it. tw.gather_module(module), called on "
         "all ranks, gives a whole, plain copy in host memory."

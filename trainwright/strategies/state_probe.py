@@ -1,4 +1,4 @@
-"""State probe: what state an optimizer makes in its first step, told by a copy of it that steps other tensors."""
+"""State probe: finds the state that an optimizer creates in its first step, by stepping a copy of it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,9 @@ LARGEST = 1 << 18
 """Elements of a parameter up to which one of its shape is tried: some optimizers keep large ones in another way."""
 MOST_HELD = 100_000
 """Objects of an optimizer that are looked at before it is copied; one with more is not tried."""
-WHOLE = (
-    type,
-    FunctionType,
-    BuiltinFunctionType,
-    ModuleType,
-    weakref.ref,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type(...),
-)
-"""What no deep copy goes into."""
+CODE = (type, FunctionType, BuiltinFunctionType, ModuleType, weakref.ref)
+WHOLE = (*CODE, int, float, complex, str, bytes, type(None), type(...))
+"""Types that a deep copy does not enter."""
 
 
 def state_of_a_step(optimizer: Optimizer, sparse: Collection[int] = ()) -> Iterator[tuple[str, Tensor]]:

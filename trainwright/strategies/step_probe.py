@@ -1,7 +1,7 @@
-"""Step probe: whether an optimizer steps shares of the parameters as it steps all of them.
+"""Step probe: whether an optimizer steps shards of the parameters as it steps all of them.
 
-torch's that do are known; any other one is tried: a copy of it steps small tensors, two copies step a share of them each, as
-two ranks would, and the results are compared. The parameters themselves are left alone.
+torch's optimizers are known. Others are tried: one copy steps small tensors, two copies step a shard of them each, as two ranks
+would, and the results are compared. The parameters themselves are not touched.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from trainwright.data.seeding import isolate_rng
 
 KNOWN = (SGD, Adam, Adagrad, NAdam, RAdam, Adamax, ASGD, Rprop, RMSprop, Adadelta)  # AdamW is an Adam
-"""torch's optimizers that step each element by itself."""
+"""torch's optimizers that step each element independently."""
 KNOWN_OF_DEEPSPEED = ("FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad")
 STEPS = 8
 TOLERANCE = 1e-4
-"""What two ways of stepping may differ by, as a part of the whole way."""
+"""The largest difference between the two, relative to the distance moved."""
 LARGEST = {0: 1, 1: 4096, 2: 128}
-"""How many elements a tensor of so many dimensions has at most in each of them (small ones may be stepped in another way)."""
+"""The largest size per dimension, by number of dimensions (optimizers may step small tensors differently)."""
 
 
 class Untried(Exception):
-    """An optimizer cannot be tried, whole tensors and all."""
+    """An optimizer that cannot be tried, even on whole tensors."""
 
 
 def refuse_uneven_steps(optimizer: Optimizer, device: torch.device, strategy: str, *, flat: bool) -> None:
-    """Refuse an optimizer that would step a rank's share of the parameters otherwise than all of them (ValueError).
+    """Raise ValueError for an optimizer that steps a rank's shard of the parameters differently than all of them.
 
     Args:
-        optimizer: the user's; its groups and its state stay as they are.
+        optimizer: the user's, which is not changed.
         device: where it will step.
-        strategy: which strategy shares them out.
-        flat: whether a share is flat pieces of the parameters of each group; else it is some parameters, whole.
+        strategy: the strategy that shards the parameters.
+        flat: whether a shard is flat pieces of each group's parameters, or some whole parameters.
     """
     if steps_elements(optimizer):
         return
@@ -55,7 +55,7 @@ def refuse_uneven_steps(optimizer: Optimizer, device: torch.device, strategy: st
         distance = _distance(optimizer, device, flat)
     except Untried as error:
         if not flat:
-            return  # whole tensors are what it knows, so nothing speaks against it
+            return  # it will step whole tensors, as usual
         if _needs_closure(optimizer):
             raise ValueError(
                 f"{name} computes the loss in its step, which strategy={strategy!r} does not let it. {instead}"
@@ -77,7 +77,7 @@ def refuse_uneven_steps(optimizer: Optimizer, device: torch.device, strategy: st
 
 
 def steps_elements(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is known to step each element by itself, as torch's and DeepSpeed's, or steps as these do."""
+    """Return whether an optimizer is known to step each element independently, or inherits such a step."""
     if type(optimizer).__module__.startswith("deepspeed.ops.") and type(optimizer).__name__ in KNOWN_OF_DEEPSPEED:
         return True
     for kind in KNOWN:
@@ -96,10 +96,10 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 
 
 def _distance(optimizer: Optimizer, device: torch.device, flat: bool) -> float:
-    """Return how far shares come to lie from where all tensors together do, as a part of these tensors' way."""
+    """Return how far shards end up from whole tensors, relative to the distance moved."""
     try:
         return _tried(optimizer, device, flat, torch.float64)
-    except Exception:  # kernels that know float32 alone
+    except Exception:  # float32 kernels
         return _tried(optimizer, device, flat, torch.float32)
 
 
@@ -133,7 +133,7 @@ def _tried(optimizer: Optimizer, device: torch.device, flat: bool, dtype: torch.
 
 
 def shapes_of(group: dict[str, Any]) -> list[tuple[int, ...]]:
-    """Return shapes like those of the group's parameters: two of the largest of each number of dimensions, made small."""
+    """Return two reduced copies of the group's largest shape for each number of dimensions."""
     largest: dict[int, tuple[int, ...]] = {}
     for parameter in group["params"]:
         shape = tuple(int(size) for size in getattr(parameter, "ds_shape", parameter.shape))
@@ -144,7 +144,7 @@ def shapes_of(group: dict[str, Any]) -> list[tuple[int, ...]]:
 
 
 def _share(tensors: Sequence[Tensor], rank: int, flat: bool) -> list[Tensor]:
-    """Return what one of two ranks has of a group: every second tensor, or a range of all of them, flat and side by side."""
+    """Return one of two ranks' shard of a group: every second tensor, or a range of all of them flattened."""
     if not flat:
         return list(tensors[rank::2])
     size = sum(each.numel() for each in tensors)
@@ -161,7 +161,7 @@ def _share(tensors: Sequence[Tensor], rank: int, flat: bool) -> list[Tensor]:
 def stepped_whole(
     optimizer: Optimizer, starts: Sequence[Sequence[Tensor]], gradients: Sequence[Sequence[Sequence[Tensor]]]
 ) -> list[list[Tensor]]:
-    """Return whole tensors as a copy of the optimizer leaves them.
+    """Return whole tensors after the steps of a copy of the optimizer.
 
     Raises:
         Untried: it cannot be copied, or its steps fail or move nothing.
@@ -185,7 +185,7 @@ def stepped(
     gradients: Sequence[Sequence[Sequence[Tensor]]],
     one_by_one: bool = False,
 ) -> list[list[Tensor]]:
-    """Return the tensors of each group as a copy of the optimizer leaves them; `one_by_one` steps a group at a time."""
+    """Return each group's tensors after the steps of a copy of the optimizer; `one_by_one` steps a group at a time."""
     tensors = [[nn.Parameter(each.clone()) for each in group] for group in starts]
     twin = twin_of(optimizer, tensors)
     groups = twin.param_groups
@@ -203,7 +203,7 @@ def stepped(
 
 @contextmanager
 def set_apart() -> Iterator[None]:
-    """Let copies of optimizers step without a trace: all generators are put back, and torch's global step hooks not called."""
+    """Isolate the steps of copies: restore all generators, and disable torch's global step hooks."""
     kept: list[tuple[Any, Any]] = [
         (hooks, dict(hooks)) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     ]
@@ -218,26 +218,24 @@ def set_apart() -> Iterator[None]:
 
 
 def twin_of(optimizer: Optimizer, tensors: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
-    """Return a copy of an optimizer over other tensors; nothing that is large is copied, and nothing of the parameters kept."""
+    """Return a copy of an optimizer over other tensors, without copying large objects or parameters."""
     memo: dict[int, Any] = {}
     for group, own in zip(optimizer.param_groups, tensors, strict=True):
         for parameter in group["params"]:
             memo[id(parameter)] = own[0] if own else nn.Parameter(torch.zeros(()))
     twin = _copied(optimizer, memo)
     for group, own, theirs in zip(twin.param_groups, tensors, optimizer.param_groups, strict=True):
-        for made in [p for p in theirs["params"] if optimizer.state.get(p)][
-            :1
-        ]:  # some make it when they are constructed
+        for made in [p for p in theirs["params"] if optimizer.state.get(p)][:1]:  # some create state in the constructor
             for tensor in own:
                 twin.state[tensor] = {key: _alike(value, made, tensor) for key, value in optimizer.state[made].items()}
         group["params"] = list(own)
         if isinstance(group.get("lr"), (float, int)):
-            group["lr"] = 0.01  # a warm-up begins with none
+            group["lr"] = 0.01  # a warm-up starts at 0
         elif isinstance(group.get("lr"), Tensor):
             group["lr"] = torch.full_like(group["lr"], 0.01)
     begin: Any = getattr(twin, "train", None)
     if callable(begin):
-        begin()  # a schedule-free optimizer is told when it is to step
+        begin()  # a schedule-free optimizer only steps in training mode
     return twin
 
 
@@ -250,9 +248,9 @@ def _alike(value: Any, parameter: Tensor, tensor: Tensor) -> Any:
 
 
 def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    # Not copy.deepcopy: an Optimizer would leave its own attributes out, and take its state and hooks along.
+    # Not copy.deepcopy, which drops an Optimizer's own attributes and copies its state and hooks.
     kept = dict(vars(optimizer))
-    kept.pop("step", None)  # which a scheduler has wrapped, around the optimizer itself
+    kept.pop("step", None)  # a scheduler's wrapper, bound to the original
     twin: Optimizer = object.__new__(type(optimizer))
     memo[id(optimizer)] = twin
     for name, value in kept.items():

@@ -19,25 +19,15 @@ from torch.utils.checkpoint import checkpoint
 from trainwright.strategies.base import broadcast_tensors
 
 ENGINES = (str(Path(__file__).parent), str(Path(dist.__file__).parent))
-"""Where the code lies that strategies hang on a module."""
+"""The folders of the code that strategies attach to modules."""
 PACKAGES = ("deepspeed.", "torch.distributed.", "trainwright.strategies.")
 ADDED = (
-    "_fsdp_root",
-    "_fsdp_use_orig_params",
-    "_is_fsdp_managed_module",
-    "_external_params",
-    "_original_parameters",
-    "applied_pre_backward_ref_cnt",
-    "ds_external_parameters",
-    "ds_grads_remaining",
-    "ds_id",
-    "ds_inflight_param_registry",
-    "ds_recompute_parameters",
-    "all_parameters",
-    "post_bwd_fn",
-    "pre_bwd_fn",
+    *("_fsdp_root", "_fsdp_use_orig_params", "_is_fsdp_managed_module"),
+    *("_external_params", "_original_parameters", "all_parameters", "applied_pre_backward_ref_cnt"),
+    *("ds_external_parameters", "ds_grads_remaining", "ds_id", "ds_inflight_param_registry", "ds_recompute_parameters"),
+    *("post_bwd_fn", "pre_bwd_fn"),
 )
-"""What torch's fully_shard and DeepSpeed keep in a module."""
+"""Attributes that torch's fully_shard and DeepSpeed add to a module."""
 
 
 def gather_module(module: nn.Module, *, all_ranks: bool = False) -> nn.Module | None:

@@ -1,4 +1,4 @@
-"""Zero traces: what DeepSpeed hangs on a user's modules and parameters, and leaves there when its engine goes."""
+"""Cleanup after ZeRO: removes what DeepSpeed attaches to modules and parameters, and leaves there."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from weakref import WeakValueDictionary
 from torch import nn
 
 ADDED_LATER = ("pre_bwd_fn", "post_bwd_fn", "ds_grads_remaining", "applied_pre_backward_ref_cnt")
-"""What the first forward and backward add to a module."""
+"""Attributes that the first forward and backward add to a module."""
 
 
 class AddedAttributes:
-    """Notes, as a context around the making of an engine, what that adds to modules and parameters, to take it off again.
+    """Records, as a context around the creation of an engine, which attributes it adds, to remove them later.
 
     Args:
-        modules: what the engine will own of the user's modules.
+        modules: the modules that the engine will own.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -35,7 +35,7 @@ class AddedAttributes:
                 table[each] = set(each.__dict__) - before
 
     def remove(self) -> None:
-        """Take it off; whole parameters get memory of their own, and shards stay what they are."""
+        """Remove the attributes, and give whole parameters separate memory; shards stay."""
         for module, added in self._modules.items():
             for name in added.union(ADDED_LATER):
                 module.__dict__.pop(name, None)
@@ -47,11 +47,11 @@ class AddedAttributes:
                 continue
             for name in added:
                 parameter.__dict__.pop(name, None)
-            parameter.data = parameter.data.clone()  # out of the flat buffer of all, which goes with the engine
+            parameter.data = parameter.data.clone()  # out of the engine's flat buffer
 
 
 class Bottom(nn.Module):
-    """Stands for the modules of engines on DeepSpeed's list of those in a forward: what is noted on it keeps nothing alive."""
+    """Replaces engines' modules on DeepSpeed's stack of running forwards; it holds only weak references."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,11 +59,10 @@ class Bottom(nn.Module):
 
 
 def release_module(module: nn.Module) -> None:
-    """Take a module, and what is in it, out of what DeepSpeed holds for the whole process; a module that is called works on.
+    """Remove a module tree from DeepSpeed's process-wide state; the module can still be called.
 
-    Stage 3 puts the module of each engine on its list of the modules in a forward for good, a forward that fails leaves its own
-    there, and a cache of what to release holds the engine: the user's module, the engine and its buffers would stay in memory
-    until the process ends.
+    Stage 3 never takes an engine's module off its stack of running forwards, a failed forward leaves its modules there, and a
+    cache holds the engine, so the module, the engine and its buffers would stay in memory until the process ends.
     """
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -79,20 +78,20 @@ def release_module(module: nn.Module) -> None:
 
 
 def end_training(engines: Iterable[Sequence[Any]]) -> None:
-    """Take off what engines of stage 3 need for backwards alone, their buffers among it; their modules can still be called.
+    """Remove stage 3 engines' gradient hooks and buffers; their modules can still be called.
 
-    torch keeps the hooks of gradients where Python's garbage collection does not look, so an engine would outlive its module.
+    torch keeps gradient hooks where Python's garbage collector does not look, so an engine would outlive its module.
     """
     for engine in _each(engines):
         release_module(engine.module)
-        if hasattr(engine.optimizer, "ipg_buckets"):  # an evaluation's has no optimizer
+        if hasattr(engine.optimizer, "ipg_buckets"):  # an engine for evaluation has no optimizer
             for hook in (*engine.optimizer._grad_acc_hooks, *engine.optimizer._leaf_module_hooks):
                 hook.remove()
             engine.optimizer.ipg_buckets.clear()
 
 
 def destroy(engines: Iterable[Sequence[Any]]) -> None:
-    """Take engines off their modules."""
+    """Destroy engines."""
     for engine in _each(engines):
         engine.destroy()
         release_module(engine.module)

@@ -1,4 +1,4 @@
-"""ZeRO's gradients: this rank's share of those that DeepSpeed's engine has summed and averaged, before its step."""
+"""ZeRO's gradients: averages and clips this rank's shard before DeepSpeed's step would."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def fill_missing_gradients(zero: Any, stage: int) -> None:
-    """Let a step whose window no loss reached be one of zero gradients; DeepSpeed takes it that one did."""
+    """Allow a step without a backward, with zero gradients; DeepSpeed assumes that there was one."""
     if stage == 3:
         partitions = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         for index, group in enumerate(zero.fp16_groups if not zero.offload_optimizer else []):
@@ -19,7 +19,7 @@ def fill_missing_gradients(zero: Any, stage: int) -> None:
                 zero.averaged_gradients[index] = [partitions[parameter.ds_id] for parameter in group]
         return
     if stage == 1:
-        zero.setup_buckets()  # which its step reduces through; made by the backward, where there was one
+        zero.setup_buckets()  # which the backward creates, and the step reduces through
         return
     for index, owned in enumerate(zero.params_in_partition if not zero.cpu_offload else []):
         if zero._use_compact_grad_partition_buffer(index):
@@ -33,11 +33,11 @@ def finalize(engine: Any, stage: int) -> None:
     zero = engine.optimizer
     fill_missing_gradients(zero, stage)
     if stage == 1:
-        engine._running_engine_step = True  # the boundary of a window, else nothing is reduced
+        engine._running_engine_step = True  # DeepSpeed only reduces at the boundary of a window
         engine.allreduce_gradients()
         engine._running_engine_step = False
     elif stage == 2:
-        # What the step will do first: cut this rank's share out of the gradients, as views, so clipping them lasts.
+        # The step does this first: it takes views of this rank's shard, so that clipping them lasts.
         kept = dict(zero.all_grad_tensors)
         zero.finalize_gradient_accumulation_boundary()
         zero.all_grad_tensors = kept

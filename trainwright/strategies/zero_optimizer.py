@@ -1,4 +1,4 @@
-"""ZeRO's optimizer as the user made it, what its engine owns of a module, and the precision that the engine computes in."""
+"""ZeRO's optimizer as the user sees it, the part of a module that its engine owns, and the engine's precision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainwright.strategies.zero_write_back import paused
 
 
 class Part(nn.Module):
-    """What one DeepSpeed engine owns of a module; its forward runs a step that uses it."""
+    """The part of a module that one DeepSpeed engine owns; its forward runs a step that uses it."""
 
     def __init__(self, members: Sequence[nn.Module], strays: Sequence[Any] = ()) -> None:
         super().__init__()
@@ -30,21 +30,21 @@ class Part(nn.Module):
 
 
 class ZeroOptimizer(OptimizerProxy):
-    """The user's optimizer with the module's own parameters in its groups, while DeepSpeed steps flat masters.
+    """Shows the module's own parameters, while DeepSpeed steps flat masters.
 
     Args:
-        master: what the engine steps.
+        master: the optimizer that the engine steps.
         engine: DeepSpeed's engine.
-        settle: lets the masters be what the weights show.
-        refresh: lets the weights follow their masters. Collective.
+        write_back: updates the masters from the weights.
+        refresh: updates the weights from the masters. Collective.
     """
 
     def __init__(
-        self, master: MasterOptimizer, engine: Any, settle: Callable[[], None], refresh: Callable[[], None]
+        self, master: MasterOptimizer, engine: Any, write_back: Callable[[], None], refresh: Callable[[], None]
     ) -> None:
         super().__init__(master.own, master.given)
         self.master, self.engine = master, engine
-        self._settle, self._refresh = settle, refresh
+        self._write_back, self._refresh = write_back, refresh
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -52,14 +52,14 @@ class ZeroOptimizer(OptimizerProxy):
         return StateByParameter(self.master)
 
     def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        self._settle()
+        self._write_back()
         result = method(*args, **kwargs)
         with paused():
             self._refresh()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that wait in DeepSpeed's buckets; no parameter has one of its own."""
+        """Discard the gradients in DeepSpeed's buckets, where it keeps them instead of in `.grad`."""
         zero = self.engine.optimizer
         zero.zero_grad()
         self.master.clear()
@@ -67,12 +67,12 @@ class ZeroOptimizer(OptimizerProxy):
             zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
             zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
         else:
-            # Else a parameter that the next steps do not use keeps the gradient of the last one that did.
+            # Otherwise a parameter that is unused from now on keeps its last gradient.
             for buffer in zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.values():
                 buffer.zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: DeepSpeed has laid out its masters by now."""
+        """Raise RuntimeError, because DeepSpeed's masters are fixed."""
         raise RuntimeError(
             "DeepSpeed lays its buffers out when the optimizer is prepared, so groups cannot be added later; give them to the "
             "optimizer in configure_optimizers."
@@ -80,11 +80,11 @@ class ZeroOptimizer(OptimizerProxy):
 
 
 class ZeroPrecision(Precision):
-    """The precision of a DeepSpeed engine, which keeps float32 masters and scales losses by itself.
+    """The precision of DeepSpeed engines, which keep float32 masters and scale losses themselves.
 
     Args:
-        inner: converts modules and batches, and says what is computed in.
-        scalers: returns the loss scalers of the engines.
+        inner: converts modules and batches, and provides the contexts.
+        scalers: returns the engines' loss scalers.
     """
 
     takes_closure = False
@@ -119,7 +119,7 @@ class ZeroPrecision(Precision):
             super().backward(loss, send, **options)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loss scale, as torch's GradScaler names it, so that other strategies can go on with it."""
+        """Return the loss scale under the names of torch's GradScaler, so that other strategies can resume it."""
         scaler = next((each for each in self._scalers() if getattr(each, "dynamic", False)), None)
         if scaler is None:
             return {}
@@ -143,12 +143,12 @@ class ZeroPrecision(Precision):
 
 
 def part_of(optimizer: Optimizer, own: set[Tensor], owners: Sequence[nn.Module], least: int) -> Part:
-    """Return what of the modules one of several engines of stage 3 owns.
+    """Return the part of the modules that one of several stage 3 engines owns.
 
     Raises:
         ValueError: a parameter of more than `least` elements, which does not stay gathered, shares its module with others.
     """
-    # ZeRO-3 hangs its hooks on modules, and two engines that fetch and release one module's parameters break.
+    # ZeRO-3 hooks modules, and two engines cannot both fetch and release one module's parameters.
     members = [member for module in owners for member in _owned(module, own)]
     inside = {p for member in members for p in member.parameters()}
     strays = [p for group in optimizer.param_groups for p in group["params"] if p not in inside]
@@ -162,7 +162,7 @@ def part_of(optimizer: Optimizer, own: set[Tensor], owners: Sequence[nn.Module],
 
 
 def _owned(module: nn.Module, own: set[Tensor]) -> Iterator[nn.Module]:
-    """Yield the largest submodules all of whose trained parameters are of `own`."""
+    """Yield the largest submodules whose trained parameters are all in `own`."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     if parameters and own.issuperset(parameters):
         yield module

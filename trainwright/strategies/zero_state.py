@@ -1,4 +1,4 @@
-"""ZeRO's state as pieces: a rank's share of a parameter is one range of it, which lies somewhere in a flat float32 master."""
+"""ZeRO's state as pieces: a rank's shard of a parameter is one range of it, stored in a flat float32 master."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from trainwright.checkpoint.contents import placed
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import new_state
+from trainwright.strategies.base import by_parameter, new_state
 from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
 
 
 def shards_of(zero: Any, stage: int, rank: int) -> Iterator[Shard]:
-    """Yield this rank's share of each parameter that a ZeRO optimizer steps."""
+    """Yield this rank's shard of each parameter that a ZeRO optimizer steps."""
     if stage == 3:
         groups, flats = zero.fp16_groups, zero.fp32_partitioned_groups_flat
     else:
@@ -28,7 +28,7 @@ def shards_of(zero: Any, stage: int, rank: int) -> Iterator[Shard]:
                 start = min(padded * rank, parameter.ds_numel)
                 numel = min(padded, parameter.ds_numel - start)
                 yield Shard(parameter, flat, offset, start, numel, tuple(parameter.ds_shape), 0)
-            elif parameter._hp_mapping is None:  # all of it is others'
+            elif parameter._hp_mapping is None:  # other ranks hold all of it
                 yield Shard(parameter, flat, 0, 0, 0, tuple(parameter.shape), 0)
             else:
                 mine = parameter._hp_mapping.lp_fragment_address
@@ -38,29 +38,26 @@ def shards_of(zero: Any, stage: int, rank: int) -> Iterator[Shard]:
 
 
 def partition_piece(name: str, parameter: Any, rank: int) -> Piece:
-    """Return this rank's share of a parameter that stage 3 has sharded and that has no master."""
+    """Return this rank's shard of a stage 3 parameter without a master."""
     start = min(parameter.ds_tensor.numel() * rank, parameter.ds_numel)
     shard = parameter.ds_tensor.detach()[: min(parameter.ds_tensor.numel(), parameter.ds_numel - start)]
     return Piece(name, tuple(parameter.ds_shape), start, shard, rank)
 
 
 def optimizer_pieces(master: MasterOptimizer, names: Mapping[Tensor, str], rank: int) -> Iterator[Piece]:
-    """Yield this rank's share of the state of the user's optimizer."""
+    """Yield this rank's shard of the user's optimizer state."""
     for parameter, view in master.views.items():
         for key, value in master.own.state.get(view.tensor, {}).items():
             name = f"{names[parameter]}/{key}"
             if isinstance(value, Tensor) and view.is_part(key, value):
                 yield Piece(name, view.shard.shape, view.shard.start, value.detach(), rank)
-            elif isinstance(value, Tensor):  # ranks without a share of the parameter have none
+            elif isinstance(value, Tensor):  # ranks without a shard of the parameter have none
                 yield Piece(name, tuple(value.shape), 0, value.detach(), view.shard.first)
 
 
 def allocate(master: MasterOptimizer, names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry]) -> None:
-    """Make the state tensors that a load fills."""
-    by_name: dict[str, dict[str, TensorEntry]] = {}
-    for name, entry in entries.items():
-        parameter_name, key = name.rsplit("/", 1)
-        by_name.setdefault(parameter_name, {})[key] = entry
+    """Replace the optimizer's state by empty tensors for a load to fill."""
+    by_name = by_parameter(entries)
     master.own.state.clear()
     for group, given in zip(master.own.param_groups, master.given, strict=True):
         for view in (master.views[p] for p in given if p in master.views):
@@ -68,12 +65,12 @@ def allocate(master: MasterOptimizer, names: Mapping[Tensor, str], entries: Mapp
                 state = master.own.state[view.tensor]
                 is_part = tuple(entry.shape) == view.shard.shape and key != "step"
                 if is_part and entry.dtype == view.shard.parameter.dtype:
-                    entry = replace(entry, dtype=view.tensor.dtype)  # what is like its parameter is like its master
+                    entry = replace(entry, dtype=view.tensor.dtype)  # the parameter's dtype becomes the master's
                 state[key] = new_state(view.tensor, key, entry, group, is_part)
 
 
 def place_plain(master: MasterOptimizer) -> None:
-    """Let tensors in what else a load has put into the state (lists of them) lie where the masters do, in their dtype."""
+    """Move tensors inside non-tensor state, such as lists of them, to the masters' device and dtype after a load."""
     for parameter, view in master.views.items():
         state = master.own.state.get(view.tensor, {})
         for key, value in state.items():
@@ -82,21 +79,21 @@ def place_plain(master: MasterOptimizer) -> None:
 
 
 def warn_of_shards(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
-    """Say that a state_dict holds nothing of what stage 3 has sharded; it runs whenever a user asks for one."""
+    """Warn that a state_dict lacks what stage 3 has sharded, as a hook of the user's `state_dict` calls."""
     if any(isinstance(value, nn.Parameter) for value in state.values()):
-        return  # asked for with keep_vars, as we do
+        return  # called with keep_vars, as the framework does
     lost = [name for name, p in module.named_parameters() if getattr(p, "ds_numel", 0) > 0 and p.numel() == 0]
     if lost:
         rank_zero_warn(
             f"the state_dict of {type(module).__name__} is empty for {lost[0]!r} and {len(lost) - 1} others, of which each "
             "rank holds a part under ZeRO stage 3. tw.gather_module(module), called on all ranks, gives a whole copy of it; to "
-            "go on from later, save with trainer.save_checkpoint(path).",
+            "resume later, save with trainer.save_checkpoint(path).",
             stacklevel=3,
         )
 
 
 def refresh(parameters: Sequence[Any]) -> None:
-    """Let parameters without a master, which a load has changed in their partition, show it where they are gathered."""
+    """Gather parameters without a master again after a load has written their partitions."""
     for parameter in parameters:
         if hasattr(parameter, "ds_tensor") and parameter.ds_status.name == "AVAILABLE":
             parameter.partition(has_been_updated=False)
@@ -104,7 +101,7 @@ def refresh(parameters: Sequence[Any]) -> None:
 
 
 def refresh_from_masters(zero: Any, stage: int) -> None:
-    """Let the weights that a forward uses follow their float32 masters. Collective."""
+    """Update the weights from their float32 masters. Collective."""
     if stage < 3:
         zero.update_lp_params()
         return

@@ -1,8 +1,8 @@
-"""Zero writes: what a user's code writes into parameters under DeepSpeed, kept in what its engine goes on from.
+"""Write-back under ZeRO: keeps what user code writes into parameters.
 
-A step of ZeRO's makes the weights anew from its masters, and stage 3 lets go of a whole parameter without a look at it, so that
-a clip of weights, or under stage 3 the update of a momentum encoder, would be lost. This rank's part of a parameter is copied
-back before the parameter is let go, and into the masters before each step and each save; nothing is sent.
+A ZeRO step recomputes the weights from its masters, and stage 3 frees a gathered parameter unseen, so that weight clipping or
+the update of a momentum encoder would be lost. Each rank therefore copies its shard back before a parameter is partitioned, and
+into the masters before each step and save. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from torch import Tensor, nn
 from trainwright.strategies.master_optimizer import Shard
 
 ENGINES = ("deepspeed", "trainwright")
-"""Whose code writes a parameter's `.data` for the engine, and not for a user."""
+"""Packages that write a parameter's `.data` for the engine."""
 PACKAGES = (*ENGINES, "torch")
-"""Whose code may see that a parameter is not gathered."""
-TELLS = (
+"""Packages that may see a parameter that is not gathered."""
+ANSWERS = (
     *("__get__", "dim", "ndimension", "numel", "nelement", "element_size", "size", "stride", "__len__", "__repr__"),
     *("is_floating_point", "is_complex", "is_contiguous", "type", "get_device", "data_ptr", "__format__"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "untyped_storage"),
 )
-"""What of a parameter that is not gathered can be asked."""
+"""Attributes and methods that work on a parameter that is not gathered."""
 PLAIN_DATA: Any = Tensor.data
 _paused: list[None] = []
 
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Within the context let go of what is gathered as it is, since its shard is newer."""
+    """Disable write-back within the context, because the shards are newer than what is gathered."""
     _paused.append(None)
     try:
         yield
@@ -43,25 +43,25 @@ def paused() -> Iterator[None]:
 
 
 class ZeroWriteBack:
-    """Keeps what is written into the parameters of a strategy's engines."""
+    """Writes back what user code wrote into the parameters of a strategy's engines."""
 
     def __init__(self) -> None:
         self._kept: list[KeptShard] = []
-        self._views: list[WholeView] = []
+        self._views: list[FlatView] = []
         self._flats: list[tuple[Any, Any]] = []
 
     def track(self, zero: Any, stage: int, rank: int, part: nn.Module, modules: Iterable[nn.Module]) -> None:
-        """Keep what is written into an engine's parameters.
+        """Track an engine's parameters.
 
         Args:
-            zero: the engine's optimizer, or what it has in the place of one where nothing is trained.
-            stage: ZeRO's.
-            rank: this process's.
-            part: what the engine owns.
-            modules: the user's, which have the names.
+            zero: the engine's optimizer, or its substitute if nothing is trained.
+            stage: ZeRO's stage.
+            rank: this process's rank.
+            part: the modules that the engine owns.
+            modules: the user's modules, for the parameters' names.
         """
         if stage < 3:
-            self._views += [WholeView(each) for group in zero.bit16_groups for each in group]
+            self._views += [FlatView(each) for group in zero.bit16_groups for each in group]
             parts = [each[rank] for each in zero.parallel_partitioned_bit16_groups]
             self._flats += zip(parts, zero.single_partition_of_fp32_groups, strict=True)
             return
@@ -72,34 +72,34 @@ class ZeroWriteBack:
         self._flats += zip(parts, getattr(zero, "fp32_partitioned_groups_flat", []), strict=True)
 
     def check(self) -> None:
-        """Refuse a write that was made into a parameter while it was not gathered, and so changed nothing (RuntimeError)."""
+        """Raise RuntimeError for a write into a parameter that was not gathered, which had no effect."""
         for each in self._kept:
             each.check()
 
-    def settle(self, refuses: bool = True) -> None:
-        """Let shards and masters be what the parameters show; see `check` for what it refuses."""
+    def run(self, refuses: bool = True) -> None:
+        """Update shards and masters from the parameters; `refuses` calls `check` first."""
         if refuses:
             self.check()
         is_written = False
         for each in self._kept:
-            each.keep()
-            is_written |= each.take_note()
+            each.write_back()
+            is_written |= each.pop_written()
         for view in self._views:
-            is_written |= view.settle()
+            is_written |= view.write_back()
         for low, master in self._flats:
-            # Where the masters are in host memory the whole copy would cost as much as their step.
+            # Copying all weights to offloaded masters would cost as much as the step, so only if something was written.
             if low is not None and low.numel() == master.numel() and (low.device == master.device or is_written):
                 update_master(master.detach(), low)
 
     def clear(self) -> None:
-        """Follow no engine any more."""
+        """Stop tracking."""
         self._kept.clear()
         self._views.clear()
         self._flats.clear()
 
 
 def update_master(master: Tensor, low: Tensor) -> None:
-    """Let a float32 master be what its weights show, where they do not show the master itself."""
+    """Update a float32 master from its weights, except where they are the rounded master."""
     if master.data_ptr() == low.data_ptr():
         return
     low = low.detach().to(master.device)
@@ -109,34 +109,33 @@ def update_master(master: Tensor, low: Tensor) -> None:
         master.copy_(torch.where(low == master.to(low.dtype), master, low.to(master.dtype)))
 
 
-def update_masters(shares: Iterable[Shard]) -> None:
-    """Let masters be what the parameters show, which an engine has given back."""
-    for share in shares:
-        whole = share.parameter.detach().reshape(-1)
-        update_master(
-            share.flat.detach().narrow(0, share.offset, share.numel), whole.narrow(0, share.start, share.numel)
-        )
+def update_masters(shards: Iterable[Shard]) -> None:
+    """Update masters from parameters that were taken off their engine."""
+    for shard in shards:
+        whole = shard.parameter.detach().reshape(-1)
+        master = shard.flat.detach().narrow(0, shard.offset, shard.numel)
+        update_master(master, whole.narrow(0, shard.start, shard.numel))
 
 
-class WholeView:
-    """A parameter of stage 1 or 2, whose memory is a part of its engine's flat weights."""
+class FlatView:
+    """A parameter of stage 1 or 2, which is a view of its engine's flat weights."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter, self._data, self._version = parameter, parameter.data, parameter._version
 
-    def settle(self) -> bool:
-        """Return whether the parameter was seen to be written since the last time; it has the engine's memory then."""
+    def write_back(self) -> bool:
+        """Move a replaced `.data` back into the flat weights; return whether the parameter was written since the last call."""
         parameter = self._parameter
         is_elsewhere = parameter.data_ptr() != self._data.data_ptr()
-        if is_elsewhere:  # .data = ... has given it memory of its own
+        if is_elsewhere:  # `.data = ...` has replaced its memory
             self._data.copy_(parameter.detach())
             parameter.data = self._data
         is_written, self._version = parameter._version != self._version, parameter._version
         return is_elsewhere or is_written
 
 
-class PartedParameter(nn.Parameter):
-    """A parameter of stage 3, with whose data nothing can be computed while it is not gathered."""
+class PartitionedParameter(nn.Parameter):
+    """A parameter of stage 3, whose data cannot be used while it is not gathered."""
 
     @property
     def data(self: Any) -> Tensor:
@@ -146,9 +145,9 @@ class PartedParameter(nn.Parameter):
             self.partition.is_handed_out = True
         if found.numel() or not self.ds_numel or home in PACKAGES:
             return found
-        away = found.as_subclass(Away)
-        away.refusal = self.partition.refusal
-        return away
+        placeholder = found.as_subclass(NotGathered)
+        placeholder.refusal = self.partition.refusal
+        return placeholder
 
     @data.setter
     def data(self: Any, value: Tensor) -> None:
@@ -166,21 +165,21 @@ class PartedParameter(nn.Parameter):
         )
 
 
-class Away(Tensor):
-    """What `parameter.data` is while the parameter is not gathered: it tells its dtype and device, and computes nothing."""
+class NotGathered(Tensor):
+    """The `.data` of a parameter that is not gathered: it has a dtype and a device, and refuses to compute."""
 
     refusal: Callable[[], RuntimeError]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in TELLS:
+        if getattr(func, "__name__", "") in ANSWERS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise next(each for each in _flat((*args, *(kwargs or {}).values())) if isinstance(each, Away)).refusal()
+        raise next(each for each in _flat((*args, *(kwargs or {}).values())) if isinstance(each, NotGathered)).refusal()
 
 
 class KeptShard:
-    """What stands in the place of a parameter's `partition`: keeps what was written into it."""
+    """Replaces a parameter's `partition`, and writes back before it."""
 
     def __init__(self, parameter: Any, name: str) -> None:
         self._parameter, self._name = parameter, name
@@ -189,17 +188,17 @@ class KeptShard:
         self._version = parameter._version
         self._is_written = False
         self.is_handed_out = False
-        """Whether a user's code has had its `.data`, through which a write shows nowhere else."""
+        """Whether user code has read its `.data`, through which writes leave no trace."""
 
     def __call__(
         self, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
     ) -> None:
         for each in [self._parameter] if param_list is None else param_list:
-            each.partition.keep()
+            each.partition.write_back()
         self._partition(param_list, hierarchy, has_been_updated, free_data)
 
-    def keep(self) -> None:
-        """Copy this rank's part of a parameter that is gathered into its shard."""
+    def write_back(self) -> None:
+        """Copy this rank's part of a gathered parameter into its shard, if it was written."""
         parameter = self._parameter
         if parameter.ds_status.name != "AVAILABLE" or _paused:
             return
@@ -207,50 +206,50 @@ class KeptShard:
         self._is_written |= is_written
         shard = parameter.ds_tensor
         if shard.dtype != parameter.dtype or shard.status.name != "AVAILABLE" or not parameter.numel():
-            return  # a quantized one, or one on a disk
+            return  # quantized, or offloaded to a disk
         if is_written:
             start = min(shard.numel() * self._rank, parameter.ds_numel)
             numel = min(shard.numel(), parameter.ds_numel - start)
             with torch.no_grad():
                 shard[:numel].copy_(parameter.detach().reshape(-1)[start : start + numel])
 
-    def take_note(self) -> bool:
-        """Return whether the parameter was seen to be written since the last time."""
+    def pop_written(self) -> bool:
+        """Return whether the parameter was written since the last call."""
         is_written, self._is_written = self._is_written, False
         return is_written
 
     def check(self) -> None:
-        """Refuse a write that was made while the parameter was not gathered (RuntimeError)."""
+        """Raise RuntimeError for a write while the parameter was not gathered."""
         if self._parameter._version != self._version and self._parameter.ds_status.name == "NOT_AVAILABLE":
             raise self.refusal()
 
     def refusal(self) -> RuntimeError:
-        """Return the error of who uses the parameter where it is not gathered."""
+        """Return the error for a use of the parameter while it is not gathered."""
         return RuntimeError(
             f"the parameter {self._name!r} was used where it is not gathered: under ZeRO stage 3 each rank holds a part of it, "
-            "and the whole is there while its module is called. Use it in the forward of its module, or in a hook such as "
+            "and the whole exists only while its module is called. Use it in the forward of its module, or in a hook such as "
             "on_train_batch_end within `with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`; make it a "
             "buffer; or choose stage 1 or 2, or 'fsdp'."
         )
 
 
 def kept_shard(parameter: Any, name: str) -> KeptShard:
-    """Return what keeps the writes into a parameter of stage 3, from now on."""
+    """Write back writes into a stage 3 parameter from now on, and return what does it."""
     if not isinstance(parameter.partition, KeptShard):
         parameter.partition = KeptShard(parameter, name)
         parameter.all_gather = _checked(parameter, parameter.all_gather)
         parameter.all_gather_coalesced = _checked(parameter, parameter.all_gather_coalesced)
-        parameter.__class__ = PartedParameter
+        parameter.__class__ = PartitionedParameter
     kept: KeptShard = parameter.partition
     return kept
 
 
 def _checked(parameter: Any, gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what gathers parameters after a look whether one was written where it was not gathered."""
+    """Wrap a gathering function, to check first for writes while parameters were not gathered."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        asked = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple, set))]
-        for each in asked[0] if asked else [parameter]:
+        listed = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple, set))]
+        for each in listed[0] if listed else [parameter]:
             each.partition.check()
         return gather(*args, **kwargs)
 
@@ -258,7 +257,7 @@ def _checked(parameter: Any, gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _calling_package() -> str:
-    """Return the package whose code uses the property that asks."""
+    """Return the package whose code uses the calling property."""
     home: str = sys._getframe(2).f_globals.get("__name__", "")
     return home.partition(".")[0]
 

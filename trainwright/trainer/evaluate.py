@@ -68,7 +68,7 @@ class Evaluation:
             loaders,
             rank=engine.rank,
             world_size=engine.world_size,
-            mode="ghost",
+            mode="padded",
             **self.trainer.loader_options,
         )
         if self.source.owner is None:
@@ -97,9 +97,9 @@ class Evaluation:
     def _refuse_empty(self) -> None:
         """Refuse a loader that was given and has no batch on any rank (ValueError); a hook may return one."""
         for place, (name, loader) in enumerate(self.loaders):
-            if not isinstance(loader, ShardedLoader) or (loader.world_size > 1 and not loader.is_shared):
+            if not isinstance(loader, ShardedLoader) or (loader.world_size > 1 and not loader.is_sharded):
                 continue
-            if loader.share.source_length == 0:
+            if loader.shard.source_length == 0:
                 which = f" {place if name is None else name!r}" if len(self.loaders) > 1 else ""
                 raise ValueError(
                     f"the {self.stage} loader{which} has no batch (its dataset is empty, or drop_last dropped all); give it "
@@ -144,7 +144,7 @@ def evaluate(
     if getattr(trainer.settings, LIMITS[stage]) == 0:
         return []
     engine.strategy.before_evaluation(engine.modules)
-    asked = trainer.signal_stop.begin_evaluation()
+    asked = trainer.stop.begin_evaluation(trainer.is_within_window)
     with (
         trainer.state.progress.during(phase),
         evaluation_mode(module, stage),
@@ -158,7 +158,7 @@ def evaluate(
             run_loader(evaluation, collector, place, loader, most, keep, asked)
             collector.end_batches()
             if asked is not None:
-                trainer.signal_stop.after_loader()
+                trainer.stop.after_loader()
             if len(evaluation.loaders) > 1:
                 logbook.end_loader(module)
         collector.begin_loader(None)
@@ -194,7 +194,7 @@ def run_loader(
     evaluation.trainer.batch_indices = None
     # What the step does with the loader before says nothing of this one.
     told = evaluation.communication = Communication(in_hooks=stage != "predict")
-    is_own = engine.world_size > 1 and not loader.is_shared
+    is_own = engine.world_size > 1 and not loader.is_sharded
     source = OwnRounds(loader, count, told, engine.strategy.forward_is_collective) if is_own else loader
     if evaluation.arguments.pulls:
         run_pulled(evaluation, collector, place, source, count, keep, asked)
@@ -207,7 +207,7 @@ def run_loader(
         is_ghost = source.real_length is not None and index >= source.real_length
         if length is not None and index >= length and not is_own:
             refuse_length(length)
-        if asked is not None and asked.is_pending and evaluation.trainer.signal_stop.is_left(place, index):
+        if asked is not None and asked.is_pending and evaluation.trainer.stop.is_left(place, index):
             break
         if noted:
             evaluation.trainer.batch_indices = noted.popleft()
@@ -283,7 +283,7 @@ def run_pulled(
     )
     while not batches.is_at_end:
         taken = batches.begin_step()
-        if asked is not None and asked.is_pending and evaluation.trainer.signal_stop.is_left(place, taken):
+        if asked is not None and asked.is_pending and evaluation.trainer.stop.is_left(place, taken):
             break
         collector.begin_batch(collector.batch, step, length is None or taken >= length - 1)
         if is_ghost(taken):

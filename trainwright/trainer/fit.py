@@ -53,7 +53,7 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
 
     `generators` are this rank's, of the checkpoint that the run resumes from; None in a fresh run.
     """
-    trainer, state, hooks = run.trainer, run.state, run.hooks
+    trainer, state, hooks, stop = run.trainer, run.state, run.hooks, run.trainer.stop
     is_resumed = trainer.resume_source is not None
     if run.validation is not None:
         run.validation.generators = rng_state()
@@ -66,17 +66,17 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
     if is_resumed:
         for callback in trainer.callbacks:
             callback._on_restored(trainer)
-        trainer.agree_on_stop()
+        stop.agree()
         trainer.logbook.drop_later_rows()
-    if trainer.signal_stop.number:  # it came in the sanity check
-        trainer.signal_stop.commit()
+    if stop.number:  # it came in the sanity check
+        stop.commit()
         return
     trainer.logbook.start(run.module, training=True, stage="train")
     hooks.call("on_train_start")  # it draws what it drew in the run's first start
     if is_resumed:
         resume_generators(run, generators)
     check_state(trainer)
-    trainer.agree_on_stop()
+    stop.agree()
     with suppress(EvaluationAbandoned):
         while not trainer.is_done:
             fit_epoch(run)
@@ -86,7 +86,7 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
             state.next_epoch()
     if run.generators is not None:  # nothing was left to train
         set_rng_state(run.generators)
-    trainer.signal_stop.settle()
+    stop.finish()
     trainer.logbook.stop_collecting()
     hooks.call("on_train_end")
 
@@ -134,14 +134,14 @@ def fit_epoch(run: TrainingRun) -> None:
     begin_epoch(run)
     batch_start, batch_end = hooks["on_train_batch_start"], hooks["on_train_batch_end"]
     window, progress = run.window, run.progress
-    stop, may_end = trainer.stop_point, trainer.settings.max_steps != -1
-    assert stop is not None
+    stop, stop_point, may_end = trainer.stop, trainer.stop.point, trainer.settings.max_steps != -1
+    assert stop_point is not None
     log_every, validates_within = trainer.settings.log_every, run.validates_within
     batches, is_last = run.batches()
     if validates_within and state.batch and not is_last and validation_is_due(run):
         validate(run, within=True)  # the checkpoint was saved before it
-    trainer.agree_on_stop()
-    is_stopped = trainer.wants_to_stop  # before it has begun
+    stop.agree()
+    is_stopped = stop.is_due(window.is_open)  # before it has begun
     for batch, is_last in () if is_stopped else batches:
         progress.enter(Phase.BATCH)
         collector.begin_batch(batch)
@@ -176,14 +176,18 @@ def fit_epoch(run: TrainingRun) -> None:
             trainer.save_waiting()
         if validates_within and not is_last and not window.is_open and validation_is_due(run):
             validate(run, within=True)
-        if (stepped or run.is_manual) and (may_end or stop.is_pending or trainer.should_stop) and trainer.wants_to_stop:
+        if (
+            (stepped or run.is_manual)
+            and (may_end or stop_point.is_pending or stop.requested)
+            and stop.is_due(window.is_open)
+        ):
             break
     else:
         refuse_short_epoch(run, is_last or is_stopped)
         is_last = is_last or (run.data.num_batches is None and not is_stopped)  # no length: it is over
     collector.end_batches()
     progress.enter(Phase.BETWEEN_BATCHES)
-    if not trainer.signal_stop.number:  # else the resumed run does what is left of the epoch
+    if not stop.number:  # else the resumed run does what is left of the epoch
         finish_epoch(run, is_complete=is_last)
 
 
@@ -193,7 +197,7 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
         reduce_epoch(run, is_complete)
     run.hooks.call(JUDGED)
     run.trainer.save_waiting()  # with what early stopping has made of the epoch
-    run.trainer.agree_on_stop()
+    run.trainer.stop.agree()
     run.trainer.logbook.flush()
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import tempfile
 from collections import OrderedDict
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,7 @@ WEIGHTS = "weights"
 OWN_ARGUMENTS = ("callbacks", "logger", "profiler")
 """Arguments of a Trainer that are replaced by the parts made of them."""
 TRAINER_FIELDS = (
-    "should_stop", "stop_is_agreed", "accumulate_grad_batches", "ckpt_path", "resume_source", "num_training_batches",
+    "should_stop", "accumulate_grad_batches", "ckpt_path", "resume_source", "num_training_batches",
     "num_val_batches", "num_sanity_val_batches", "num_test_batches", "num_predict_batches",
 )  # fmt: skip
 NOT_OURS = frozenset({*vars(nn.Module()), "_trainer", "_toggled", "trainer", "_running_module"})
@@ -59,7 +58,7 @@ def call_remotely(
         LaunchError: the job could not be started.
     """
     asked, engine = f"trainer.{call}", trainer.engine
-    trainer.interrupted = False
+    trainer.stop.note_end(None)
     arguments = {name: value for name, value in trainer.given_arguments.items() if name not in OWN_ARGUMENTS}
     handed = {
         "model": module,
@@ -69,14 +68,14 @@ def call_remotely(
         "loggers": trainer.loggers,
         "profiler": trainer.profiler,
         "Trainer": arguments,
-        "others": (call, path, trainer.callbacks_of_module, trainer.module is module, asdict(trainer.state)),
+        "others": (call, path, trainer.callbacks_of_module, trainer.module is module, trainer.state),
     }
     with tempfile.TemporaryDirectory(prefix="trainwright-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         try:
             told = call_in_workers(make_call, handed, engine.num_workers, asked=asked, folder=folder)
-        except KeyboardInterrupt:
-            trainer.interrupted = True
+        except KeyboardInterrupt as error:
+            trainer.stop.note_end(error)
             raise
         _take_over(trainer, module, datamodule, told)
         if told["has_weights"]:
@@ -116,7 +115,7 @@ def _take_over(trainer: Trainer, module: Module, datamodule: DataModule | None, 
     trainer.engine.modules, trainer.engine.optimizers = [module], []
     trainer.module, trainer.datamodule = module, datamodule
     module.trainer = trainer
-    trainer.state = TrainerState(**told["state"])
+    trainer.state = told["state"]
     trainer.optimizers, trainer.prepared_optimizers, trainer.lr_scheduler_configs = [], [], []
     for name, value in told["trainer"].items():
         setattr(trainer, name, value)
@@ -160,7 +159,7 @@ def make_call(
         "result": result,
         "has_weights": has_weights,
         "buffers": {name: value for name, value in model.named_buffers() if name not in kept},
-        "state": asdict(trainer.state),
+        "state": trainer.state,
         "trainer": {name: getattr(trainer, name) for name in TRAINER_FIELDS},
         "metrics": {
             "callback": trainer.callback_metrics,

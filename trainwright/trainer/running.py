@@ -45,7 +45,7 @@ def running(
     engine, outcome, locks = trainer.engine, Outcome(), FolderLocks(trainer, stage)
     trainer.ckpt_path = choice.path
     trainer.module, trainer.datamodule = module, datamodule
-    trainer.interrupted = False
+    trainer.stop.note_end(None)
     trainer.state.progress.enter(Phase.OUTSIDE)
     profiler = trainer.profiler if is_measuring(trainer.profiler) else None
     outer = module._trainer
@@ -84,7 +84,7 @@ def running(
             outcome.error = error
             if trainer.run is not None:
                 trainer.state.progress.fail(trainer.run.obstacle)
-            trainer.interrupted = isinstance(error, KeyboardInterrupt)
+            trainer.stop.note_end(error)
             # One in flight can commit while every rank lives, whatever they raise; not where one has gone.
             outcome.after(engine.writer.drop if is_secondary_failure(error) else engine.finish_save)
             for hook in trainer.hooks["on_exception"]:
@@ -202,7 +202,7 @@ def _leave(trainer: Trainer, outcome: Outcome) -> None:
     trainer.state.progress.enter(Phase.OUTSIDE)
     if trainer.run is not None:
         outcome.after(trainer.run.data.close)
-    trainer.run, trainer.stop_point, trainer.validation_clock = None, None, None
+    trainer.run, trainer.validation_clock = None, None
     for callback in trainer.callbacks:
         callback.__dict__.pop("_running_module", None)
     if trainer.datamodule is not None:
@@ -235,7 +235,7 @@ def _log_graph(trainer: Trainer, module: Module) -> None:
 
 def _close_logger(trainer: Trainer, logger: Logger, outcome: Outcome) -> None:
     """Let a logger write what it holds back."""
-    is_interrupted = trainer.interrupted or trainer.signal_stop.number
+    is_interrupted = trainer.interrupted or trainer.stop.number
     status = "interrupted" if is_interrupted else "failed" if outcome.error is not None else "success"
     outcome.after(logger.finalize, status)
     outcome.after(logger.close)

@@ -19,7 +19,6 @@ from trainwright.callbacks.progress_bar import TQDMProgressBar
 from trainwright.data.datamodule import DataModule
 from trainwright.devices.abilities import has_pinned_memory
 from trainwright.distributed.ranks import Ranks
-from trainwright.distributed.sync_points import SyncPoint
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
@@ -31,7 +30,7 @@ from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.phase import Phase
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.state import TrainerState
-from trainwright.trainer.stop import SignalStop
+from trainwright.trainer.stop import Stop
 
 if TYPE_CHECKING:
     from trainwright.trainer.training_run import TrainingRun
@@ -76,10 +75,8 @@ class Status:
     optimizers: list[Optimizer]
     prepared_optimizers: list[PreparedOptimizer]
     lr_scheduler_configs: list[SchedulerConfig]
-    should_stop: bool
-    signal_stop: SignalStop
-    """The stop on a signal of the present or the latest fit."""
-    stop_point: SyncPoint | None = None
+    stop: Stop
+    """The stop of the present or the latest fit."""
 
     # -- the job -----------------------------------------------------------------------------------------------------
 
@@ -314,18 +311,15 @@ class Status:
     @property
     def received_sigterm(self) -> bool:
         """Return whether a SIGTERM stops, or has stopped, the present or latest fit, as far as this rank knows."""
-        return self.signal_stop.received == signal.SIGTERM
+        return self.stop.received == signal.SIGTERM
 
     @property
     def is_done(self) -> bool:
         """Return whether no epoch is left to train, nor one that a stopped run was resumed within."""
-        last, is_stopped = self.settings.last_epoch, self.wants_to_stop
+        last, is_stopped = self.settings.last_epoch, self.stop.is_due(self.is_within_window)
         return (is_stopped and not self.state.is_unfinished) or (last is not None and self.state.epoch >= last)
 
-    @property
-    def wants_to_stop(self) -> bool:
-        """Return whether the run ends at this optimizer step."""
-        raise NotImplementedError
+    interrupted = Forwarded[bool]("stop.interrupted", "Whether Ctrl-C has ended the latest run.")
 
     # -- the metrics -------------------------------------------------------------------------------------------------
 

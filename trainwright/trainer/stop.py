@@ -1,4 +1,4 @@
-"""Stop: what becomes of a fit that a signal (SIGTERM, SIGUSR1, Ctrl-C) has asked to stop, from the first note to the exit.
+"""Stop: whether a fit stops here, and what becomes of one that a signal (SIGTERM, SIGUSR1, Ctrl-C) has asked to stop.
 
     a rank is signalled       SignalWatch notes it and requests two sync points, which the watchers pass to all ranks
     in training               "stop": all ranks leave at one optimizer step
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,13 @@ from trainwright.data.seeding import isolate_rng, rng_state, set_rng_state
 from trainwright.distributed.environment import requeue_job
 from trainwright.distributed.signals import SignalWatch, exit_code, is_interactive
 from trainwright.distributed.sync_points import SyncPoint
+from trainwright.engine.engine import Engine
 from trainwright.errors import RunStopped
 from trainwright.trainer.phase import Phase
+from trainwright.trainer.settings import Settings
+from trainwright.trainer.state import TrainerState
 
 if TYPE_CHECKING:
-    from trainwright.trainer.trainer import Trainer
     from trainwright.trainer.training_run import TrainingRun
 
 
@@ -34,22 +36,42 @@ class EvaluationAbandoned(Exception):
     """Ends an evaluation of fit on every rank, because the run is to stop; the run goes on from before it."""
 
 
-class SignalStop:
-    """One fit's stop on a signal. Entered around the fit, it raises RunStopped at the end where there was one.
+class Stop:
+    """The stop of one fit: by its limits, because a rank has set `requested`, or by a signal. The loop asks it once a batch.
+
+    Entered around the fit, it raises RunStopped at the end of one that a signal has stopped.
 
     Args:
-        trainer: whose fit.
+        engine, settings, state: the run's.
+        save: saves the run that a signal has stopped and returns the path; "" for nothing saved. Collective.
+        keeps_any: whether the run keeps any checkpoint.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        state: TrainerState,
+        save: Callable[[], str],
+        keeps_any: Callable[[], bool],
+    ) -> None:
+        self.requested = False
+        """What `trainer.should_stop` is."""
+        self.is_agreed = False
+        """Whether every rank knows that it is to stop, without a signal."""
         self.number = 0
-        """The signal that stops the run, alike on every rank; 0 for none."""
+        """The signal that stops the run, the same on every rank; 0 for none."""
         self.path = ""
         """The checkpoint that the stopped run has saved; "" for none."""
-        self.abandonment: SyncPoint | None = None
-        self._trainer = trainer
-        self._watch = SignalWatch(self._ask)
-        self._asked: list[SyncPoint] = []
+        self.interrupted = False
+        """Whether Ctrl-C has ended the latest run."""
+        self._engine, self._settings, self._state = engine, settings, state
+        self._save, self._keeps_any = save, keeps_any
+        self._watch = SignalWatch(self._request_points)
+        self.point: SyncPoint | None = None
+        """Where all ranks leave the training at one optimizer step; None outside of fit."""
+        self._abandonment: SyncPoint | None = None
+        """Where all ranks leave a validation before one batch."""
         self._is_committed = False
         self._evaluations = 0
 
@@ -58,10 +80,11 @@ class SignalStop:
         """Return the first signal that this rank knows of; 0 for none."""
         return self.number or self._watch.first
 
-    def __enter__(self) -> SignalStop:
+    def __enter__(self) -> Stop:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.point = self._abandonment = None
         if self.number and error is None:
             self._announce()  # while a repeated signal is still heard
         self._watch.close()
@@ -72,62 +95,111 @@ class SignalStop:
                 raise KeyboardInterrupt
             raise RunStopped(self._code)
 
-    def watch(self) -> None:
-        """Heed signals from here on. Collective: call on every rank."""
-        self.abandonment = self._trainer.sync_point("abandonment")
-        assert self._trainer.stop_point is not None
-        self._asked = [self._trainer.stop_point, self.abandonment]
+    def open(self) -> None:
+        """Heed requests and signals from here on. Collective: call on every rank."""
+        self.point = self._engine.connection.sync_point("stop")
+        self._abandonment = self._engine.connection.sync_point("abandonment")
         self._watch.open()
 
-    def _ask(self) -> None:
-        for each in self._asked:
-            each.request()
+    def note_end(self, error: BaseException | None) -> None:
+        """Note how a run has ended, or that another begins (None)."""
+        self.interrupted = isinstance(error, KeyboardInterrupt)
+
+    def request_soon(self) -> None:
+        """Ask, on any rank and from any thread, that all ranks stop at one optimizer step (RuntimeError outside of fit)."""
+        if self.point is None:
+            raise RuntimeError("stop_soon works in trainer.fit only.")
+        self.point.request()
+
+    def _request_points(self) -> None:
+        for each in (self.point, self._abandonment):
+            if each is not None:
+                each.request()
 
     # -- how the ranks agree -----------------------------------------------------------------------------------------
 
-    def agree(self) -> bool:
-        """Return whether a signal stops the run here, known to any rank. Collective: call on every rank."""
+    def is_due(self, window_is_open: bool) -> bool:
+        """Return, the same on every rank, whether the run ends at this optimizer step. Call it at each, on every rank."""
+        settings, state, is_alone = self._settings, self._state, self._engine.world_size == 1
+        if -1 < settings.max_steps <= state.step:
+            return True
+        if window_is_open:  # manual optimization accumulates gradients, which no checkpoint holds
+            return False
+        if self.point is not None:
+            if self.point.is_reached(state.step):
+                if not self.agree_on_signal():
+                    self.requested = self.is_agreed = True
+            elif self.requested and not self.is_agreed and not is_alone:
+                self.point.request()  # perhaps this rank alone has set it
+        if self.number:
+            return True
+        if not self.requested or not (self.is_agreed or is_alone):
+            return False
+        return state.epoch >= (settings.min_epochs or 0) and state.step >= (settings.min_steps or 0)
+
+    def agree(self) -> None:
+        """Let every rank stop here if one of them is to. Collective: call on every rank."""
+        if self._engine.world_size > 1 and not self.is_agreed:
+            wishes = self._engine.ranks.exchange(bool(self.requested), "the agreement on a stop")
+            self.requested = self.is_agreed = any(wishes)
+
+    def agree_on_signal(self) -> bool:
+        """Return whether a signal that any rank knows of stops the run here. Collective: call on every rank."""
         if not self.number:
-            numbers = self._trainer.engine.ranks.exchange(int(self._watch.first), "the agreement on a signal")
+            numbers = self._engine.ranks.exchange(int(self._watch.first), "the agreement on a signal")
             self.number = next(filter(None, numbers), 0)
-            self._trainer.interrupted = self.number == signal.SIGINT
+            self.interrupted = self.number == signal.SIGINT
         return bool(self.number)
 
-    def begin_evaluation(self) -> SyncPoint | None:
+    @property
+    def ends_by_itself(self) -> bool:
+        """Return, the same on every rank, whether the run ends here without a signal: a resumed one would do no more."""
+        is_at_limit = -1 < self._settings.max_steps <= self._state.step
+        return is_at_limit or (self.requested and (self.is_agreed or self._engine.world_size == 1))
+
+    # -- within an evaluation ----------------------------------------------------------------------------------------
+
+    def may_abandon(self, window_is_open: bool) -> bool:
+        """Return, the same on every rank, whether an evaluation that begins now is left when a signal comes.
+
+        Not within an accumulation window: its gradients are in no checkpoint, and once it has ended the weights are others.
+        """
+        return self._abandonment is not None and not window_is_open and not self.ends_by_itself
+
+    def begin_evaluation(self, window_is_open: bool) -> SyncPoint | None:
         """Return what the evaluation that begins has to look at before each batch; None where it is not to be abandoned."""
         self._evaluations += 1
-        return self.abandonment if may_abandon(self._trainer) else None
+        return self._abandonment if self.may_abandon(window_is_open) else None
 
     def is_left(self, loader: int, batch: int) -> bool:
-        """Return whether the running evaluation is abandoned before this batch, on every rank before the same."""
-        assert self.abandonment is not None
-        return self.abandonment.is_reached((self._evaluations << 64) + (loader << 48) + batch)
+        """Return whether all ranks abandon the running evaluation before this batch."""
+        assert self._abandonment is not None
+        return self._abandonment.is_reached((self._evaluations << 64) + (loader << 48) + batch)
 
     def after_loader(self) -> None:
         """Abandon the evaluation on every rank if one of them has left it, or knows of a signal. Collective.
 
-        It stands before the first collective of an evaluation's end, which those that have left would not come to.
+        Must run before the first collective of the evaluation's end, which ranks that left early never reach.
         """
-        if self.agree():
+        if self.agree_on_signal():
             raise EvaluationAbandoned
 
     # -- what is saved -----------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Save where the loop has ended by a signal, or one has come since. Collective: call on every rank."""
-        if (self.number or not ends_by_itself(self._trainer)) and self.agree():
+    def finish(self) -> None:
+        """Save where a signal has ended the loop, or one has come since. Collective: call on every rank."""
+        if (self.number or not self.ends_by_itself) and self.agree_on_signal():
             self.commit()
 
     def commit(self, generators: dict[str, Any] | None = None) -> None:
         """Save the run as it stands, with these generators where given, once. Collective: call on every rank."""
-        callback = self._trainer.checkpoint_callback
-        if self._is_committed or callback is None:
+        if self._is_committed:
             return
         self._is_committed = True
         with isolate_rng():
             if generators is not None:
                 set_rng_state(generators)
-            self.path = callback.save_stop(self._trainer)
+            self.path = self._save()
 
     # -- what is said ------------------------------------------------------------------------------------------------
 
@@ -135,51 +207,22 @@ class SignalStop:
     def _code(self) -> int:
         return exit_code(self.number, bool(self.path))
 
-    def _reason(self) -> str:
-        callback = self._trainer.checkpoint_callback
-        if callback is None or not callback.keeps_any:
-            return "this run has no ModelCheckpoint that saves"
-        return "the weights are not finite"
-
     def _announce(self) -> None:
         """Tell the launcher and the user."""
-        trainer = self._trainer
-        trainer.engine.connection.announce_stop(self._code)
-        if not trainer.is_global_zero:
+        self._engine.connection.announce_stop(self._code)
+        if self._engine.rank:
             return
         name = signal.Signals(self.number).name
         what = "Ctrl-C" if self.number == signal.SIGINT else name
-        where = (
-            f"trainwright: {what} has stopped the run in epoch {trainer.current_epoch}, at step {trainer.global_step}"
-        )
+        where = f"trainwright: {what} has stopped the run in epoch {self._state.epoch}, at step {self._state.step}"
         if self.path:
             said = f'{where}; it is saved as {self.path}. The same command with ckpt_path="auto" goes on from there.'
         else:
-            said = f"{where}; nothing was saved, since {self._reason()}."
+            reason = "the weights are not finite" if self._keeps_any() else "this run has no ModelCheckpoint that saves"
+            said = f"{where}; nothing was saved, since {reason}."
         if self.path and name == "SIGUSR1" and (requeued := requeue_job()):
             said = f"{said}\ntrainwright: {requeued}"
         print(said, file=sys.stderr, flush=True)
-
-
-def save_end(trainer: Trainer) -> None:
-    """Save a run that has come to its end, unless it is, so that the same command finds nothing left to do. Collective."""
-    callback = trainer.checkpoint_callback
-    if callback is not None and not trainer.signal_stop.number and trainer.settings.limit_train_batches != 0:
-        callback.save_stop(trainer, "end")
-
-
-def ends_by_itself(trainer: Trainer) -> bool:
-    """Return, alike on every rank, whether the run ends here without a signal, so that a resumed one would do no more."""
-    is_at_limit = -1 < trainer.max_steps <= trainer.global_step
-    return is_at_limit or (trainer.should_stop and (trainer.stop_is_agreed or trainer.world_size == 1))
-
-
-def may_abandon(trainer: Trainer) -> bool:
-    """Return, alike on every rank, whether an evaluation that begins now is left when a signal comes.
-
-    Not within an accumulation window: its gradients are in no checkpoint, and once it has ended the weights are others.
-    """
-    return trainer.stage == "fit" and not trainer.is_within_window and not ends_by_itself(trainer)
 
 
 @contextmanager
@@ -189,8 +232,8 @@ def abandonable(run: TrainingRun) -> Iterator[None]:
     Raises:
         EvaluationAbandoned: it was.
     """
-    trainer, stop, logbook = run.trainer, run.trainer.signal_stop, run.trainer.logbook
-    kept = (rng_state(), logbook.state_dict()) if may_abandon(trainer) else None
+    stop, logbook = run.trainer.stop, run.trainer.logbook
+    kept = (rng_state(), logbook.state_dict()) if stop.may_abandon(run.window.is_open) else None
     try:
         yield
     except EvaluationAbandoned:

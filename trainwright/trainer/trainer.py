@@ -51,7 +51,7 @@ from trainwright.trainer.settings import Settings, refuse_unknown
 from trainwright.trainer.sources import find_source, find_transfer, read_datamodule
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Batches, Status
-from trainwright.trainer.stop import SignalStop, save_end
+from trainwright.trainer.stop import Stop
 from trainwright.trainer.table import format_table
 from trainwright.trainer.training_data import TrainData
 from trainwright.trainer.training_run import TrainingRun
@@ -195,13 +195,6 @@ class Trainer(Status):
         self.lr_scheduler_configs: list[SchedulerConfig] = []
         self.accumulate_grad_batches = self.settings.accumulate_grad_batches
         """Batches of one optimizer step; a callback may change it at an epoch's start."""
-        self.should_stop = False
-        """Set it to True, on any rank, to end the run: on one process after this optimizer step; on several after this
-        validation or epoch if it is set there, else within the next two steps."""
-        self.stop_is_agreed = False
-        """Whether every rank knows that it is to stop."""
-        self.interrupted = False
-        """Whether the latest run was ended by Ctrl-C."""
         self.batch_indices: list[Any] | None = None
         """In predict, the dataset's indices of the samples of this batch; None where its loader has none."""
         self.num_training_batches: Batches = 0
@@ -221,7 +214,7 @@ class Trainer(Status):
         """The shares of evaluated loaders, whose workers end with the run."""
         self.validation_clock: IntervalClock | None = None
         self.compiled: Compiled | None = None
-        self.signal_stop = SignalStop(self)
+        self.stop = self._make_stop()
         self.callbacks_of_module: tuple[list[Callback], list[Callback]] = ([], [])
         """The callbacks that configure_callbacks has given, and those of the trainer's own whose place they have taken."""
 
@@ -272,16 +265,14 @@ class Trainer(Status):
             call_remotely(self, "fit", model, datamodule, choice.path, **options)
             return
         self.state = TrainerState()
-        self.should_stop, self.stop_is_agreed, self.resume_source = False, False, None
-        self.signal_stop = SignalStop(self)
+        self.resume_source, self.stop = None, self._make_stop()
         self.accumulate_grad_batches = self.settings.accumulate_grad_batches
         with (
-            self.signal_stop,
+            self.stop,
             running(self, model, "fit", datamodule, choice),
             torch.autograd.set_detect_anomaly(self.settings.detect_anomaly),
         ):
-            self.stop_point = self.sync_point("stop")
-            self.signal_stop.watch()
+            self.stop.open()
             seconds = self.settings.validation_seconds
             self.validation_clock = None if seconds is None else IntervalClock(seconds, self.sync_point("validation"))
             opened = open_to_resume(self, choice.checkpoint) if choice.checkpoint is not None else None
@@ -290,8 +281,8 @@ class Trainer(Status):
             self.hooks.call("on_fit_start")
             generators = restore(self, opened) if opened is not None else None
             fit(self.run, generators)
-            if choice.is_rerunnable:
-                save_end(self)
+            if choice.is_rerunnable and not self.stop.number and self.settings.limit_train_batches != 0:
+                self._save_stop("end")  # the same command finds nothing left to do then
             self.hooks.call("on_fit_end")
 
     def validate(
@@ -409,21 +400,12 @@ class Trainer(Status):
             path, weights_only, blocking, overwrite = self.run.waiting_saves.pop(0)
             self.save_checkpoint(path, weights_only, blocking=blocking, overwrite=overwrite)
 
-    def agree_on_stop(self) -> None:
-        """Let every rank stop here if one of them is to. Collective: call on every rank."""
-        if self.world_size > 1 and not self.stop_is_agreed:
-            self.should_stop = self.stop_is_agreed = any(
-                self.engine.ranks.exchange(bool(self.should_stop), "the agreement on a stop")
-            )
-
     def stop_soon(self) -> None:
         """Ask, on any rank and from any thread, that all ranks stop at one and the same optimizer step of this fit.
 
         On several ranks that needs steps that average gradients; under manual optimization without any, set should_stop alike.
         """
-        if self.stop_point is None:
-            raise RuntimeError("stop_soon works in trainer.fit only.")
-        self.stop_point.request()
+        self.stop.request_soon()
 
     def sync_point(self, name: str) -> SyncPoint:
         """Return a moment of this run that all ranks keep at the same step. Collective: make it on every rank."""
@@ -483,27 +465,34 @@ class Trainer(Status):
         return self.logbook.is_outdated(name)
 
     @property
-    def wants_to_stop(self) -> bool:
-        """Return whether the run ends at this optimizer step."""
-        settings, state = self.settings, self.state
-        if -1 < settings.max_steps <= state.step:
-            return True
-        if self.is_within_window:  # manual optimization gathers gradients, which no checkpoint holds
-            return False
-        point = self.stop_point
-        if point is not None:
-            if point.is_reached(state.step):
-                if not self.signal_stop.agree():
-                    self.should_stop = self.stop_is_agreed = True
-            elif self.should_stop and not self.stop_is_agreed and self.world_size > 1:
-                point.request()  # perhaps this rank alone has set it
-        if self.signal_stop.number:
-            return True
-        if not self.should_stop or not (self.stop_is_agreed or self.world_size == 1):
-            return False
-        return state.epoch >= (settings.min_epochs or 0) and state.step >= (settings.min_steps or 0)
+    def should_stop(self) -> bool:
+        """Set it to True, on any rank, to end the run.
+
+        On one process it ends after this optimizer step; on several after this validation or epoch if it is set there, else
+        within the next two steps.
+        """
+        return self.stop.requested
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self.stop.requested = value
 
     # -- how they are wired ------------------------------------------------------------------------------------------
+
+    def _make_stop(self) -> Stop:
+        callbacks = self.checkpoint_callbacks
+        return Stop(
+            self.engine,
+            self.settings,
+            self.state,
+            self._save_stop,
+            lambda: any(each.keeps_any for each in callbacks[:1]),
+        )
+
+    def _save_stop(self, name: str = "stop") -> str:
+        """Save the run whole where it has ended, by the first ModelCheckpoint; return the path. Collective."""
+        callback = self.checkpoint_callback
+        return "" if callback is None else callback.save_stop(self, name)
 
     def _validation(self, model: Module, given: Any, datamodule: DataModule | None) -> Evaluation | None:
         """Return the validation of a fit; None where there is nothing to validate with, or limit_val_batches is 0."""

@@ -1,4 +1,4 @@
-"""Training data: this rank's shard of the training loaders, loaded when it is first needed, and what its length says."""
+"""Training data: this rank's shard of the training loaders, loaded when first needed, and what follows from its length."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.combined import ShardedCombination, shard
-from trainwright.data.loader_state import LoaderState
+from trainwright.data.loader_state import NOT_BEGUN, LoaderState
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.source_state import SPACING
 from trainwright.data.stateful_iterable import ONCE
@@ -21,16 +21,14 @@ if TYPE_CHECKING:
 
 
 class TrainData:
-    """The training data of one fit. The loader owns its position; what the counters say comes from the state.
+    """The training data of one fit. Its loader owns the position; epoch and batch are the run state's.
 
     Args:
         source: where the loaders come from.
-        engine: whose ranks share the data.
-        settings, state: the run's.
-        options: of `shard`.
+        options: keyword arguments of `shard`.
         validates: whether the run validates, so that the interval between validations has to fit the data.
-        pulls: whether training_step pulls its batches, which are read one ahead then to know the last.
-        note: called with the user's loaders and the number of this rank's batches in an epoch, whenever that changes.
+        pulls: whether training_step pulls its batches, which are then read one ahead to know the last.
+        note: called with the user's loaders and this rank's batches in an epoch, whenever they change.
     """
 
     def __init__(
@@ -50,16 +48,16 @@ class TrainData:
         self._validates, self._pulls = validates, pulls
         self._loader: ShardedLoader | ShardedCombination | None = None
         self._users: Any = None
-        self._loaded = LoaderState(places=(), sources=())
-        """The position that was loaded before the loader was there."""
+        self._loaded = NOT_BEGUN
+        """The position that was loaded before there was a loader."""
         self.num_batches: int | None = None
-        """Batches of this rank in an epoch, limits included; None where that shows only when the loader ends."""
+        """Batches of this rank in an epoch, within the limit; None if only the loader's end shows it."""
         self.most_batches: int | None = None
-        """A limit of the batches; None for none."""
+        """The limit of the batches; None without one."""
         self.validate_every: int | None = None
-        """Batches between two validations; None for validations at an epoch's end, or by time."""
+        """Batches between two validations; None to validate at an epoch's end, or by time."""
         self.uneven: Mapping[int, list[int]] = {}
-        """By batch number, the samples of each rank in the uneven rounds read so far; a live view."""
+        """The loader's uneven rounds (StatefulLoader.uneven)."""
 
     @property
     def loader(self) -> ShardedLoader | ShardedCombination:
@@ -68,30 +66,30 @@ class TrainData:
         return self._loader
 
     def load(self) -> None:
-        """Load and shard the data, unless it is there already. Collective."""
+        """Load and shard the data, unless that is done. Collective."""
         if self._loader is None:
             self._load(self._loaded)
 
     @property
     def is_to_reload(self) -> bool:
-        """Return whether `reload_dataloaders_every_n_epochs` asks for loaders of this epoch's own."""
+        """Return whether `reload_dataloaders_every_n_epochs` asks for new loaders in this epoch."""
         every, epoch = self._settings.reload_dataloaders_every_n_epochs, self._state.epoch
         return bool(every and epoch and epoch % every == 0)
 
     def reload(self) -> None:
-        """Call the loader hook again, where there is one. Collective.
+        """Call the loader hook again, if there is one. Collective.
 
-        New loaders start from the beginning, whatever the old ones left. A run that resumes within such an epoch keeps the
-        loaded position, which is one of loaders that were made at the epoch's start.
+        New loaders start from the beginning, whatever the old ones left. Only a run that resumes within such an epoch keeps the
+        loaded position: it belongs to loaders that were new at the epoch's start.
         """
         if self._source.owner is not None:
-            self._load(self.state_dict() if self._state.batch else LoaderState(places=(), sources=()))
+            self._load(self.state_dict() if self._state.batch else NOT_BEGUN)
 
     def _load(self, position: LoaderState) -> None:
-        """Take the loaders from their source, and read the epoch's length and the validations' interval off them.
+        """Make and shard the loaders, and find the epoch's length and the interval between validations.
 
         Raises:
-            ValueError: no batch, ranks with loaders of different lengths, or an interval that does not fit.
+            ValueError: no batch, different lengths across ranks, or an interval that does not fit.
         """
         settings, engine = self._settings, self._engine
         self._users = self._source.load(settings.trains_once(self._source.owner is not None))
@@ -129,26 +127,26 @@ class TrainData:
             self._loader.close()
 
     def state_dict(self) -> LoaderState:
-        """Return the position in the epoch's data; between two epochs what the one before left."""
+        """Return the position in the epoch's data; between two epochs, where the last one ended."""
         if self._loader is None:
             return self._loaded
         return self._loader.state_dict(self._state.batch, is_over=self._state.epoch_ended)
 
     def load_state_dict(self, position: LoaderState) -> None:
-        """Let the next epoch begin at a position. The loaders may still have to be made."""
+        """Let the next epoch begin at a position, also of loaders that do not exist yet."""
         self._loaded = position
         if self._loader is not None:
             self._loader.load_state_dict(position)
 
     def leave(self) -> None:
-        """Keep the position that an epoch leaves which is over or was stopped: the next one, or a resumed run, begins there."""
+        """Keep the position where an epoch ended or was stopped, for the next epoch or a later save."""
         self.load_state_dict(self.state_dict())
 
     def seek(self, origin: str | None) -> None:
-        """Let the data begin at the loaded position and the state's batch, and read off what the epoch has left from there.
+        """Begin the epoch's data at the loaded position, and find how many batches are left.
 
         Raises:
-            ValueError: the position, of the checkpoint `origin`, is behind the end of the data.
+            ValueError: the position, from the checkpoint `origin`, is beyond the end of the data.
         """
         state, loader = self._state, self.loader
         loader.set_epoch(self._engine.seed, state.epoch, state.batch)
@@ -156,15 +154,15 @@ class TrainData:
         if loader.starts_beyond or (self.num_batches is not None and state.batch > self.num_batches):
             whole = limited(loader.whole_length, self._settings.limit_train_batches)
             raise ValueError(
-                f"{origin} stands after batch {state.batch} of its epoch, but the training loader has {whole} batches; go on "
-                "with the data that it was saved with, or from a checkpoint of an epoch's end."
+                f"{origin} was saved after batch {state.batch} of its epoch, but the training loader has {whole} batches; "
+                "resume with the data that it was saved with, or from a checkpoint of an epoch's end."
             )
 
     def plan_states(self, window: int, callbacks: Iterable[ModelCheckpoint]) -> None:
-        """Tell the loader after which batches a checkpoint may be asked for, as far as that shows before they are read.
+        """Tell the loader after which batches a checkpoint can be foreseen, so that it takes its source's state there.
 
-        Pairs of an interval and one of the batches. A stream that tells its state is asked for it there. Saves that nobody
-        foresees (a signal, by time, by hand) take the state of an earlier batch.
+        The plan is pairs of an interval and one such batch. A save that cannot be foreseen (on a signal, by time, by hand)
+        takes the state of an earlier batch.
         """
         settings, state = self._settings, self._state
 
@@ -185,15 +183,15 @@ class TrainData:
         self.loader.plan_states(pairs)
 
     def _measure(self) -> None:
-        """Read off how many batches the epoch has: those behind the start, and what is left at this world size.
+        """Find how many batches the epoch has: those before the start, and what is left at this world size.
 
-        A limit by number counts all of them; a fraction of the epoch is one of the data, whatever the batches were.
+        A limit that is a number counts all of them; a limit that is a fraction is one of the data, at any world size.
         """
         loader, limit = self.loader, self._settings.limit_train_batches
         length, whole = loader.length, loader.whole_length
         if isinstance(limit, float) and length is not None and whole is not None and length != whole:
-            begun = length - whole  # more or fewer than an epoch has that was had at this world size from its start
-            length = max(self._state.batch, (limited(whole, limit) or 0) + begun)
+            # A run that changed its world size within the epoch has more or fewer batches than one that did not.
+            length = max(self._state.batch, (limited(whole, limit) or 0) + length - whole)
         else:
             length = limited(length, limit)
         self.num_batches = length if loader.exact_length is not None else None
@@ -202,7 +200,7 @@ class TrainData:
 
 
 def _validation_interval(settings: Settings, length: int | None) -> int | None:
-    """Return the batches between two validations; None where they stand at an epoch's end, or come by time."""
+    """Return the batches between two validations; None to validate at an epoch's end, or by time."""
     interval = settings.val_check_interval
     if settings.validation_seconds is not None or interval is None or (interval == 1.0 and isinstance(interval, float)):
         return None

@@ -154,7 +154,7 @@ class TrainingRun:
         loader, length = data.loader, data.num_batches
         data.plan_states(self.accumulate, self.trainer.checkpoint_callbacks)
         # Only loaders that the ranks did not get from us may end on one rank before another.
-        all_have = self._all_have if length is None and not loader.ends_alike else None
+        all_have = self._all_have if length is None and not loader.ends_together else None
         pairs = with_last(loader, start, length, data.most_batches, all_have=all_have)
         is_over = length is not None and start >= length
         if length is None and start:

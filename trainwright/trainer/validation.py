@@ -50,4 +50,4 @@ def validate(run: TrainingRun, within: bool) -> None:
     with abandonable(run):
         evaluate(run.validation, Phase.VALIDATION_WITHIN if within else Phase.VALIDATION_AT_END, before_end=count)
     if within:  # an epoch's end asks for itself
-        trainer.agree_on_stop()
+        trainer.stop.agree()

@@ -1,9 +1,9 @@
-"""The stated reader: a source with `state_dict` and `load_state_dict`, as the process that reads it begins a pass over it.
+"""The stateful reader: begins the passes over a source with `state_dict` and `load_state_dict` in the process that reads it.
 
-Within a pass the source takes the state that it told. Between two passes too: what an epoch leaves is where the next one
-goes on, in the run that goes on as in the one that resumes. Sources differ in what they make of the state of their end. Most
-begin anew from it; some give nothing more until they are iterated once again, and some for ever. So one that gives nothing is
-iterated again, and then given the state that it came with.
+Within a pass the source loads its own state. Between passes too: the next epoch continues from what the last one left, in a run
+that was not interrupted as in one that resumes. Sources differ in what they do with the state of their end. Most start over
+from it; some yield nothing until they are iterated once more, and some never yield again. So a source that yields nothing is
+iterated again, and then loads its initial state.
 """
 
 from __future__ import annotations
@@ -12,55 +12,55 @@ import copy
 from collections.abc import Iterator
 from typing import Any, TypedDict
 
-from trainwright.data.epoch_listeners import tell
+from trainwright.data.epoch_listeners import set_epoch_of
 from trainwright.data.seeding import set_host_state
 
 END = object()
 
 
 class ReaderState(TypedDict):
-    """Where one process that reads stands."""
+    """The state of one process that reads."""
 
     source: Any
     """What the source's state_dict returned."""
     generators: dict[str, Any] | None
-    """A worker's generators; None where the main process reads."""
+    """A worker's generators; None if the main process reads."""
     ended: bool
-    """Whether it has come to its end."""
+    """Whether its pass is over."""
 
 
-class StateRefused(Exception):
-    """A source could not go on from the state that it told."""
+class StateRejected(Exception):
+    """A source failed to load its own state."""
 
 
-class StatedReader:
+class StatefulReader:
     """Begins the passes over one source in one process.
 
     Args:
-        source: an iterable dataset, or a loader of one's own.
+        source: an iterable dataset, or a user's own loader.
     """
 
     def __init__(self, source: Any) -> None:
         self._source = source
-        self._came_with: Any = None
+        self._initial: Any = None
         self._is_fresh = True
 
-    def told(self) -> Any:
-        """Return the source's state, a copy, since the source goes on."""
+    def state(self) -> Any:
+        """Return a copy of the source's state."""
         return copy.deepcopy(self._source.state_dict())
 
     def begin_fresh(self, epoch: int) -> Iterator[Any]:
-        """Return the items of a pass that begins as the source's first one did."""
+        """Return the items of a pass that starts as the source's first one did."""
         is_fresh = self._is_fresh
         self._note_beginning()
-        if not is_fresh and self._came_with is not None:
-            self._source.load_state_dict(copy.deepcopy(self._came_with))
+        if not is_fresh and self._initial is not None:
+            self._source.load_state_dict(copy.deepcopy(self._initial))
         return self._iterated(epoch)
 
     def begin_after(self, state: Any, epoch: int) -> Iterator[Any]:
-        """Yield the items of a pass that follows on the one which was left at a state."""
+        """Yield the items of a pass that continues from the state that the one before left."""
         self._note_beginning()
-        for each in (state, None, self._came_with):
+        for each in (state, None, self._initial):
             if each is not None and not self._is_loaded(each):
                 continue
             is_empty = True
@@ -71,34 +71,34 @@ class StatedReader:
                 return
 
     def begin_within(self, state: ReaderState, epoch: int) -> Iterator[Any]:
-        """Yield the items of a pass from a state of it on.
+        """Yield the items of a pass from a state within it on.
 
         Raises:
-            StateRefused: the source fails at it.
+            StateRejected: the source fails to load it.
         """
         self._note_beginning()
         try:
-            tell(self._source, epoch)
+            set_epoch_of(self._source, epoch)
             self._source.load_state_dict(copy.deepcopy(state["source"]))
             items = iter(self._source)
             if state["generators"] is not None:
                 set_host_state(state["generators"])
             first = next(items, END)
         except Exception as error:
-            raise StateRefused(f"{type(error).__name__}: {error}") from error
+            raise StateRejected(f"{type(error).__name__}: {error}") from error
         if first is END:
             return
         yield first
         yield from items
 
     def _iterated(self, epoch: int) -> Iterator[Any]:
-        tell(self._source, epoch)
+        set_epoch_of(self._source, epoch)
         return iter(self._source)
 
     def _is_loaded(self, state: Any) -> bool:
         try:
             self._source.load_state_dict(copy.deepcopy(state))
-        except Exception:  # it cannot go on from its end, so it begins as it came
+        except Exception:  # it cannot load the state of its end, so it starts over
             return False
         return True
 
@@ -107,6 +107,6 @@ class StatedReader:
             return
         self._is_fresh = False
         try:
-            self._came_with = self.told()
-        except Exception:  # it may have none before it is iterated
-            self._came_with = None
+            self._initial = self.state()
+        except Exception:  # it may have no state before it is iterated
+            self._initial = None

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler, TensorDataset
 
 from trainwright.data.loaders import ShardedLoader
-from trainwright.data.own_generators import OwnGenerators
+from trainwright.data.sampler_generators import SamplerGenerators
 from trainwright.data.seeding import derive_seed
 
 COUNT = 40
@@ -141,11 +141,11 @@ def test_a_class_attribute_is_the_class_s_again() -> None:
 def test_two_generators_of_one_sampler_are_unlike() -> None:
     sampler = Drawn(np.random.RandomState(1))
     sampler.other = np.random.RandomState(1)  # type: ignore[attr-defined]
-    with OwnGenerators(Batches(sampler, np.random.RandomState(1)), 1, 2).drawn():
+    with SamplerGenerators(Batches(sampler, np.random.RandomState(1)), 1, 2).active():
         drawn = {each.randint(2**31 - 1) for each in (sampler.rng, sampler.other)}  # type: ignore[attr-defined]
     assert len(drawn) == 2
     batches = Batches(Drawn(np.random.RandomState(1)), np.random.RandomState(1))
-    with OwnGenerators(batches, 1, 2).drawn():
+    with SamplerGenerators(batches, 1, 2).active():
         assert batches.rng.randint(2**31 - 1) != batches.sampler.rng.randint(2**31 - 1)
 
 
@@ -170,13 +170,13 @@ def test_a_kind_that_is_not_known_is_left_alone() -> None:
 
     for rng in (Mine(1), random.SystemRandom(), np.random, 5):
         sampler = Drawn(rng)
-        with OwnGenerators(sampler, 1, 2).drawn():
+        with SamplerGenerators(sampler, 1, 2).active():
             assert sampler.rng is rng
-    with OwnGenerators([[1, 2], [3]], 1, 2).drawn():
+    with SamplerGenerators([[1, 2], [3]], 1, 2).active():
         pass
     own_bits = type("Bits", (np.random.PCG64,), {})
     sampler = Drawn(np.random.Generator(own_bits(1)))
-    with OwnGenerators(sampler, 1, 2).drawn():
+    with SamplerGenerators(sampler, 1, 2).active():
         assert type(sampler.rng.bit_generator) is np.random.PCG64
 
 

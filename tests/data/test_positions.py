@@ -321,12 +321,11 @@ def test_what_is_read_again_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     _, batch, state, _ = segment(loader, 1, 0, None, 4)
     segment(loader, 1, batch, state, None)
     assert capsys.readouterr().err == (
-        "trainwright: the first 4 batches of this epoch were consumed before; a Stream tells no state to go on from, so they "
-        "are read again and skipped.\n"
+        "trainwright: skipping the first 4 batches of this epoch: a Stream has no state_dict(), so they have to be re-read.\n"
     )
     with pytest.raises(ValueError, match=r"4 batches of 2 samples were consumed, .* batches of 3, .* batch_size=2"):
         segment(DataLoader(Stream(20), batch_size=3), 1, batch, state, None)
-    with pytest.raises(ValueError, match="one of 1 loaders, but there are 2 now; go on with the loaders"):
+    with pytest.raises(ValueError, match="of 1 loaders, but there are 2 now; resume with the loaders"):
         segment([loader, loader], 1, batch, state, None)
 
 

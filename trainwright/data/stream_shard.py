@@ -1,0 +1,339 @@
+"""Stream shard: one rank's part of a stream of items: lists of indices (index_stream.py) or batches (batch_stream.py).
+
+Every rank walks the whole stream and takes every N-th item, so the ranks exchange nothing.
+
+    train      items 0 .. N-1 are a round, and rank r takes the r-th: every rank makes the same number of steps. A last round
+    that
+               is short or uneven weighs by its samples (`uneven`), and a rank without a sample works on another's with weight
+               zero. With drop_last a short round is dropped
+    evaluate   rank r takes items r, r + N, r + 2N ...; nothing is padded, so each sample counts once
+    padded     as evaluate, but a rank without an item in the last round gets the first item again as a dummy batch, for the
+               collectives in it; `real_length` says that its results do not count
+
+In a combination of loaders a shorter stream `cycles`: pass after pass, each in its own order. In training each pass is sharded
+by itself; in an evaluation the passes are one long stream, as on one process.
+
+A `StreamPosition` is what all ranks together consumed. A shard that begins at one cuts the rest of the stream over the ranks
+there are now, so every item comes once at any world size. Its batches keep the numbers that follow those of before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, count, islice
+from typing import Any, Literal, TypedDict
+
+from trainwright.data.seeding import derive_seed
+from trainwright.rank_zero import rank_zero_warn
+
+Mode = Literal["train", "evaluate", "padded"]
+
+
+class StreamPosition(TypedDict):
+    """Where a stream stands, as plain data."""
+
+    batch: int
+    """Batches of each rank in the epoch so far, at whatever world sizes."""
+    passes: int
+    """Completed passes over the source."""
+    items: int
+    """Items consumed of the current pass, over all ranks."""
+    size: int
+    """Samples in an item; 0 if that varies."""
+    order: str
+    """What drew the order, in words; empty if unknown. Older checkpoints lack it."""
+    digest: int
+    """Digest of the consumed items of the pass (order_digest.py); 0 if unknown. Older checkpoints lack it."""
+
+
+class StreamShard:
+    """One rank's shard; a subclass says what a pass over its source yields, and how a last round is split.
+
+    Args:
+        rank, world_size: this rank, and how many there are.
+        mode: which items are this rank's (see the module).
+    """
+
+    def __init__(self, *, rank: int, world_size: int, mode: Mode) -> None:
+        self.rank, self.world_size, self.mode = rank, world_size, mode
+        self.seed = 0
+        """Seeds, with the epoch, everything that the source draws."""
+        self.epoch = 0
+        self.start_batch = 0
+        self.cycles = False
+        self._most: int | None = None
+        self.uneven: dict[int, list[int]] = {}
+        """Samples per rank of each uneven round drawn so far, by batch number."""
+        self.cuts: dict[int, list[int]] = {}
+        """Samples per rank of rounds whose split does not follow from the round itself, by batch number."""
+        self.start_pass = self.start_item = 0
+        """The pass and the item of it, over all ranks, that the shard starts at."""
+        self.starts_beyond = False
+        """Whether the start lies beyond the end of the source."""
+        self._unread = 0
+        """Batches before the start that can only be skipped by reading them."""
+        self._first_pass: int | None = None
+        self._first_items: int | None = None
+        self._dummy_at: int | None = None
+        self._begun: list[tuple[int, int, int]] = [(0, 0, 0)]
+        """Where each pass began: this rank's batch number, the pass and the item of it."""
+
+    def set_epoch(self, seed: int, epoch: int, start_batch: int = 0, position: StreamPosition | None = None) -> None:
+        """Choose the order of the next pass, and the batch of this rank that it starts with.
+
+        The stream is cut at `position`, or where `start_batch` batches at this world size end.
+        """
+        self.seed, self.epoch, self.start_batch = seed, epoch, start_batch
+        self._first_pass = self._first_items = self._dummy_at = None
+        self._unread = 0
+        self.uneven.clear()
+        self.cuts.clear()
+        self.start_pass, self.start_item = self._cut(start_batch) if position is None else self.fitted(position)
+        self._begun = [(self._base, self.start_pass, self.start_item)]
+        if self.start_pass:
+            self._first_pass = start_batch
+        exact = self.exact_source_length
+        # Counted in batches of this world size, the last round may reach beyond the end by all but one item.
+        most = None if exact is None or self.cycles else exact + (self.world_size - 1 if position is None else 0)
+        self.starts_beyond = most is not None and self.start_item > most
+        if position is not None and not self.starts_beyond:
+            self._warn_of_another_order(position)
+
+    def cycle(self) -> None:
+        """Let another pass follow whenever the source ends."""
+        self.cycles = True
+
+    def stop_before(self, batch: int | None) -> None:
+        """End the epoch before a batch number; None for the end of the data."""
+        self._most = batch
+
+    def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
+        """Choose after which batches of this rank the source's state is taken, if it has one."""
+
+    def _cut(self, start_batch: int) -> tuple[int, int]:
+        """Return the pass and the item that a batch begins with if the world size never changed."""
+        items = start_batch * self.world_size
+        if not self.cycles:
+            return 0, items
+        exact = self.exact_source_length
+        if exact and self.evaluates:
+            return divmod(items, exact)  # the passes are one long stream
+        if exact:
+            passes, batches = divmod(start_batch, self.rounds(exact))
+            return passes, batches * self.world_size
+        self._unread = start_batch  # without a length, only reading shows which pass the start is in
+        return 0, 0
+
+    def is_of_another_order(self, position: StreamPosition) -> bool:
+        """Return whether a position is one in an order that another sampler drew, as far as that is known."""
+        was = position.get("order", "")
+        return bool(was and self.order and was != self.order and position["items"])
+
+    def _warn_of_another_order(self, position: StreamPosition) -> None:
+        if self.is_of_another_order(position):
+            was = position["order"]
+            rank_zero_warn(
+                f"the checkpoint was saved within an epoch of a {was}, and the run resumes with a {self.order}: in the rest of "
+                "this epoch samples may come twice or not at all. Resume with the same data and order, or from a checkpoint of "
+                "an epoch's end.",
+                stacklevel=2,
+            )
+
+    def fitted(self, position: StreamPosition) -> tuple[int, int]:
+        """Return the pass and the item of a position, in items of this stream's size."""
+        size, was, items = self.item_size, position["size"], position["items"]
+        has_changed = bool(size and was and size != was)
+        return position["passes"], self.item_at(items * was, was) if has_changed else items
+
+    def item_at(self, samples: int, was: int) -> int:
+        """Return the item that begins after so many samples, consumed in items of another size."""
+        raise NotImplementedError
+
+    def position(self, batch: int) -> StreamPosition:
+        """Return where the stream stands after so many batches of this rank in the epoch."""
+        begun, passes, items = next(each for each in reversed(self._begun) if each[0] <= batch)
+        items, exact = items + (batch - begun) * self.world_size, self.exact_source_length
+        items = items if exact is None else min(items, exact)  # the last round may be short
+        return {
+            "batch": batch,
+            "passes": passes,
+            "items": items,
+            "size": self.item_size,
+            "order": self.order,
+            "digest": self.digest(passes, items),
+        }
+
+    def digest(self, passes: int, items: int) -> int:
+        """Return the digest of the first items of a pass; 0 where there is none."""
+        return 0
+
+    @property
+    def evaluates(self) -> bool:
+        """Return whether the shard is one of an evaluation, in which rounds do not matter."""
+        return self.mode != "train"
+
+    @property
+    def _base(self) -> int:
+        """Return the number of the batch at `start_item`."""
+        return self.start_batch - self._unread
+
+    @property
+    def item_size(self) -> int:
+        """Return the samples in an item; 0 if that varies."""
+        return 0
+
+    @property
+    def order(self) -> str:
+        """Return what draws the order, and of how many samples; empty if unknown."""
+        return ""
+
+    @property
+    def source_length(self) -> int | None:
+        """Return the items in a pass, over all ranks; None if unknown."""
+        raise NotImplementedError
+
+    @property
+    def exact_source_length(self) -> int | None:
+        """Return the items in a pass if that is certain and not an estimate."""
+        return self.source_length
+
+    @property
+    def drops_short_round(self) -> bool:
+        """Return whether a last round with fewer items than ranks is dropped."""
+        raise NotImplementedError
+
+    def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
+        """Yield the items of one pass over the source, of all ranks, from `start` on."""
+        raise NotImplementedError
+
+    def cut_round(self, items: list[Any], number: int) -> Any:
+        """Return this rank's part of a short, uneven or re-split round, and note it in `uneven` if the parts differ."""
+        raise NotImplementedError
+
+    def rounds(self, source_length: int) -> int:
+        """Return the batches of this rank in a pass of that many items."""
+        if self.mode == "evaluate":
+            return self._count(source_length)
+        whole, left = divmod(source_length, self.world_size)
+        return whole if left == 0 or self.drops_short_round else whole + 1
+
+    @property
+    def length(self) -> int | None:
+        """Return the batches of this rank in the first pass, including those before the start; None if unknown."""
+        return self._length_of(self.source_length)
+
+    @property
+    def whole_length(self) -> int | None:
+        """Return the batches of this rank in a pass that runs at this world size from its start."""
+        items = self.source_length
+        return None if items is None else self.rounds(items)
+
+    def _length_of(self, items: int | None) -> int | None:
+        if items is None:
+            return None
+        return self.start_batch if self.start_pass else self._base + self.rounds(max(0, items - self.start_item))
+
+    @property
+    def real_length(self) -> int | None:
+        """Return how many of this rank's batches count in an evaluation; None while all so far do."""
+        items = self.source_length
+        return self._dummy_at if items is None else self._count(items)
+
+    @property
+    def first_pass(self) -> int | None:
+        """Return the batches of this rank in the first pass; None while unknown."""
+        exact = self.exact_source_length
+        return self._first_pass if exact is None else self._length_of(exact)
+
+    @property
+    def real_first_pass(self) -> int | None:
+        """Return how many of this rank's batches in the first pass count in an evaluation; None while unknown."""
+        exact = self.exact_source_length
+        items = self._first_items if exact is None else exact
+        return None if items is None else self._count(items)
+
+    def _count(self, items: int) -> int:
+        """Return how many of so many items every N-th is, from this rank's first on."""
+        return (items - self.rank + self.world_size - 1) // self.world_size
+
+    def pass_seed(self, pass_number: int) -> int:
+        """Return the seed of a pass; the first pass has the epoch's."""
+        return self.seed if pass_number == 0 else derive_seed(self.seed, pass_number, 0)
+
+    def items(self) -> Iterator[Any]:
+        """Yield this rank's items, from `start_batch` on."""
+        items = self._cycled() if self.cycles else self._of_this_rank(self.drawn(0, self.start_item), self._base)
+        left = None if self._most is None else max(0, self._most - self.start_batch)
+        return islice(items, self._unread, None if left is None else self._unread + left)
+
+    def _of_this_rank(self, items: Iterator[Any], number: int) -> Iterator[Any]:
+        if self.world_size == 1:
+            return items
+        return self._every_nth(items) if self.evaluates else self._rounds(items, number)
+
+    def _cycled(self) -> Iterator[Any]:
+        """Return this rank's items pass after pass; whole passes before the start are skipped."""
+        if self.evaluates:
+            return self._of_this_rank(self._passes(lambda items, number: items), self._base)
+        return self._passes(self._of_this_rank)
+
+    def _passes(self, cut: Callable[[Iterator[Any], int], Iterator[Any]]) -> Iterator[Any]:
+        number = self._base
+        del self._begun[1:]
+        for each in count(self.start_pass):
+            start = self.start_item if each == self.start_pass else 0
+            self._begun.append((number, each, start))
+            drawn = 0
+            # Only a pass that is over shows how many batches it had, if its length is unknown.
+            for drawn, item in enumerate(cut(self.drawn(each, start), number), start=1):  # noqa: B007 - read after the loop
+                yield item
+            if drawn == 0 and start == 0:
+                raise RuntimeError(
+                    "an empty loader cannot be cycled to match a longer one; give it data, or leave it out."
+                )
+            number += drawn
+            if each == 0 and self.evaluates:
+                self._first_items = start + drawn
+                self._first_pass = self.rounds(start + drawn)
+            elif each == 0:
+                self._first_pass = self._base + drawn
+
+    def _every_nth(self, items: Iterator[Any]) -> Iterator[Any]:
+        first, number = None, 0
+        for number, item in enumerate(items, start=1):
+            if number == 1 and self.mode == "padded":
+                first = item  # the dummy of ranks without an item in the last round
+            if (number - 1) % self.world_size == self.rank:
+                yield item
+        left = number % self.world_size
+        if self.mode == "padded" and left and self.rank >= left:
+            self._dummy_at = number // self.world_size
+            yield first
+
+    def _rounds(self, items: Iterator[Any], number: int) -> Iterator[Any]:
+        """Yield this rank's item of each round.
+
+        A full round waits for the first item after it, because the last round may have to be split in another way.
+        """
+        ranks, cuts = self.world_size, self.cuts
+        held = list(islice(items, ranks))
+        while len(held) == ranks:
+            following = list(islice(items, 1))  # whether this round is the last
+            if not following:
+                break
+            yield self.cut_round(held, number) if number in cuts else held[self.rank]
+            held = list(chain(following, islice(items, ranks - 1)))
+            number += 1
+        if held and not (len(held) < ranks and self.drops_short_round):
+            yield self.cut_round(held, number)
+
+
+def even_sizes(samples: int, ranks: int, most: int, least: int = 2) -> list[int]:
+    """Return the samples of a round per rank, as even as possible and over as many ranks as possible.
+
+    No rank gets more than `most`, a full batch. None gets fewer than `least` unless there are no more, because a step may need
+    two samples (batch norm, a loss of pairs); so some ranks may get none.
+    """
+    sharing = min(ranks, max(-(-samples // most), samples // least, 1))
+    size, larger = divmod(samples, sharing)
+    return [size + (rank < larger) if rank < sharing else 0 for rank in range(ranks)]
