@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import operator
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from deadlines import deadline
@@ -13,11 +15,15 @@ from package import ROOT, tree_of
 from small import QUIET
 
 import trainwright as tw
-from trainwright.callbacks.trainer_protocol import Counters, TrainerProtocol
-from trainwright.trainer.state import TrainerState
+from trainwright.callbacks.trainer_protocol import Counters, RunProgress, SavingEngine, TrainerProtocol
 
-SAVES = ("checkpoint_", "model_checkpoint")
-FILES = [path for path in sorted((ROOT / "callbacks").glob("*.py")) if not path.stem.startswith(SAVES)]
+FILES = sorted((ROOT / "callbacks").glob("*.py"))
+PROTOCOLS = {
+    "trainer": TrainerProtocol,
+    "trainer.state": Counters,
+    "trainer.state.progress": RunProgress,
+    "trainer.engine": SavingEngine,
+}
 
 
 def members(protocol: type) -> set[str]:
@@ -28,11 +34,8 @@ def members(protocol: type) -> set[str]:
 def test_built_in_callbacks_use_the_protocol_alone(path: Path) -> None:
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Attribute):
-            owner = ast.unparse(node.value)
-            if owner == "trainer":
-                assert node.attr in members(TrainerProtocol), f"{path.name}:{node.lineno}: trainer.{node.attr}"
-            elif owner == "trainer.state":
-                assert node.attr in members(Counters), f"{path.name}:{node.lineno}: trainer.state.{node.attr}"
+            protocol = PROTOCOLS.get(owner := ast.unparse(node.value))
+            assert protocol is None or node.attr in members(protocol), f"{path.name}:{node.lineno}: {owner}.{node.attr}"
         elif isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Name):
             reads = node.func.id in ("getattr", "setattr", "vars") and ast.unparse(node.args[0]) == "trainer"
             assert not reads, f"{path.name}:{node.lineno} reaches past the protocol"
@@ -43,15 +46,14 @@ def test_built_in_callbacks_use_the_protocol_alone(path: Path) -> None:
 def test_each_member_is_used_and_the_trainer_has_it() -> None:
     used = {
         node.attr
-        for path in (ROOT / "callbacks").glob("*.py")
+        for path in FILES
         for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("trainer", "trainer.state")
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in (*PROTOCOLS, "state")
     }
-    trainer = tw.Trainer(**QUIET)
-    assert members(TrainerProtocol) - used == set()
-    assert members(Counters) - used == set()
-    assert members(TrainerProtocol) - set(dir(trainer)) == set()
-    assert members(Counters) - set(dir(TrainerState())) == set()
+    given = SimpleNamespace(trainer=tw.Trainer(**QUIET))
+    for owner, protocol in PROTOCOLS.items():
+        assert members(protocol) - used == set()
+        assert members(protocol) - set(dir(operator.attrgetter(owner)(given))) == set()
 
 
 USERS = """

@@ -17,8 +17,8 @@ from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.checkpoint.writer import BackgroundSave
-    from trainwright.trainer.trainer import Trainer
 
 SUFFIX = ".ckpt"
 FIELD = r"\{([^{}:]+)(:[^{}]*)?\}"
@@ -59,13 +59,13 @@ def fill_template(template: str, values: Mapping[str, Any], *, insert_names: boo
     return re.sub(FIELD, written, template)
 
 
-def name_values(trainer: Trainer, monitor: str | None, template: str) -> dict[str, Any]:
+def name_values(trainer: TrainerProtocol, monitor: str | None, template: str) -> dict[str, Any]:
     """Return the values of a template's fields at this point of the run.
 
     With a monitor, a metric of earlier weights is NaN; until the monitor is logged, every other field is NaN too.
     """
     values: dict[str, Any] = {
-        name: math.nan if monitor is not None and trainer.logbook.is_outdated(name) else float(value)
+        name: math.nan if monitor is not None and trainer.is_outdated(name) else float(value)
         for name, value in trainer.callback_metrics.items()
     }
     values.update(epoch=trainer.current_epoch, step=trainer.global_step)
@@ -126,7 +126,7 @@ def free_path(stem: str) -> str:
     return path
 
 
-def path_of_stop(trainer: Trainer, kept: Kept, own: str) -> tuple[str, bool]:
+def path_of_stop(trainer: TrainerProtocol, kept: Kept, own: str) -> tuple[str, bool]:
     """Return where a run that ends here is saved, and whether a checkpoint of this very position is there already.
 
     Args:
@@ -141,7 +141,7 @@ def path_of_stop(trainer: Trainer, kept: Kept, own: str) -> tuple[str, bool]:
     return free_path(f"{own}-step={trainer.global_step}"), False
 
 
-def _holds_position(path: str, trainer: Trainer) -> bool:
+def _holds_position(path: str, trainer: TrainerProtocol) -> bool:
     """Return whether a run resumed from this checkpoint would continue from this run's position."""
     try:
         saved: dict[str, Any] | None = open_checkpoint(path, "off").run_state().get("position")
@@ -150,7 +150,7 @@ def _holds_position(path: str, trainer: Trainer) -> bool:
     return saved is not None and trainer.state.is_where(saved)  # None: it holds weights only
 
 
-def remove_replaced(paths: Sequence[str], committed: str, trainer: Trainer) -> list[str]:
+def remove_replaced(paths: Sequence[str], committed: str, trainer: TrainerProtocol) -> list[str]:
     """Remove, on rank 0, the checkpoints that a committed one replaces; return those that have to stay for now.
 
     The resume source stays; a later run, resumed from another one, removes it. Symbolic links and anything that is not a
@@ -248,7 +248,7 @@ class PendingSave:
         """Whether the checkpoint is durable."""
         return self.save is None or self.save.is_committed
 
-    def conclude(self, trainer: Trainer) -> None:
+    def conclude(self, trainer: TrainerProtocol) -> None:
         """Wait for the commit, rename the checkpoint to its path and remove those it replaces. Collective.
 
         Raises:
@@ -259,7 +259,7 @@ class PendingSave:
             if self.is_committed and self.written_to != self.path:
                 # As a decision, so that no rank looks for the path before rank 0 has renamed it.
                 rename = partial(replace_checkpoint, self.written_to, self.path)
-                trainer.engine.ranks.decide(rename, "a save of ModelCheckpoint")
+                trainer.ranks.decide(rename, "a save of ModelCheckpoint")
                 self.written_to = self.path
         except BaseException:
             self.put_back()
@@ -271,7 +271,7 @@ class PendingSave:
             trainer.print(self.report)
         self.remove_dropped(trainer)
 
-    def conclude_alone(self, trainer: Trainer) -> None:
+    def conclude_alone(self, trainer: TrainerProtocol) -> None:
         """Do the same after an error has ended the run, without waiting or talking to other ranks."""
         if not self.is_committed:
             self.put_back()
@@ -282,7 +282,7 @@ class PendingSave:
             self.written_to = self.path
         self.remove_dropped(trainer)
 
-    def remove_dropped(self, trainer: Trainer) -> None:
+    def remove_dropped(self, trainer: TrainerProtocol) -> None:
         """Remove the replaced checkpoints, once and on rank 0; the resume source stays."""
         dropped, self.dropped = self.dropped, []
         self.keep(remove_replaced(dropped, self.written_to, trainer))

@@ -11,7 +11,7 @@ from trainwright.checkpoint.store import same_path
 from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
 
 KEY_SETTINGS = (
     "monitor", "mode", "save_top_k", "every_n_train_steps", "every_n_epochs", "train_time_interval", "filename",
@@ -143,7 +143,7 @@ class MonitoredScore:
         self.monitor = monitor
         self._has_warned = self._has_warned_of_value = False
 
-    def read(self, trainer: Trainer, has_validated: bool) -> float | None:
+    def read(self, trainer: TrainerProtocol, has_validated: bool) -> float | None:
         """Return its value; NaN if it is not logged yet and need not be, or if earlier weights got it.
 
         Raises:
@@ -153,7 +153,7 @@ class MonitoredScore:
             return None
         if self.monitor in trainer.callback_metrics:
             value = float(trainer.monitored(self.monitor, "ModelCheckpoint"))
-            return math.nan if trainer.logbook.is_outdated(self.monitor) else value
+            return math.nan if trainer.is_outdated(self.monitor) else value
         is_overdue = has_validated if trainer.enable_validation else trainer.state.epoch_ended
         if is_overdue and trainer.state.epoch_ended:
             return float(trainer.monitored(self.monitor, "ModelCheckpoint"))  # raises, and lists the metrics
@@ -166,18 +166,18 @@ class MonitoredScore:
             )
         return math.nan
 
-    def is_pending(self, trainer: Trainer) -> bool:
+    def is_pending(self, trainer: TrainerProtocol) -> bool:
         """Return whether the next validation may score the present weights, which have no score yet."""
         if self.monitor is None or not trainer.enable_validation:
             return False
-        return self.monitor not in trainer.callback_metrics or trainer.logbook.is_outdated(self.monitor)
+        return self.monitor not in trainer.callback_metrics or trainer.is_outdated(self.monitor)
 
-    def warn_of_value(self, trainer: Trainer, score: float | None, is_awaited: bool) -> None:
+    def warn_of_value(self, trainer: TrainerProtocol, score: float | None, is_awaited: bool) -> None:
         """Warn that the value is not finite, or that earlier weights got it and no validation of these is awaited."""
         if self._has_warned_of_value or is_awaited or self.monitor not in trainer.callback_metrics:
             return
         self._has_warned_of_value = True
-        if trainer.logbook.is_outdated(self.monitor):
+        if trainer.is_outdated(self.monitor):
             warnings.warn(
                 f"ModelCheckpoint monitors {self.monitor!r}, but the latest validation was of earlier weights; such a "
                 "checkpoint does not count among the best, and only the newest of them is kept. Save after validations "
@@ -210,33 +210,33 @@ class SaveMoments:
         self._is_known = False
         """Whether a checkpoint has said what came before."""
 
-    def begin(self, trainer: Trainer) -> None:
+    def begin(self, trainer: TrainerProtocol) -> None:
         """Count what came before as handled, unless a checkpoint says otherwise: none of it was this callback's to save."""
         if not self._is_known:
             self._validations, self._ended_at = trainer.state.validations, trainer.state.total_batches
             self._is_known = True
 
-    def note_step(self, trainer: Trainer) -> bool:
+    def note_step(self, trainer: TrainerProtocol) -> bool:
         """Note the present optimizer step; return whether it is a new one."""
         is_new = trainer.global_step != self._step
         self._step = trainer.global_step
         return is_new
 
-    def note_save(self, trainer: Trainer, paths: Collection[str], kept: Collection[str]) -> None:
+    def note_save(self, trainer: TrainerProtocol, paths: Collection[str], kept: Collection[str]) -> None:
         """Note that the run is saved here, at these paths, with these checkpoints kept."""
         self._saved_at = trainer.global_step, trainer.state.total_batches
         self.steps = {path: step for path, step in self.steps.items() if path in kept}
         self.steps.update(dict.fromkeys(paths, trainer.global_step))
 
-    def is_saved(self, trainer: Trainer) -> bool:
+    def is_saved(self, trainer: TrainerProtocol) -> bool:
         """Return whether the present state is saved, or will be once the pending save is done."""
         return self._saved_at == (trainer.global_step, trainer.state.total_batches)
 
-    def note_validation(self, trainer: Trainer, is_within: bool) -> None:
+    def note_validation(self, trainer: TrainerProtocol, is_within: bool) -> None:
         """Note the present validation, `is_within` an epoch or at its end."""
         self._validations, self._is_validated = trainer.state.validations, not is_within
 
-    def note_end(self, trainer: Trainer) -> bool:
+    def note_end(self, trainer: TrainerProtocol) -> bool:
         """Note the present end of an epoch; return whether a validation preceded it."""
         self._ended_at = trainer.state.total_batches
         is_validated, self._is_validated = self._is_validated, False
@@ -265,15 +265,15 @@ class SaveMoments:
             step, batches = state["saved_at"]
             self._saved_at = (int(step), int(batches)) if is_here else (-1, -1)
 
-    def misses_step(self, trainer: Trainer, every: int) -> bool:
+    def misses_step(self, trainer: TrainerProtocol, every: int) -> bool:
         """Return whether the run resumes after an optimizer step, one of each `every`, that was not noted."""
         return 0 <= self._step_before < trainer.global_step and every > 0 and trainer.global_step % every == 0
 
-    def misses_end(self, trainer: Trainer) -> bool:
+    def misses_end(self, trainer: TrainerProtocol) -> bool:
         """Return whether the run resumes at an epoch end that was not noted."""
         return trainer.state.epoch_ended and self._ended_at != trainer.state.total_batches
 
-    def misses_validation(self, trainer: Trainer) -> bool:
+    def misses_validation(self, trainer: TrainerProtocol) -> bool:
         """Return whether the run resumes within an epoch after a validation that was not noted."""
         state = trainer.state
         is_after = state.batch > 0 and not state.epoch_ended and state.validated_at == state.total_batches
@@ -286,7 +286,7 @@ class WeightsCheck:
     def __init__(self) -> None:
         self._has_warned = False
 
-    def refuses(self, trainer: Trainer, last: str) -> bool:
+    def refuses(self, trainer: TrainerProtocol, last: str) -> bool:
         """Return whether the weights are not finite on some rank; warn once until they are again. Collective."""
         fault = trainer.engine.finiteness.fault()
         if fault and not self._has_warned:

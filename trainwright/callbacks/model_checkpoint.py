@@ -332,7 +332,7 @@ class ModelCheckpoint(Callback):
         if not self.keeps_any:
             return
         self._conclude(trainer)
-        plan = trainer.engine.ranks.decide(lambda: self._plan(trainer, may_repeat), "a save of ModelCheckpoint")
+        plan = trainer.ranks.decide(lambda: self._plan(trainer, may_repeat), "a save of ModelCheckpoint")
         if plan is None or self._weights.refuses(trainer, self._kept["last"]):
             return
         save = Save(*plan)
@@ -397,7 +397,7 @@ class ModelCheckpoint(Callback):
     def _find_again(self, trainer: Trainer) -> None:
         """Take what rank 0 finds of the checkpoints that the resumed run had kept. Collective."""
         find = partial(found_again, self._kept, self._unrenamed, self._moments.steps, trainer.resume_source or "")
-        scores, last, replaced = trainer.engine.ranks.decide(find, "the start of ModelCheckpoint")
+        scores, last, replaced = trainer.ranks.decide(find, "the start of ModelCheckpoint")
         self._keep({**self._kept, "scores": scores, "last": last, "replaced": replaced})
 
     def save_stop(self, trainer: Trainer, name: str = "stop") -> str:
@@ -415,7 +415,7 @@ class ModelCheckpoint(Callback):
                 print(f"trainwright: {error}", file=sys.stderr, flush=True)
         own = f"{self.dirpath}/{name}"
         find = partial(path_of_stop, trainer, self._kept, own)
-        path, is_there = trainer.engine.ranks.decide(find, "the save of a run that ends")
+        path, is_there = trainer.ranks.decide(find, "the save of a run that ends")
         if is_there:
             return str(path)
         if self._weights.refuses(trainer, self._kept["last"]):

@@ -10,7 +10,10 @@ from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from trainwright.callbacks.base import Callback
+    from trainwright.checkpoint.writer import CheckpointWriter
     from trainwright.distributed.ranks import Ranks
+    from trainwright.distributed.sync_points import SyncPoint
+    from trainwright.engine.finiteness import Finiteness
     from trainwright.engine.optimizers import SchedulerConfig
     from trainwright.loggers.base import Logger
     from trainwright.strategies import Strategy
@@ -31,8 +34,50 @@ class Counters(Protocol):
         """Batches after which an optimizer stepped: the x axis of the loggers."""
 
     @property
+    def total_batches(self) -> int:
+        """Batches that this rank has finished in the run."""
+
+    @property
+    def validations(self) -> int:
+        """Validations of the run."""
+
+    @property
+    def validated_at(self) -> int:
+        """`total_batches` at the latest validation."""
+
+    @property
     def epoch_ended(self) -> bool:
         """True in on_train_epoch_end of a whole epoch, False if the run stops within it."""
+
+    @property
+    def progress(self) -> RunProgress:
+        """What the run is doing."""
+
+    def is_where(self, saved: dict[str, Any]) -> bool:
+        """Return whether a run resumed from a checkpoint with these counters would continue from here."""
+
+
+class RunProgress(Protocol):
+    """What the run is doing."""
+
+    @property
+    def obstacle(self) -> str:
+        """Why the failed run cannot be resumed exactly from here; "" if it can."""
+
+
+class SavingEngine(Protocol):
+    """What a callback that saves may use of the Engine."""
+
+    @property
+    def writer(self) -> CheckpointWriter:
+        """The writer of checkpoints, with the save in flight."""
+
+    @property
+    def finiteness(self) -> Finiteness:
+        """The check that the weights are finite."""
+
+    def finish_save(self) -> None:
+        """Wait for the save in flight and raise its error. Collective."""
 
 
 class TrainerProtocol(Protocol):
@@ -146,6 +191,14 @@ class TrainerProtocol(Protocol):
     def num_predict_batches(self) -> list[Batches]:
         """Batches of each prediction loader."""
 
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps of the run."""
+
+    @property
+    def is_within_window(self) -> bool:
+        """True while gradients wait for a step, so that a save is put off."""
+
     # -- the metrics ----------------------------------------------------------------------------------------------------
 
     @property
@@ -162,10 +215,37 @@ class TrainerProtocol(Protocol):
     def record_metrics(self, values: Mapping[str, float]) -> None:
         """Add values to callback_metrics; they must be the same on every rank."""
 
+    def is_outdated(self, name: str) -> bool:
+        """Return whether a metric is a validation's of earlier weights."""
+
+    # -- the checkpoints ---------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> SavingEngine:
+        """The Engine, as far as a callback may use it."""
+
+    @property
+    def default_root_dir(self) -> str:
+        """Where logs and checkpoints go unless a logger or a callback has its folder."""
+
+    @property
+    def log_dir(self) -> str | None:
+        """The first logger's folder of this run; None if it has none."""
+
+    @property
+    def resume_source(self) -> str | None:
+        """The checkpoint that this fit was resumed from."""
+
+    def save_checkpoint(self, filepath: str, weights_only: bool = False, *, blocking: bool = True) -> bool:
+        """Write a checkpoint. Collective; see `Trainer.save_checkpoint`."""
+
     # -- the actions -------------------------------------------------------------------------------------------------
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0, above a progress bar."""
+
+    def sync_point(self, name: str) -> SyncPoint:
+        """Return a request that all ranks meet at the same step. Collective."""
 
     def stop_soon(self) -> None:
         """Stop all ranks at the same optimizer step; call it on any rank and from any thread."""

@@ -1,7 +1,7 @@
 """Sampler generators: stand-ins for the generators that a sampler has as attributes, while it is drawn from.
 
 The user's own generator continues from epoch to epoch, so a run that resumes within an epoch could not draw that epoch's order
-again; without a seed it also differs between ranks. So each pass draws from generators of the same kinds, seeded for the pass.
+again; without a seed it also differs across ranks. So each pass draws from generators of the same kinds, seeded for the pass.
 The sampler keeps everything else, and its own generators stay where they were.
 """
 

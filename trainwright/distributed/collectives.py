@@ -40,7 +40,7 @@ def all_gather_with_gradients(tensor: Tensor) -> list[Tensor]:
 
 
 def refuse_unequal(tensor: Tensor) -> None:
-    """Refuse, on every rank, a tensor whose shape or dtype differs between ranks. Collective: call on every rank.
+    """Refuse, on every rank, a tensor whose shape or dtype differs across ranks. Collective: call on every rank.
 
     Under gloo only, which ends the process at such a gather; elsewhere the check would make the host wait for the device.
 

@@ -1,4 +1,4 @@
-"""Nests: plain data and the tensors in it, as checkpoint/codec.py encodes them, sent between ranks. Nothing is pickled."""
+"""Nests: plain data and the tensors in it, as checkpoint/codec.py encodes them, sent from rank to rank. Nothing is pickled."""
 
 from __future__ import annotations
 

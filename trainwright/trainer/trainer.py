@@ -460,6 +460,10 @@ class Trainer(Status):
         """Add values, the same on every rank, to callback_metrics."""
         self.logbook.note(values)
 
+    def is_outdated(self, name: str) -> bool:
+        """Return whether a metric is a validation's of earlier weights."""
+        return self.logbook.is_outdated(name)
+
     @property
     def should_stop(self) -> bool:
         """Set it to True, on any rank, to end the run.
