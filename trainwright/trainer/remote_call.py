@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import OrderedDict
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ def call_remotely(
         "loggers": trainer.loggers,
         "profiler": trainer.profiler,
         "Trainer": arguments,
-        "others": (call, path, trainer.callbacks_of_module, trainer.module is module, trainer.state),
+        "others": (call, path, trainer.callbacks_of_module, trainer.module is module, _counters_of(trainer)),
     }
     with tempfile.TemporaryDirectory(prefix="trainwright-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -115,7 +116,7 @@ def _take_over(trainer: Trainer, module: Module, datamodule: DataModule | None, 
     trainer.engine.modules, trainer.engine.optimizers = [module], []
     trainer.module, trainer.datamodule = module, datamodule
     module.trainer = trainer
-    trainer.state = told["state"]
+    trainer.state = TrainerState(**told["state"])
     trainer.optimizers, trainer.prepared_optimizers, trainer.lr_scheduler_configs = [], [], []
     for name, value in told["trainer"].items():
         setattr(trainer, name, value)
@@ -159,7 +160,7 @@ def make_call(
         "result": result,
         "has_weights": has_weights,
         "buffers": {name: value for name, value in model.named_buffers() if name not in kept},
-        "state": trainer.state,
+        "state": _counters_of(trainer),
         "trainer": {name: getattr(trainer, name) for name in TRAINER_FIELDS},
         "metrics": {
             "callback": trainer.callback_metrics,
@@ -170,6 +171,11 @@ def make_call(
         "callback_attributes": [_plain_attributes(each) for each in trainer.callbacks],
         "attributes": [_plain_attributes(each) for each in (model, datamodule, *loggers)],
     }
+
+
+def _counters_of(trainer: Trainer) -> dict[str, Any]:
+    """Return the run's state without what it is doing now, which belongs to the process that does it."""
+    return {name: value for name, value in asdict(trainer.state).items() if name != "progress"}
 
 
 def _plain_state(callback: Callback) -> dict[str, Any]:
