@@ -207,7 +207,7 @@ def test_an_edited_state_dict_is_stored_whole_or_refused(ranks: list[Any]) -> No
         if strategy.startswith("ddp"):
             assert refusals == ["", ""]
         else:
-            assert "left as 'norm' in the state_dict what was computed of this rank's part" in refusals[0]
+            assert "left 'norm' in the state_dict, computed from this rank's part" in refusals[0]
             assert "part of 'net.0.weight'; the other ranks hold the rest" in refusals[1]
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import tempfile
 from collections import OrderedDict
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +68,7 @@ def call_remotely(
         "loggers": trainer.loggers,
         "profiler": trainer.profiler,
         "Trainer": arguments,
-        "others": (call, path, trainer.callbacks_of_module, trainer.module is module, _counters_of(trainer)),
+        "others": (call, path, trainer.callbacks_of_module, trainer.module is module, trainer.state.plain()),
     }
     with tempfile.TemporaryDirectory(prefix="trainwright-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -116,7 +115,7 @@ def _take_over(trainer: Trainer, module: Module, datamodule: DataModule | None, 
     trainer.engine.modules, trainer.engine.optimizers = [module], []
     trainer.module, trainer.datamodule = module, datamodule
     module.trainer = trainer
-    trainer.state = TrainerState(**told["state"])
+    trainer.state = TrainerState.of_plain(told["state"])
     trainer.optimizers, trainer.prepared_optimizers, trainer.lr_scheduler_configs = [], [], []
     for name, value in told["trainer"].items():
         setattr(trainer, name, value)
@@ -150,7 +149,7 @@ def make_call(
     trainer = home.Trainer(**Trainer)
     trainer.callbacks, trainer.loggers, trainer.profiler = callbacks, loggers, profiler
     trainer.callbacks_of_module, trainer.module = callbacks_of_module, model if is_known else None
-    trainer.state = TrainerState(**state)
+    trainer.state = TrainerState.of_plain(state)
     result = getattr(trainer, call)(model, datamodule=datamodule, ckpt_path=path, **options)
     has_weights = call == "fit" or path is not None
     if has_weights:
@@ -160,7 +159,7 @@ def make_call(
         "result": result,
         "has_weights": has_weights,
         "buffers": {name: value for name, value in model.named_buffers() if name not in kept},
-        "state": _counters_of(trainer),
+        "state": trainer.state.plain(),
         "trainer": {name: getattr(trainer, name) for name in TRAINER_FIELDS},
         "metrics": {
             "callback": trainer.callback_metrics,
@@ -171,11 +170,6 @@ def make_call(
         "callback_attributes": [_plain_attributes(each) for each in trainer.callbacks],
         "attributes": [_plain_attributes(each) for each in (model, datamodule, *loggers)],
     }
-
-
-def _counters_of(trainer: Trainer) -> dict[str, Any]:
-    """Return the run's state without what it is doing now, which belongs to the process that does it."""
-    return {name: value for name, value in asdict(trainer.state).items() if name != "progress"}
 
 
 def _plain_state(callback: Callback) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from trainwright.trainer.phase import Progress
@@ -71,6 +71,16 @@ class TrainerState:
     progress: Progress = field(default_factory=Progress, metadata={"counts": False})
     open_epoch: OpenEpoch | None = field(default=None, metadata={"counts": False})
     """Set where the run has stopped within the epoch."""
+
+    def plain(self) -> dict[str, Any]:
+        """Return all but the phase, which belongs to this process, as plain data for a Trainer in another one."""
+        return {name: value for name, value in asdict(self).items() if name != "progress"}
+
+    @classmethod
+    def of_plain(cls, plain: dict[str, Any]) -> TrainerState:
+        """Return the state that `plain` has returned."""
+        epoch = plain["open_epoch"]
+        return cls(**{**plain, "open_epoch": None if epoch is None else OpenEpoch(**epoch)})
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters as plain data; those of the end that was loaded, until training begins."""
