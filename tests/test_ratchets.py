@@ -173,7 +173,7 @@ def public_names() -> list[str]:
 # -- the floors of trainer/ ----------------------------------------------------------------------------------------------
 
 FLOORS = [
-    "checkpoint_choice clock inputs locks log_rules phase settings steps table uneven_round",
+    "checkpoint_choice clock inputs locks log_rules phase settings stage steps table uneven_round",
     "hooks logged_value optimization own_rounds parts state stop",
     "metric_objects",
     "metric_merging metrics",

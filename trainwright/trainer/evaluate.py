@@ -21,6 +21,7 @@ from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.own_rounds import OwnRounds
 from trainwright.trainer.phase import Phase
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
+from trainwright.trainer.stage import Stage
 from trainwright.trainer.steps import StepArguments, read_step
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.uneven_round import Communication, UnevenRound
@@ -34,8 +35,6 @@ LIMITS = {
     "test": "limit_test_batches",
     "predict": "limit_predict_batches",
 }
-LOADERS = {"validation": "val_dataloaders", "test": "test_dataloaders", "predict": "predict_dataloaders"}
-COUNTS = {"validation": "num_val_batches", "test": "num_test_batches", "predict": "num_predict_batches"}
 
 
 @dataclass
@@ -47,6 +46,8 @@ class Evaluation:
     stage: str
     source: LoaderSource
     transfer: BatchTransfer | None
+    shown: Stage
+    """What the trainer shows of its data."""
     arguments: StepArguments = field(default_factory=StepArguments)
     loaders: list[tuple[str | None, Share]] = field(default_factory=list)
     """This rank's share of each loader, and the name that the user gave it."""
@@ -61,9 +62,8 @@ class Evaluation:
             return
         engine = self.trainer.engine
         loaders = self._made()
-        for _, loader in self.loaders:
-            loader.close()
-            self.trainer.open_loaders.remove(loader)
+        self.close()
+        self.loaders = []
         self.loaders = evaluation_loaders(
             loaders,
             rank=engine.rank,
@@ -76,13 +76,15 @@ class Evaluation:
         for _, loader in self.loaders:
             if engine.strategy.forward_is_collective and isinstance(loader, ShardedCombination):
                 loader.refuse_parted_rounds(self.limit_of(loader))
-        self.trainer.open_loaders += [loader for _, loader in self.loaders]
         self.is_loaded = True
         are_named = all(name is not None for name, _ in self.loaders)
         self.arguments = read_step(self.module, f"{self.stage}_step", len(self.loaders), are_named)
-        setattr(self.trainer, LOADERS[self.stage], loaders)
-        counts = [self.limit_of(loader) for _, loader in self.loaders]
-        setattr(self.trainer, COUNTS[self.stage], [float("inf") if count is None else count for count in counts])
+        self.shown.note(loaders, [self.limit_of(loader) for _, loader in self.loaders])
+
+    def close(self) -> None:
+        """End the loaders' workers."""
+        for _, loader in self.loaders:
+            loader.close()
 
     def _made(self) -> Any:
         trainer, are_made = self.trainer, self.source.owner is not None
@@ -191,7 +193,7 @@ def run_loader(
     length = loader.exact_length
     is_limited = most is not None or getattr(evaluation.trainer.settings, LIMITS[stage]) is not None
     count = evaluation.limit_of(loader, most) if is_limited else None  # else to its end, whatever it says of its length
-    evaluation.trainer.batch_indices = None
+    evaluation.shown.note_indices(None)
     # What the step does with the loader before says nothing of this one.
     told = evaluation.communication = Communication(in_hooks=stage != "predict")
     is_own = engine.world_size > 1 and not loader.is_sharded
@@ -210,7 +212,7 @@ def run_loader(
         if asked is not None and asked.is_pending and evaluation.trainer.stop.is_left(place, index):
             break
         if noted:
-            evaluation.trainer.batch_indices = noted.popleft()
+            evaluation.shown.note_indices(noted.popleft())
         if transfer is not None:
             batch = transfer(batch, place)
         collector.begin_batch(batch, step, is_own or length is None or index == length - 1)
@@ -230,7 +232,7 @@ def run_loader(
             counts.append(collectives.count_issued())
             evaluation.communication.learn(counts, engine.strategy.forward_is_collective)
         evaluation.trainer.logbook.log_evaluation_step(index)
-    evaluation.trainer.batch_indices = None
+    evaluation.shown.note_indices(None)
 
 
 def run_ghost(
@@ -316,10 +318,7 @@ def sanity_check(evaluation: Evaluation) -> None:
         trainer.hooks.call("on_sanity_check_start")
         evaluation.load()
         most = None if steps == -1 else steps
-        trainer.num_sanity_val_batches = [
-            float("inf") if (count := evaluation.limit_of(loader, most)) is None else count
-            for _, loader in evaluation.loaders
-        ]
+        trainer.stages.sanity_check.note(None, [evaluation.limit_of(loader, most) for _, loader in evaluation.loaders])
         try:
             evaluate(evaluation, Phase.SANITY_CHECK, most=most)
             trainer.hooks.call("on_sanity_check_end")

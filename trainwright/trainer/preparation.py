@@ -17,6 +17,7 @@ from trainwright.engine.replica_settings import warn_of_unlike_settings
 from trainwright.module import Module, is_overridden
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Clipping, Optimization, StepResult
+from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.optimization import closure_is_wanted
 from trainwright.trainer.sources import LoaderSource, find_transfer
@@ -59,6 +60,7 @@ def prepare_fit(
             f"accumulate_grad_batches={settings.accumulate_grad_batches} counts batches, but training_step takes them from "
             "dataloader_iter itself; leave it at 1 and take several batches in a step."
         )
+    seconds = settings.validation_seconds
     engine.take_seed()
     engine.precision.reset()
     prepare_module(trainer, module)
@@ -85,6 +87,7 @@ def prepare_fit(
         hooks=trainer.hooks,
         progress=trainer.state.progress,
         state=trainer.state,
+        validation_clock=None if seconds is None else IntervalClock(seconds, trainer.sync_point("validation")),
         data=data,
         validation=validation,
         is_manual=not automatic,

@@ -28,6 +28,7 @@ from trainwright.errors import CheckpointError
 from trainwright.module import Module, is_overridden
 from trainwright.trainer.hooks import HookTable
 from trainwright.trainer.logbook import Logbook
+from trainwright.trainer.stage import Stages
 from trainwright.trainer.state import TrainerState
 
 if TYPE_CHECKING:
@@ -37,8 +38,7 @@ WEIGHTS = "weights"
 OWN_ARGUMENTS = ("callbacks", "logger", "profiler")
 """Arguments of a Trainer that are replaced by the parts made of them."""
 TRAINER_FIELDS = (
-    "should_stop", "accumulate_grad_batches", "ckpt_path", "resume_source", "num_training_batches",
-    "num_val_batches", "num_sanity_val_batches", "num_test_batches", "num_predict_batches",
+    "should_stop", "accumulate_grad_batches", "ckpt_path", "resume_source",
 )  # fmt: skip
 NOT_OURS = frozenset({*vars(nn.Module()), "_trainer", "_toggled", "trainer", "_running_module"})
 """Attributes of modules and callbacks that are torch's, or of the run."""
@@ -119,6 +119,7 @@ def _take_over(trainer: Trainer, module: Module, datamodule: DataModule | None, 
     trainer.optimizers, trainer.prepared_optimizers, trainer.lr_scheduler_configs = [], [], []
     for name, value in told["trainer"].items():
         setattr(trainer, name, value)
+    trainer.stages = Stages.of_counts(told["batches"])
     trainer.logbook = Logbook(trainer.loggers, trainer.engine, trainer.state)
     trainer.logbook.load_state_dict(told["metrics"])
     trainer.hooks = HookTable(trainer, module, trainer.callbacks)
@@ -160,6 +161,7 @@ def make_call(
         "has_weights": has_weights,
         "buffers": {name: value for name, value in model.named_buffers() if name not in kept},
         "state": trainer.state.plain(),
+        "batches": trainer.stages.counts(),
         "trainer": {name: getattr(trainer, name) for name in TRAINER_FIELDS},
         "metrics": {
             "callback": trainer.callback_metrics,

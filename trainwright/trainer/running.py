@@ -29,6 +29,7 @@ from trainwright.trainer.phase import Phase
 from trainwright.trainer.preparation import prepare_module
 from trainwright.trainer.resume import open_with_hooks, restore_weights
 from trainwright.trainer.sources import find_source, find_transfer, read_datamodule
+from trainwright.trainer.stage import Stage
 
 if TYPE_CHECKING:
     from trainwright.trainer.trainer import Trainer
@@ -36,7 +37,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def running(
-    trainer: Trainer, module: Module, stage: str, datamodule: DataModule | None, choice: Choice, stays: bool = False
+    trainer: Trainer,
+    module: Module,
+    stage: str,
+    datamodule: DataModule | None,
+    choice: Choice,
+    evaluation: Evaluation | None,
+    stays: bool = False,
 ) -> Iterator[None]:
     """Set up what surrounds a run, and take it down whatever happens. Collective: call on every rank.
 
@@ -53,7 +60,7 @@ def running(
         if outer is not None and outer.stage is not None:  # a hook of that one's run has made this call
             stack.callback(setattr, module, "trainer", outer)
         trainer.stage = stage
-        stack.callback(_leave, trainer, outcome)
+        stack.callback(_leave, trainer, outcome, evaluation)
         module.trainer = trainer
         if datamodule is not None:
             datamodule.trainer = trainer
@@ -193,7 +200,7 @@ def _set_up(trainer: Trainer, module: Module, stage: str, datamodule: DataModule
         _log_graph(trainer, module)
 
 
-def _leave(trainer: Trainer, outcome: Outcome) -> None:
+def _leave(trainer: Trainer, outcome: Outcome, evaluation: Evaluation | None) -> None:
     if trainer.compiled is not None:
         trainer.compiled.undo()
         trainer.compiled = None
@@ -202,7 +209,7 @@ def _leave(trainer: Trainer, outcome: Outcome) -> None:
     trainer.state.progress.enter(Phase.OUTSIDE)
     if trainer.run is not None:
         outcome.after(trainer.run.data.close)
-    trainer.run, trainer.validation_clock = None, None
+    trainer.run = None
     for callback in trainer.callbacks:
         callback.__dict__.pop("_running_module", None)
     if trainer.datamodule is not None:
@@ -210,8 +217,8 @@ def _leave(trainer: Trainer, outcome: Outcome) -> None:
     for child in trainer.module.modules() if trainer.module is not None else ():
         if isinstance(child, Module):
             child.untoggle_optimizer()
-    while trainer.open_loaders:
-        outcome.after(trainer.open_loaders.pop().close)
+    if evaluation is not None:
+        outcome.after(evaluation.close)
     outcome.after(trainer.engine.strategy.after_run)
     outcome.after(trainer.profiler.describe)
     outcome.after(trainer.profiler.teardown, stage)
@@ -296,7 +303,9 @@ def evaluating(trainer: Trainer, request: Request) -> Iterator[Evaluation]:
     engine, is_the_same = trainer.engine, choice.path is None and trainer.module is module
     trained = list(engine.optimizers) if is_the_same else []
     stays = bool(trained) and not engine.strategy.keeps_optimizers  # they would go with what else the strategy holds
-    with running(trainer, module, call, datamodule, choice, stays):
+    seen: Stage = getattr(trainer.stages, stage)
+    evaluation = Evaluation(trainer, module, stage, source, find_transfer(engine, module, datamodule), seen)
+    with running(trainer, module, call, datamodule, choice, evaluation, stays):
         opened = open_with_hooks(trainer, choice.checkpoint) if choice.checkpoint is not None else None
         prepare_module(trainer, module)
         if not stays:
@@ -304,7 +313,7 @@ def evaluating(trainer: Trainer, request: Request) -> Iterator[Evaluation]:
         if opened is not None:
             restore_weights(trainer, opened)
         engine.take_seed()
-        yield Evaluation(trainer, module, stage, source, find_transfer(engine, module, datamodule))
+        yield evaluation
     # What was trained with can still be saved, unless the weights are other ones now.
     engine.optimizers = trained
     if not trained:

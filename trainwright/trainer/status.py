@@ -29,14 +29,12 @@ from trainwright.strategies import Strategy
 from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.phase import Phase
 from trainwright.trainer.settings import Settings
+from trainwright.trainer.stage import Batches, Stages
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.stop import Stop
 
 if TYPE_CHECKING:
     from trainwright.trainer.training_run import TrainingRun
-
-Batches = int | float
-"""A number of batches; math.inf where it shows only when the loader ends."""
 
 
 T = TypeVar("T")
@@ -69,6 +67,7 @@ class Status:
     loggers: list[Logger]
     module: Module | None
     datamodule: DataModule | None
+    stages: Stages
     stage: str | None
     """"fit", "validate", "test" or "predict" while it runs; None outside."""
     run: TrainingRun | None
@@ -231,7 +230,26 @@ class Status:
         return min(sum(math.ceil(batches / window) for window in windows), limit)
 
     accumulate_grad_batches: int
-    num_training_batches: Batches
+    num_training_batches = Forwarded[Batches](
+        "stages.num_training_batches",
+        "Batches of an epoch on this rank.",
+    )
+    num_val_batches = Forwarded[list[Batches]]("stages.validation.num_batches", "Batches of each validation loader.")
+    num_sanity_val_batches = Forwarded[list[Batches]]("stages.sanity_check.num_batches", "Those of the sanity check.")
+    num_test_batches = Forwarded[list[Batches]]("stages.test.num_batches", "Batches of each test loader.")
+    num_predict_batches = Forwarded[list[Batches]](
+        "stages.predict.num_batches", "Batches of each loader of a prediction."
+    )
+    train_dataloader = Forwarded[Any]("stages.train_dataloader", "The training loaders, as they were given.")
+    val_dataloaders = Forwarded[Any]("stages.validation.dataloaders", "The validation loaders, as they were given.")
+    test_dataloaders = Forwarded[Any]("stages.test.dataloaders", "The test loaders, as they were given.")
+    predict_dataloaders = Forwarded[Any](
+        "stages.predict.dataloaders", "The loaders of a prediction, as they were given."
+    )
+    batch_indices = Forwarded[list[Any] | None](
+        "stages.predict.batch_indices",
+        "The dataset's indices of a prediction's batch, if any.",
+    )
 
     # -- where the run is --------------------------------------------------------------------------------------------
 

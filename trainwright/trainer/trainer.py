@@ -30,7 +30,6 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Clipping
 from trainwright.trainer.checkpoint_choice import choose_checkpoint
-from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation, evaluate
 from trainwright.trainer.fit import fit
 from trainwright.trainer.hooks import HookTable
@@ -49,8 +48,9 @@ from trainwright.trainer.resume import check_save, open_to_resume, restore, save
 from trainwright.trainer.running import callbacks_for, evaluating, read_request, refuse_nested, running
 from trainwright.trainer.settings import Settings, refuse_unknown
 from trainwright.trainer.sources import find_source, find_transfer, read_datamodule
+from trainwright.trainer.stage import Stages
 from trainwright.trainer.state import TrainerState
-from trainwright.trainer.status import Batches, Status
+from trainwright.trainer.status import Status
 from trainwright.trainer.stop import Stop
 from trainwright.trainer.table import format_table
 from trainwright.trainer.training_data import TrainData
@@ -195,24 +195,11 @@ class Trainer(Status):
         self.lr_scheduler_configs: list[SchedulerConfig] = []
         self.accumulate_grad_batches = self.settings.accumulate_grad_batches
         """Batches of one optimizer step; a callback may change it at an epoch's start."""
-        self.batch_indices: list[Any] | None = None
-        """In predict, the dataset's indices of the samples of this batch; None where its loader has none."""
-        self.num_training_batches: Batches = 0
-        self.num_val_batches: list[Batches] = []
-        self.num_sanity_val_batches: list[Batches] = []
-        self.num_test_batches: list[Batches] = []
-        self.num_predict_batches: list[Batches] = []
-        self.train_dataloader: Any = None
-        self.val_dataloaders: Any = None
-        self.test_dataloaders: Any = None
-        self.predict_dataloaders: Any = None
+        self.stages = Stages()
         self.ckpt_path: str | None = None
         """The checkpoint that the present or the latest run was given."""
         self.resume_source: str | None = None
         """The checkpoint that this fit was resumed from."""
-        self.open_loaders: list[Any] = []
-        """The shares of evaluated loaders, whose workers end with the run."""
-        self.validation_clock: IntervalClock | None = None
         self.compiled: Compiled | None = None
         self.stop = self._make_stop()
         self.callbacks_of_module: tuple[list[Callback], list[Callback]] = ([], [])
@@ -267,17 +254,15 @@ class Trainer(Status):
         self.state = TrainerState()
         self.resume_source, self.stop = None, self._make_stop()
         self.accumulate_grad_batches = self.settings.accumulate_grad_batches
+        validation = self._validation(model, val_dataloaders, datamodule)
         with (
             self.stop,
-            running(self, model, "fit", datamodule, choice),
+            running(self, model, "fit", datamodule, choice, validation),
             torch.autograd.set_detect_anomaly(self.settings.detect_anomaly),
         ):
             self.stop.open()
-            seconds = self.settings.validation_seconds
-            self.validation_clock = None if seconds is None else IntervalClock(seconds, self.sync_point("validation"))
             opened = open_to_resume(self, choice.checkpoint) if choice.checkpoint is not None else None
-            validation = self._validation(model, val_dataloaders, datamodule)
-            self.run = prepare_fit(self, model, source, validation, self._note_train_data)
+            self.run = prepare_fit(self, model, source, validation, self.stages.note_training)
             self.hooks.call("on_fit_start")
             generators = restore(self, opened) if opened is not None else None
             fit(self.run, generators)
@@ -432,10 +417,6 @@ class Trainer(Status):
         self.engine.backward(loss, send, **options)
         self.hooks.call("on_after_backward")
 
-    def _note_train_data(self, loaders: Any, batches: Batches) -> None:
-        """Show which loaders the run trains on, and how many batches of an epoch are this rank's."""
-        self.train_dataloader, self.num_training_batches = loaders, batches
-
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context in which modules are made in the dtype and on the device that they are trained on."""
         return making_modules(self.engine, bool(empty_init))
@@ -506,7 +487,8 @@ class Trainer(Status):
             return None
         if self.settings.limit_val_batches == 0:
             return None  # by the setting, which is alike on every rank: one may have no batch of its own
-        return Evaluation(self, model, "validation", source, find_transfer(self.engine, model, datamodule))
+        transfer = find_transfer(self.engine, model, datamodule)
+        return Evaluation(self, model, "validation", source, transfer, self.stages.validation)
 
     def _evaluate(self, call: str, stage: str, verbose: bool, *given: Any) -> list[dict[str, float]]:
         asked = read_request(self, call, stage, *given)

@@ -17,6 +17,7 @@ from trainwright.engine.window import AccumulationWindow
 from trainwright.module import Module
 from trainwright.profilers.instrumentation import is_measuring
 from trainwright.strategies.base import Clipping, StepResult
+from trainwright.trainer.clock import IntervalClock
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.hooks import HookTable
 from trainwright.trainer.phase import ENDING, Phase, Progress
@@ -44,6 +45,8 @@ class TrainingRun:
     data: TrainData
     validation: Evaluation | None
     """None where nothing is validated."""
+    validation_clock: IntervalClock | None
+    """Set where validations come by time."""
     is_manual: bool
     """Whether training_step itself sends losses backward and steps."""
     optimizer: Optimizer | None
@@ -118,7 +121,7 @@ class TrainingRun:
     @property
     def validates_within(self) -> bool:
         """Return whether a validation may be due within an epoch."""
-        by_time = self.trainer.validation_clock is not None
+        by_time = self.validation_clock is not None
         return self.validation is not None and (self.data.validate_every is not None or by_time)
 
     @property

@@ -25,8 +25,8 @@ def validation_is_due(run: TrainingRun, at_end: bool = False) -> bool:
         return False
     if every is not None and (state.epoch + 1) % every:
         return False
-    if run.trainer.validation_clock is not None:
-        return not at_end and run.trainer.validation_clock.is_due(state.step)
+    if run.validation_clock is not None:
+        return not at_end and run.validation_clock.is_due(state.step)
     if run.data.validate_every is None:
         return at_end
     count = state.total_batches if every is None else state.batch

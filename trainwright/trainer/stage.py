@@ -1,0 +1,59 @@
+"""Stages: the data of training, validation, test and prediction as users see them on the Trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Batches = int | float
+"""A number of batches; math.inf where it shows only when the loader ends."""
+
+
+@dataclass
+class Stage:
+    """The data of one stage of evaluation."""
+
+    dataloaders: Any = None
+    """As the user gave them, or as the hook returned them."""
+    num_batches: list[Batches] = field(default_factory=list)
+    """What is run of each loader."""
+    batch_indices: list[Any] | None = None
+    """The dataset's indices of the samples of the current batch; None where its loader has none."""
+
+    def note(self, dataloaders: Any, num_batches: list[int | None]) -> None:
+        """Note the loaders, and what is run of each; None where that is not known."""
+        self.dataloaders = dataloaders
+        self.num_batches = [float("inf") if count is None else count for count in num_batches]
+
+    def note_indices(self, indices: list[Any] | None) -> None:
+        """Note the samples of the current batch."""
+        self.batch_indices = indices
+
+
+@dataclass
+class Stages:
+    """The data of every stage."""
+
+    train_dataloader: Any = None
+    num_training_batches: Batches = 0
+    validation: Stage = field(default_factory=Stage)
+    sanity_check: Stage = field(default_factory=Stage)
+    test: Stage = field(default_factory=Stage)
+    predict: Stage = field(default_factory=Stage)
+
+    def note_training(self, dataloader: Any, num_batches: Batches) -> None:
+        """Note the training loaders, and how many batches of them an epoch runs on this rank."""
+        self.train_dataloader, self.num_training_batches = dataloader, num_batches
+
+    def counts(self) -> dict[str, Any]:
+        """Return the numbers of batches as plain data, for the Trainer of another process."""
+        lists = {name: each.num_batches for name, each in vars(self).items() if isinstance(each, Stage)}
+        return {**lists, "num_training_batches": self.num_training_batches}
+
+    @classmethod
+    def of_counts(cls, counts: dict[str, Any]) -> Stages:
+        """Return the stages with the numbers that `counts` has returned."""
+        taken: dict[str, Any] = {
+            name: Stage(num_batches=each) if isinstance(each, list) else each for name, each in counts.items()
+        }
+        return cls(**taken)
