@@ -35,13 +35,7 @@ OWN_PARTS = (
 """What a module may do in its own way within a step."""
 
 
-def prepare_fit(
-    trainer: Trainer,
-    module: Module,
-    source: LoaderSource,
-    validation: Evaluation | None,
-    note_data: Callable[[Any, int | float], None],
-) -> TrainingRun:
+def prepare_fit(trainer: Trainer, module: Module, source: LoaderSource, validation: Evaluation | None) -> TrainingRun:
     """Wrap the module, make its optimizers, and gather what the loop reads. Collective.
 
     Raises:
@@ -60,7 +54,6 @@ def prepare_fit(
             f"accumulate_grad_batches={settings.accumulate_grad_batches} counts batches, but training_step takes them from "
             "dataloader_iter itself; leave it at 1 and take several batches in a step."
         )
-    seconds = settings.validation_seconds
     engine.take_seed()
     engine.precision.reset()
     prepare_module(trainer, module)
@@ -78,7 +71,7 @@ def prepare_fit(
         {**trainer.loader_options, "in_order": bool(trainer.given_settings.overfit_batches)},
         validates=validation is not None,
         pulls=arguments.pulls,
-        note=note_data,
+        note=trainer.stages.note_training,
     )
     trainer.run = run = TrainingRun(
         trainer=trainer,
@@ -87,7 +80,7 @@ def prepare_fit(
         hooks=trainer.hooks,
         progress=trainer.state.progress,
         state=trainer.state,
-        validation_clock=None if seconds is None else IntervalClock(seconds, trainer.sync_point("validation")),
+        validation_clock=_validation_clock(trainer),
         data=data,
         validation=validation,
         is_manual=not automatic,
@@ -108,6 +101,11 @@ def prepare_fit(
     _prepare_optimizers(run)
     warn_of_unlike_settings(module, module.hparams, engine.ranks)
     return run
+
+
+def _validation_clock(trainer: Trainer) -> IntervalClock | None:
+    seconds = trainer.settings.validation_seconds
+    return None if seconds is None else IntervalClock(seconds, trainer.sync_point("validation"))
 
 
 def prepare_module(trainer: Trainer, module: Module) -> None:

@@ -262,7 +262,7 @@ class Trainer(Status):
         ):
             self.stop.open()
             opened = open_to_resume(self, choice.checkpoint) if choice.checkpoint is not None else None
-            self.run = prepare_fit(self, model, source, validation, self.stages.note_training)
+            self.run = prepare_fit(self, model, source, validation)
             self.hooks.call("on_fit_start")
             generators = restore(self, opened) if opened is not None else None
             fit(self.run, generators)
