@@ -374,8 +374,8 @@ class ModelCheckpoint(Callback):
             ValueError: a metric that is needed was not logged.
         """
         score, scores = self._score.read(trainer, self._has_validated), self._kept["scores"]
-        if not may_repeat and self._moments.is_saved(trainer) and score == self._kept["current_score"]:
-            return None
+        if not may_repeat and self._moments.is_saved(trainer) and repr(score) == repr(self._kept["current_score"]):
+            return None  # by their text: NaN, a score that is not known, is the same again
         is_best = self._ranking.accepts(score, scores)
         is_stopgap = not is_best and self.save_top_k != 0 and not scores
         if not is_best and not is_stopgap and not self.save_last:

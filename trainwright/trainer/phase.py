@@ -50,7 +50,7 @@ class Progress:
     def fail(self, obstacle: str) -> None:
         """Note that the run has failed, and what keeps it from being saved here: without any it may be."""
         self.obstacle = obstacle
-        if not obstacle:
+        if not obstacle and self.phase is Phase.EPOCH_LEFT:
             self.phase = Phase.STOPPED
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -216,7 +217,7 @@ def rank_state(trainer: Trainer, data: LoaderState) -> dict[str, Any]:
 def open_epoch(trainer: Trainer) -> OpenEpoch:
     """Return what a checkpoint holds of an epoch that the run stops within, where it stands."""
     logbook = trainer.logbook
-    callbacks = callback_states(each for each in trainer.callbacks if not each.runs_last)
+    callbacks = copy.deepcopy(callback_states(each for each in trainer.callbacks if not each.runs_last))
     return OpenEpoch(
         logbook.state_dict(), trainer.logbook.epoch_state(), logbook.logger_states(), callbacks, rng_state()
     )
