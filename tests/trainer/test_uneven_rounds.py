@@ -434,7 +434,8 @@ def ranks_job(folder: Path) -> dict[str, Any]:
         for first, second in ((5, 8), (6, 5)):
             both = tw.CombinedLoader({"a": numbers(first, 2), "b": numbers(second, 2)}, "max_size")
             with pytest.raises(
-                ValueError, match=r"loader '[ab]' of a CombinedLoader\('max_size'\) has 5 batches, of which the 2"
+                ValueError,
+                match=r"loader '[ab]' of a CombinedLoader\('max_size'\) has 5 batches, which the 2 ranks cannot divide",
             ):
                 trainer(strategy="fsdp").validate(Branches(), both, verbose=False)
         both = tw.CombinedLoader({"a": numbers(4, 2), "b": numbers(8, 2)}, "max_size")
