@@ -94,6 +94,8 @@ class TrainingRun:
     def begin_windows(self) -> None:
         """Begin an epoch's windows, of the length that the trainer has now."""
         self.accumulate = self.trainer.accumulate_grad_batches
+        if not self.is_manual:  # else gradients that on_train_epoch_start has sent backward wait for a step
+            self.window.drop()
 
     def may_save(self, weights_only: bool) -> bool:
         """Return whether a checkpoint can be written now; else it waits for the end of the window, or of the epoch.
