@@ -77,36 +77,34 @@ def test_the_newest_is_damaged(tmp_path: Path, damage: str, capsys: pytest.Captu
             getattr(trainer, call)(module, make_loader(), ckpt_path="last")
         assert str(error.value).count("epoch=1-step=22.ckpt:") <= 1
         assert_equal(weights(module), before)
-    with pytest.warns(UserWarning, match=rf"passes over .*epoch=1-step=22\.ckpt, which is damaged and stays .*{what}"):
+    with pytest.warns(UserWarning, match=rf"skips .*epoch=1-step=22\.ckpt, which is damaged and is left .*{what}"):
         trainer = fit(tmp_path, 3, "auto", callbacks=tw.ModelCheckpoint(str(tmp_path), **saving))
     assert trainer.resume_source == f"{tmp_path}/epoch=0-step=11.ckpt"
     assert_equal(weights(trainer.model), whole)
     assert sorted(os.listdir(newest)) == left
     names = {Path(each.path).name for each in find_checkpoints(str(tmp_path))}
     assert {"epoch=0-step=11.ckpt", "epoch=1-step=22-v1.ckpt", "epoch=2-step=33.ckpt"} <= names
-    # With none that is whole, a fit begins anew; an evaluation has nothing to evaluate.
+    # With none that is whole, a fit starts from scratch; an evaluation has nothing to evaluate.
     for name in names:
         flip(tmp_path / name / "state.json")
     capsys.readouterr()
-    with pytest.warns(UserWarning, match="passes over"):
+    with pytest.warns(UserWarning, match="skips .* which is damaged"):
         fresh = fit(tmp_path, 1, "auto", callbacks=tw.ModelCheckpoint(str(tmp_path), **saving))
     assert (fresh.resume_source, fresh.global_step) == (None, 11)
-    assert f"there is no checkpoint to go on from in {tmp_path}; the run begins anew" in capsys.readouterr().out
+    assert f"no checkpoint found in {tmp_path}; starting from scratch" in capsys.readouterr().out
 
 
 def test_what_auto_and_last_say_where_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = fit(tmp_path, 1, "auto")
     assert trainer.resume_source is None
-    assert "begins anew" in capsys.readouterr().out
+    assert "starting from scratch" in capsys.readouterr().out
     again = fit(tmp_path, 1, "auto")  # it has ended
     assert (again.resume_source, again.global_step) == (f"{tmp_path}/epoch=0.ckpt", 11)
     other = tw.Trainer(callbacks=tw.ModelCheckpoint(str(tmp_path / "none")), **{**QUIET, "enable_checkpointing": True})
-    for name, what in (("last", "no checkpoint was saved in"), ("auto", "there is no whole checkpoint in")):
+    for name, what in (("last", "no checkpoint was saved in"), ("auto", "no whole checkpoint found in")):
         with pytest.raises(tw.CheckpointError, match=rf"ckpt_path='{name}': {what} {tmp_path}/none"):
             other.test(Classifier(), make_loader(), ckpt_path=name)
-    with pytest.raises(
-        ValueError, match=r"ckpt_path='auto' asks for a checkpoint of a ModelCheckpoint, but .* has none"
-    ):
+    with pytest.raises(ValueError, match=r"ckpt_path='auto' needs a ModelCheckpoint, but .* has none"):
         tw.Trainer(**QUIET).fit(Classifier(), make_loader(), ckpt_path="auto")
     trial = tw.Trainer(fast_dev_run=True, **QUIET_BAR)
     trial.fit(Classifier(), make_loader(), ckpt_path="auto")
@@ -355,7 +353,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = train(3, "auto")
-    told["said"] = [str(each.message) for each in caught if "passes over" in str(each.message)]
+    told["said"] = [str(each.message) for each in caught if "auto' skips" in str(each.message)]
     told["resumed"] = (trainer.log_dir, trainer.resume_source, trainer.global_step)
     return told
 
@@ -389,7 +387,7 @@ def test_a_choice_that_another_run_has_overtaken(tmp_path: Path, how: str, monke
         return verified(engine, *args, **kwargs)
 
     monkeypatch.setattr(Engine, "verified", meanwhile)
-    with pytest.raises(tw.CheckpointError, match=r"epoch=0\.ckpt was chosen .* meanwhile another run has written to"):
+    with pytest.raises(tw.CheckpointError, match=r"Another run wrote to .* after .*epoch=0\.ckpt had been selected"):
         fit(tmp_path, 3, how)
     monkeypatch.setattr(Engine, "verified", verified)
     assert not (tmp_path / ".lock").exists()

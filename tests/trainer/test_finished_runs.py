@@ -108,7 +108,7 @@ def test_the_end_is_saved_again_beside_a_damaged_one(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"epoch=2-step=28.ckpt", "end-step=33.ckpt"}
     manifest = tmp_path / "end-step=33.ckpt" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-20])
-    with pytest.warns(UserWarning, match=r"passes over .*end-step=33\.ckpt, which is damaged"):
+    with pytest.warns(UserWarning, match=r"skips .*end-step=33\.ckpt, which is damaged"):
         again = run(tw.ModelCheckpoint(tmp_path, **kwargs))
     assert again.batches == 5
     assert_equal(weights(again), weights(first))
@@ -132,10 +132,10 @@ def test_what_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     trainer = tw.Trainer(callbacks=[weights_alone], max_epochs=1, **{**QUIET, "enable_checkpointing": True})
     trainer.fit(Scored(), make_loader())
     run(tw.ModelCheckpoint(tmp_path, filename="{epoch}"), max_epochs=1)
-    assert "epoch=0-step=11.ckpt holds the weights alone, and no run goes on from those" in capsys.readouterr().out
+    assert "epoch=0-step=11.ckpt holds only weights, from which no run can resume" in capsys.readouterr().out
     run(tw.ModelCheckpoint(tmp_path, filename="{epoch}"))
     assert f"going on from {tmp_path}/epoch=0.ckpt: epoch 1, batch 0, step 11" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"ckpt_path='Auto' is no path that exists\. Did you mean 'auto'\?"):
+    with pytest.raises(ValueError, match=r"ckpt_path='Auto' does not exist\. Did you mean 'auto'\?"):
         trainer.fit(Scored(), make_loader(), ckpt_path="Auto")
     with pytest.raises(tw.CheckpointError, match=r"of another model .*other shape: net\.0\.weight .* there, .* here"):
         Wider.load_from_checkpoint(str(tmp_path / "epoch=0.ckpt"))

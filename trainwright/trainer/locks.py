@@ -1,36 +1,27 @@
-"""Locks: the folders of checkpoints that a fit holds from its beginning to its end, so that no other run writes there."""
+"""Locks: the checkpoint folders that a fit holds from its beginning to its end, so that no other run writes there."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 from trainwright.checkpoint.lock import FolderLock, lock_folder
-
-if TYPE_CHECKING:
-    from trainwright.trainer.trainer import Trainer
+from trainwright.distributed.ranks import Ranks
 
 
 class FolderLocks:
-    """The locks of one fit, in rank 0's process; an evaluation and a trial run (fast_dev_run) hold nothing.
+    """The locks of one fit; rank 0's process holds them."""
 
-    Args:
-        trainer: whose ModelCheckpoints save there.
-        stage: the call.
-    """
-
-    def __init__(self, trainer: Trainer, stage: str) -> None:
-        self._trainer = trainer
-        self._callbacks = trainer.checkpoint_callbacks if stage == "fit" and not trainer.fast_dev_run else []
+    def __init__(self, ranks: Ranks, say: Callable[[str], None]) -> None:
+        self._ranks, self._say = ranks, say
         self._locks: dict[str, FolderLock] = {}
 
-    def take(self, *, started: bool) -> None:
-        """Hold the folders that are known: before the loggers are `started`, those that were given. Collective.
+    def take(self, folders: Iterable[str | None]) -> None:
+        """Hold those of the folders that are known (not None) and not held yet. Collective.
 
         Raises:
-            CheckpointError: another run holds one, on every rank alike.
+            CheckpointError: on every rank, if another run holds one.
         """
-        folders = [each.folder_in(self._trainer) if started else each.given_dirpath for each in self._callbacks]
-        wanted = {folder: None for folder in folders if folder is not None and folder not in self._locks}
+        wanted = [folder for folder in dict.fromkeys(folders) if folder is not None and folder not in self._locks]
         if not wanted:
             return
 
@@ -39,13 +30,13 @@ class FolderLocks:
                 self._locks[folder] = lock_folder(folder)
             return [self._locks[folder].previous_holder for folder in wanted]
 
-        holders = self._trainer.engine.ranks.decide(take, "the locks of the checkpoints' folders")
+        holders = self._ranks.decide(take, "the locks of the checkpoints' folders")
         for folder, earlier in zip(wanted, holders, strict=True):
-            self._locks.setdefault(folder, FolderLock(folder, None))  # rank 0's, as the others know it
+            self._locks.setdefault(folder, FolderLock(folder, None))  # rank 0's, as the other ranks know it
             if earlier:
-                self._trainer.print(f"{folder} was held by {earlier}, which has ended; this run takes it over.")
+                self._say(f"{folder} was held by {earlier}, which has ended; this run takes it over.")
 
     def release(self) -> None:
-        """Give all of them back."""
+        """Release all folders."""
         while self._locks:
             self._locks.popitem()[1].release()

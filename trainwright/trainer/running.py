@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,7 @@ from trainwright.hyperparameters import logged_hyper_parameters
 from trainwright.loggers import Logger, match_states, resume_loggers, start_loggers, withdraw_loggers
 from trainwright.module import Module, is_overridden
 from trainwright.profilers.instrumentation import instrument, is_measuring
-from trainwright.trainer.checkpoint_choice import Choice, choose_checkpoint, refuse_overtaken
+from trainwright.trainer.checkpoint_choice import CheckpointSearch, Choice
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.hooks import HookTable
 from trainwright.trainer.inputs import check_module
@@ -49,7 +50,7 @@ def running(
 
     Where the module `stays` prepared as the latest run has left it, the engine is not closed before.
     """
-    engine, outcome, locks = trainer.engine, Outcome(), FolderLocks(trainer, stage)
+    engine, outcome, locks = trainer.engine, Outcome(), FolderLocks(trainer.engine.ranks, trainer.print)
     trainer.ckpt_path = choice.path
     trainer.module, trainer.datamodule = module, datamodule
     trainer.stop.note_end(None)
@@ -165,7 +166,8 @@ def _start_loggers(trainer: Trainer, choice: Choice, locks: FolderLocks) -> None
     """Let the loggers choose their folders, and hold those of the checkpoints before anything is written. Collective."""
     engine, path = trainer.engine, choice.path or ""
     trainer.default_root_dir = engine.ranks.broadcast(trainer.default_root_dir, "the start of the loggers")
-    locks.take(started=False)
+    saving = trainer.checkpoint_callbacks if trainer.stage == "fit" and not trainer.fast_dev_run else []
+    locks.take(each.given_dirpath for each in saving)
     if choice.continues:
         call = "the start of the loggers"
         matches = engine.ranks.decide(lambda: match_states(trainer.loggers, choice.loggers, path), call)
@@ -175,8 +177,8 @@ def _start_loggers(trainer: Trainer, choice: Choice, locks: FolderLocks) -> None
         partial(engine.ranks.broadcast, call="the start of the loggers"),
         is_writer=trainer.is_global_zero,
     )
-    locks.take(started=True)
-    refuse_overtaken(trainer, choice)
+    locks.take(each.folder_in(trainer) for each in saving)
+    choice.refuse_overtaken(engine.ranks)
 
 
 def _set_up(trainer: Trainer, module: Module, stage: str, datamodule: DataModule | None) -> None:
@@ -252,6 +254,21 @@ def _withdraw_loggers(trainer: Trainer, outcome: Outcome) -> None:
     """Let a run that was refused leave nothing behind."""
     if outcome.error is not None and not trainer.logbook.has_begun and trainer.world_size == 1:
         outcome.after(withdraw_loggers, trainer.loggers)
+
+
+def choose_checkpoint(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None, verify: Verify, call: str) -> Choice:
+    """Return the verified checkpoint that ckpt_path means. Collective: call on every rank."""
+    search = CheckpointSearch(
+        trainer.engine,
+        trainer.checkpoint_callbacks,
+        trainer.loggers,
+        trainer.default_root_dir,
+        call,
+        verify,
+        is_trial=call == "fit" and bool(trainer.fast_dev_run),
+        say=trainer.print,
+    )
+    return search.choose(ckpt_path)
 
 
 class Request(NamedTuple):

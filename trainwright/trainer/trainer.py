@@ -29,7 +29,6 @@ from trainwright.profilers import Profiler, resolve_profiler
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Clipping
-from trainwright.trainer.checkpoint_choice import choose_checkpoint
 from trainwright.trainer.evaluate import Evaluation, evaluate
 from trainwright.trainer.fit import fit
 from trainwright.trainer.hooks import HookTable
@@ -45,7 +44,14 @@ from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
 from trainwright.trainer.remote_call import call_remotely
 from trainwright.trainer.resume import check_save, open_to_resume, restore, save_run
-from trainwright.trainer.running import callbacks_for, evaluating, read_request, refuse_nested, running
+from trainwright.trainer.running import (
+    callbacks_for,
+    choose_checkpoint,
+    evaluating,
+    read_request,
+    refuse_nested,
+    running,
+)
 from trainwright.trainer.settings import Settings, refuse_unknown
 from trainwright.trainer.sources import find_source, find_transfer, read_datamodule
 from trainwright.trainer.stage import Stages
