@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell without job control does so for what it runs with &
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if importlib.util.find_spec("pytest_timeout") is None:
         config.addinivalue_line("markers", "timeout(seconds): pytest-timeout's, which is not installed")
 

@@ -196,3 +196,43 @@ def test_what_a_finished_run_has_logged_stays(tmp_path: Path, kind: str) -> None
         trainer, again = once()
         assert again == first
         assert len(find_checkpoints(str(trainer.checkpoint_callback.dirpath))) == count
+
+
+class Halving(Scored):
+    """Halves its learning rate and its weights, and counts, at the end of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ends", torch.zeros(()))
+
+    def on_train_epoch_end(self) -> None:
+        assert isinstance(self.ends, torch.Tensor)
+        self.ends += 1
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] /= 2
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight /= 2
+
+
+@pytest.mark.parametrize("options", [{}, {"save_last": True}, {"async_save": True}, {"monitor": "train_score"}])
+def test_what_an_epochs_end_does_is_done_once_however_often_the_command_is_run(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    class Logged(Halving):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("train_score", float(batch_idx))
+            return super().training_step(batch, batch_idx)
+
+    def ended(folder: Path, steps: int) -> Any:
+        torch.manual_seed(5)
+        module, saving = Logged(), tw.ModelCheckpoint(folder, **options)
+        trainer = tw.Trainer(callbacks=[saving], **{**QUIET, "enable_checkpointing": True, "max_steps": steps})
+        trainer.fit(module, make_loader(shuffle=True), ckpt_path="auto")
+        return {**weights(module), "lr": torch.tensor(trainer.optimizers[0].param_groups[0]["lr"])}
+
+    whole = ended(tmp_path / "whole", 30)
+    stopped = [ended(tmp_path / "cut", 15) for _ in range(3)]  # in the second epoch of eleven batches
+    assert_equal(stopped[1], stopped[0])
+    assert_equal(stopped[2], stopped[0])
+    assert_equal(ended(tmp_path / "cut", 30), whole)

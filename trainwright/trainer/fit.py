@@ -193,25 +193,40 @@ def fit_epoch(run: TrainingRun) -> None:
 
 def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     """End an epoch, or leave it where the run stops within it, and let callbacks judge and save. Collective."""
+    refuse_empty_epoch(run)
+    if run.is_manual:
+        hold_over_end(run)
+    if not is_complete:
+        leave_epoch(run)
     with run.progress.during(Phase.EPOCH_END if is_complete else Phase.EPOCH_LEFT):
         reduce_epoch(run, is_complete)
-    run.hooks.call(JUDGED)
+    if is_complete:
+        run.hooks.call(JUDGED)
     run.trainer.save_waiting()  # with what early stopping has made of the epoch
     run.trainer.stop.agree()
     run.trainer.logbook.flush()
 
 
+def leave_epoch(run: TrainingRun) -> None:
+    """Save a run that stops within an epoch as its latest batch has left it. Collective.
+
+    A run that resumes there trains on as if this one had not stopped. The same command, with nothing left to train, calls
+    on_train_epoch_end again, so nothing that this hook changes may be in the checkpoint.
+    """
+    trainer = run.trainer
+    run.state.open_epoch = open_epoch(trainer)
+    trainer.logbook.reduce(run.module)  # the score of a checkpoint may be a metric of this epoch
+    run.hooks.call(JUDGED)
+    if run.saves_end:
+        trainer.stop.save_end()
+
+
 def reduce_epoch(run: TrainingRun, is_complete: bool) -> None:
     """Step the epoch-wise schedulers, validate where due, and reduce the metrics. Collective."""
     trainer, state, hooks = run.trainer, run.state, run.hooks
-    refuse_empty_epoch(run)
-    if run.is_manual:
-        hold_over_end(run)
     if is_complete and not state.schedulers_stepped:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=False)
         state.schedulers_stepped = True
-    elif not is_complete:  # a run that resumes here trains on, as if this one had not stopped
-        state.open_epoch = open_epoch(trainer)
     if is_complete and validation_is_due(run, at_end=True):
         validate(run, within=False)
     if "on_train_epoch_end" in hooks.reduced_early:

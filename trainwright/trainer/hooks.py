@@ -26,9 +26,9 @@
 
 Callbacks are called in list order and before the module; those that `runs_last` (checkpoints) come after the others, in
 on_train_batch_end and on_validation_end after the module too, and at an epoch's end also after the reduction: they judge and
-save what the others have made of it. A hook that nobody overrides is
-an empty tuple and costs nothing. on_exception is the callbacks' and the datamodule's; what is named without on_ is the module's
-or the datamodule's, but for setup, teardown and state_dict, which callbacks have too.
+save what the others have made of it. Where a run stops within an epoch they come first, and save what the latest batch left.
+A hook that is not overridden is an empty tuple and costs nothing. Only callbacks and the datamodule have on_exception. Names
+without on_ are the module's or the datamodule's, except setup, teardown and state_dict, which callbacks have too.
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ OWN_PARTS = (
 """What a module may do in its own way within a step."""
 
 
-def prepare_fit(trainer: Trainer, module: Module, source: LoaderSource, validation: Evaluation | None) -> TrainingRun:
+def prepare_fit(
+    trainer: Trainer, module: Module, source: LoaderSource, validation: Evaluation | None, saves_end: bool
+) -> TrainingRun:
     """Wrap the module, make its optimizers, and gather what the loop reads. Collective.
 
     Raises:
@@ -83,6 +85,7 @@ def prepare_fit(trainer: Trainer, module: Module, source: LoaderSource, validati
         validation_clock=_validation_clock(trainer),
         data=data,
         validation=validation,
+        saves_end=saves_end,
         is_manual=not automatic,
         optimizer=None,
         schedulers=[],

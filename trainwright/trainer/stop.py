@@ -43,7 +43,7 @@ class Stop:
 
     Args:
         engine, settings, state: the run's.
-        save: saves the run that a signal has stopped and returns the path; "" for nothing saved. Collective.
+        save: saves the run under a name ("stop", "end") and returns the path; "" for nothing saved. Collective.
         keeps_any: whether the run keeps any checkpoint.
     """
 
@@ -52,7 +52,7 @@ class Stop:
         engine: Engine,
         settings: Settings,
         state: TrainerState,
-        save: Callable[[], str],
+        save: Callable[[str], str],
         keeps_any: Callable[[], bool],
     ) -> None:
         self.requested = False
@@ -199,7 +199,12 @@ class Stop:
         with isolate_rng():
             if generators is not None:
                 set_rng_state(generators)
-            self.path = self._save()
+            self.path = self._save("stop")
+
+    def save_end(self) -> None:
+        """Save a run that has ended by itself, so that the same command finds nothing left to train. Collective."""
+        if not self.number and self._settings.limit_train_batches != 0:
+            self._save("end")
 
     # -- what is said ------------------------------------------------------------------------------------------------
 

@@ -268,12 +268,12 @@ class Trainer(Status):
         ):
             self.stop.open()
             opened = open_to_resume(self, choice.checkpoint) if choice.checkpoint is not None else None
-            self.run = prepare_fit(self, model, source, validation)
+            self.run = prepare_fit(self, model, source, validation, choice.is_rerunnable)
             self.hooks.call("on_fit_start")
             generators = restore(self, opened) if opened is not None else None
             fit(self.run, generators)
-            if choice.is_rerunnable and not self.stop.number and self.settings.limit_train_batches != 0:
-                self._save_stop("end")  # the same command finds nothing left to do then
+            if choice.is_rerunnable:
+                self.stop.save_end()
             self.hooks.call("on_fit_end")
 
     def validate(
@@ -476,7 +476,7 @@ class Trainer(Status):
             lambda: any(each.keeps_any for each in callbacks[:1]),
         )
 
-    def _save_stop(self, name: str = "stop") -> str:
+    def _save_stop(self, name: str) -> str:
         """Save the run whole where it has ended, by the first ModelCheckpoint; return the path. Collective."""
         callback = self.checkpoint_callback
         return "" if callback is None else callback.save_stop(self, name)

@@ -47,6 +47,8 @@ class TrainingRun:
     """None where nothing is validated."""
     validation_clock: IntervalClock | None
     """Set where validations come by time."""
+    saves_end: bool
+    """Whether the run is saved where it ends, for the same command to find."""
     is_manual: bool
     """Whether training_step itself sends losses backward and steps."""
     optimizer: Optimizer | None
