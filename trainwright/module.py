@@ -482,6 +482,11 @@ def _calling_hook() -> str:
     return ""
 
 
+def trainer_of(module: Module) -> Trainer | None:
+    """Return the Trainer that runs a module or has run it last; None if none has."""
+    return module._trainer
+
+
 def is_overridden(method: str, owner: object, base: type) -> bool:
     """Return whether the owner's class, or the owner itself, defines a method anew that the base class has."""
     return method in vars(owner) or getattr(type(owner), method, None) is not getattr(base, method)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -193,3 +194,32 @@ class Callback:
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called after predict_step, with what it returned."""
+
+
+def attach(callbacks: Iterable[Callback], module: Module) -> None:
+    """Let callbacks log to a module's run, until `detach`."""
+    for callback in callbacks:
+        callback.__dict__["_running_module"] = module
+
+
+def detach(callbacks: Iterable[Callback]) -> None:
+    """Undo `attach`."""
+    for callback in callbacks:
+        callback.__dict__.pop("_running_module", None)
+
+
+def note_restored(callbacks: Iterable[Callback], trainer: Trainer) -> None:
+    """Tell callbacks that the state of a resumed run is loaded."""
+    for callback in callbacks:
+        callback._on_restored(trainer)
+
+
+def make_up(callbacks: Iterable[Callback], trainer: Trainer) -> None:
+    """Let callbacks do what the killed run did not, after on_train_start of a resumed run."""
+    for callback in callbacks:
+        callback._make_up(trainer)
+
+
+def stop_themselves(callbacks: Iterable[Callback]) -> bool:
+    """Return whether one of the callbacks has set should_stop, and sets it again in a resumed run."""
+    return any(callback._has_asked_to_stop for callback in callbacks)

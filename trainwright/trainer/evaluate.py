@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,14 +20,12 @@ from trainwright.profilers.instrumentation import is_measuring
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.own_rounds import OwnRounds
 from trainwright.trainer.phase import Phase
-from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches
-from trainwright.trainer.stage import Stage
+from trainwright.trainer.run import Run
+from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches, find_transfer
+from trainwright.trainer.stage import Stage, limited
 from trainwright.trainer.steps import StepArguments, read_step
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.uneven_round import Communication, UnevenRound
-
-if TYPE_CHECKING:
-    from trainwright.trainer.trainer import Trainer
 
 Share = ShardedLoader | ShardedCombination
 LIMITS = {
@@ -41,13 +39,13 @@ LIMITS = {
 class Evaluation:
     """One stage of evaluation ("validation", "test" or "predict"): its step and its loaders, loaded when first needed."""
 
-    trainer: Trainer
+    run: Run
     module: Module
     stage: str
     source: LoaderSource
-    transfer: BatchTransfer | None
-    shown: Stage
-    """What the trainer shows of its data."""
+    transfer: BatchTransfer | None = field(init=False)
+    shown: Stage = field(init=False)
+    """What the Trainer shows of its data."""
     arguments: StepArguments = field(default_factory=StepArguments)
     loaders: list[tuple[str | None, Share]] = field(default_factory=list)
     """This rank's share of each loader, and the name that the user gave it."""
@@ -56,11 +54,20 @@ class Evaluation:
     generators: dict[str, Any] | None = None
     """What the loaders' hook draws from where fit calls it first, in a sanity check or later: those of fit's start."""
 
+    def __post_init__(self) -> None:
+        self.transfer = find_transfer(self.run.engine, self.module, self.run.datamodule)
+        self.shown = getattr(self.run.stages, self.stage)
+        self.run.close_at_end(self.close)
+
+    def draw_from(self, generators: dict[str, Any]) -> None:
+        """Let the loaders' hook draw from these generators when it is called first."""
+        self.generators = generators
+
     def load(self) -> None:
-        """Load and share out the loaders, unless they are there already. Collective."""
+        """Load and shard the loaders, unless that is done. Collective."""
         if self.is_loaded:
             return
-        engine = self.trainer.engine
+        engine = self.run.engine
         loaders = self._made()
         self.close()
         self.loaders = []
@@ -69,7 +76,7 @@ class Evaluation:
             rank=engine.rank,
             world_size=engine.world_size,
             mode="padded",
-            **self.trainer.loader_options,
+            **self.run.loader_options,
         )
         if self.source.owner is None:
             self._refuse_empty()
@@ -87,8 +94,7 @@ class Evaluation:
             loader.close()
 
     def _made(self) -> Any:
-        trainer, are_made = self.trainer, self.source.owner is not None
-        is_read_once = trainer.stage != "fit" or trainer.settings.validates_once(are_made)
+        is_read_once = self.run.call != "fit" or self.run.settings.validates_once(self.source.owner is not None)
         if self.generators is None:
             return self.source.load(is_read_once)
         with isolate_rng():
@@ -116,7 +122,7 @@ class Evaluation:
 
     def limit_of(self, loader: Share, most: int | None = None) -> int | None:
         """Return how many of a loader's batches are run, `most` of them at most; None to the loader's end."""
-        limit = getattr(self.trainer.settings, LIMITS[self.stage])
+        limit = getattr(self.run.settings, LIMITS[self.stage])
         count = limited(loader.length, limit)
         return count if most is None else limited(count, most)
 
@@ -140,27 +146,27 @@ def evaluate(
         before_end: called once the metrics are known, before the stage's last hook.
         keep: given (loader's index, batch's index, outputs) of each step, for a prediction.
     """
-    trainer, module, stage = evaluation.trainer, evaluation.module, evaluation.stage
-    engine, hooks, logbook = trainer.engine, trainer.hooks, trainer.logbook
+    run, module, stage = evaluation.run, evaluation.module, evaluation.stage
+    engine, hooks, logbook = run.engine, run.hooks, run.logbook
     evaluation.load()
-    if getattr(trainer.settings, LIMITS[stage]) == 0:
+    if getattr(run.settings, LIMITS[stage]) == 0:
         return []
     engine.strategy.before_evaluation(engine.modules)
-    asked = trainer.stop.begin_evaluation(trainer.is_within_window)
+    abandonment = run.stop.begin_evaluation(run.is_within_window)
     with (
-        trainer.state.progress.during(phase),
+        run.state.progress.during(phase),
         evaluation_mode(module, stage),
-        gradients_off(trainer.uses_inference_mode),
+        gradients_off(run.uses_inference_mode),
     ):
         collector = logbook.start(module, training=False, stage=stage)
         hooks.call(f"on_{stage}_start")
         hooks.call(f"on_{stage}_epoch_start")
         for place, (name, loader) in enumerate(evaluation.loaders):
             collector.begin_loader((place, name) if len(evaluation.loaders) > 1 or name is not None else None)
-            run_loader(evaluation, collector, place, loader, most, keep, asked)
+            run_loader(evaluation, collector, place, loader, most, keep, abandonment)
             collector.end_batches()
-            if asked is not None:
-                trainer.stop.after_loader()
+            if abandonment is not None:
+                run.stop.after_loader()
             if len(evaluation.loaders) > 1:
                 logbook.end_loader(module)
         collector.begin_loader(None)
@@ -183,15 +189,15 @@ def run_loader(
     loader: Share,
     most: int | None,
     keep: Callable[[int, int, Any], None] | None,
-    asked: SyncPoint | None,
+    abandonment: SyncPoint | None,
 ) -> None:
-    """Run the stage's step on each batch of this rank's share of one loader, unless it is `asked` to leave them."""
-    engine, hooks, stage = evaluation.trainer.engine, evaluation.trainer.hooks, evaluation.stage
+    """Run the stage's step on each batch of this rank's share of one loader, until all ranks abandon it."""
+    engine, hooks, stage = evaluation.run.engine, evaluation.run.hooks, evaluation.stage
     step, transfer, module = f"{stage}_step", evaluation.transfer, evaluation.module
     several = (place,) if len(evaluation.loaders) > 1 else ()
     loader.set_epoch(engine.seed, 0)
     length = loader.exact_length
-    is_limited = most is not None or getattr(evaluation.trainer.settings, LIMITS[stage]) is not None
+    is_limited = most is not None or getattr(evaluation.run.settings, LIMITS[stage]) is not None
     count = evaluation.limit_of(loader, most) if is_limited else None  # else to its end, whatever it says of its length
     evaluation.shown.note_indices(None)
     # What the step does with the loader before says nothing of this one.
@@ -199,17 +205,17 @@ def run_loader(
     is_own = engine.world_size > 1 and not loader.is_sharded
     source = OwnRounds(loader, count, told, engine.strategy.forward_is_collective) if is_own else loader
     if evaluation.arguments.pulls:
-        run_pulled(evaluation, collector, place, source, count, keep, asked)
+        run_pulled(evaluation, collector, place, source, count, keep, abandonment)
         return
     noted = loader.note_indices() if stage == "predict" and isinstance(loader, ShardedLoader) else None
     batches: Iterator[Any] = islice(source, None if is_own else count)
-    if is_measuring(evaluation.trainer.profiler):
-        batches = evaluation.trainer.profiler.timed_iterator(batches, f"{stage}_dataloader_next")
+    if is_measuring(evaluation.run.profiler):
+        batches = evaluation.run.profiler.timed_iterator(batches, f"{stage}_dataloader_next")
     for index, batch in enumerate(batches):
         is_ghost = source.real_length is not None and index >= source.real_length
         if length is not None and index >= length and not is_own:
             refuse_length(length)
-        if asked is not None and asked.is_pending and evaluation.trainer.stop.is_left(place, index):
+        if abandonment is not None and abandonment.is_pending and evaluation.run.stop.is_left(place, index):
             break
         if noted:
             evaluation.shown.note_indices(noted.popleft())
@@ -231,7 +237,7 @@ def run_loader(
         if index == 0:
             counts.append(collectives.count_issued())
             evaluation.communication.learn(counts, engine.strategy.forward_is_collective)
-        evaluation.trainer.logbook.log_evaluation_step(index)
+        evaluation.run.logbook.log_evaluation_step(index)
     evaluation.shown.note_indices(None)
 
 
@@ -247,9 +253,9 @@ def run_ghost(
 
     Of a step that takes batches itself `pulled` says from where, and the loader's place for its hook.
     """
-    engine, hooks, stage = evaluation.trainer.engine, evaluation.trainer.hooks, evaluation.stage
+    engine, hooks, stage = evaluation.run.engine, evaluation.run.hooks, evaluation.stage
     told = evaluation.communication
-    uneven = UnevenRound(collector, evaluation.module, evaluation.trainer.callbacks, is_ghost=True)
+    uneven = UnevenRound(collector, evaluation.module, evaluation.run.callbacks, is_ghost=True)
     if told.in_hooks and indices:
         hooks.call(f"on_{stage}_batch_start", batch, *indices)
     outputs = engine.run(evaluation.module, f"{stage}_step", *arguments) if told.in_step or told.in_hooks else None
@@ -267,13 +273,13 @@ def run_pulled(
     loader: Share | OwnRounds,
     count: int | None,
     keep: Callable[[int, int, Any], None] | None,
-    asked: SyncPoint | None,
+    abandonment: SyncPoint | None,
 ) -> None:
     """Let the stage's step take its batches from an iterator until there are none left."""
     stage = evaluation.stage
     step = f"{stage}_step"
     several = (place,) if len(evaluation.loaders) > 1 else ()
-    engine, length = evaluation.trainer.engine, loader.exact_length
+    engine, length = evaluation.run.engine, loader.exact_length
     is_own = isinstance(loader, OwnRounds)
     pairs = with_last(loader, 0, None if is_own else length if count is None else count)
 
@@ -281,11 +287,11 @@ def run_pulled(
         return loader.real_length is not None and number >= loader.real_length
 
     batches = PulledBatches(
-        pairs, evaluation.transfer, 0, evaluation.trainer.logbook, engine.precision.step_context, is_ghost
+        pairs, evaluation.transfer, 0, evaluation.run.logbook, engine.precision.step_context, is_ghost
     )
     while not batches.is_at_end:
         taken = batches.begin_step()
-        if asked is not None and asked.is_pending and evaluation.trainer.stop.is_left(place, taken):
+        if abandonment is not None and abandonment.is_pending and evaluation.run.stop.is_left(place, taken):
             break
         collector.begin_batch(collector.batch, step, length is None or taken >= length - 1)
         if is_ghost(taken):
@@ -300,45 +306,30 @@ def run_pulled(
             raise RuntimeError(f"{step} took no batch from its dataloader_iter; call next(dataloader_iter) in it.")
         if keep is not None:
             keep(place, batches.count - 1, outputs)
-        evaluation.trainer.hooks.call(f"on_{stage}_batch_end", outputs, batches.latest, batches.count - 1, *several)
+        evaluation.run.hooks.call(f"on_{stage}_batch_end", outputs, batches.latest, batches.count - 1, *several)
         if taken == 0:
             counts = [before, before, after, collectives.count_issued()]
             evaluation.communication.learn(counts, engine.strategy.forward_is_collective)
-        evaluation.trainer.logbook.log_evaluation_step(batches.count - 1)
+        evaluation.run.logbook.log_evaluation_step(batches.count - 1)
 
 
 def sanity_check(evaluation: Evaluation) -> None:
     """Run a few validation batches before training, so that an error in validation_step costs no epoch. Collective."""
-    trainer = evaluation.trainer
-    steps = trainer.settings.sanity_steps
+    run = evaluation.run
+    steps = run.settings.sanity_steps
     if steps == 0:
         return
     # Training draws the same numbers with the check and without it.
-    with isolate_rng(), trainer.logbook.silent(), trainer.state.progress.during(Phase.SANITY_CHECK):
-        trainer.hooks.call("on_sanity_check_start")
+    with isolate_rng(), run.logbook.silent(), run.state.progress.during(Phase.SANITY_CHECK):
+        run.hooks.call("on_sanity_check_start")
         evaluation.load()
         most = None if steps == -1 else steps
-        trainer.stages.sanity_check.note(None, [evaluation.limit_of(loader, most) for _, loader in evaluation.loaders])
+        run.stages.sanity_check.note(None, [evaluation.limit_of(loader, most) for _, loader in evaluation.loaders])
         try:
             evaluate(evaluation, Phase.SANITY_CHECK, most=most)
-            trainer.hooks.call("on_sanity_check_end")
+            run.hooks.call("on_sanity_check_end")
         except EvaluationAbandoned:  # nothing was trained, so the run is saved as it begins
-            trainer.logbook.end_evaluation()
-
-
-def limited(length: int | None, limit: int | float | None) -> int | None:
-    """Return how many batches a limit leaves: a number of them, a fraction of a known length, or all (None)."""
-    if limit is None:
-        return length
-    if isinstance(limit, float):
-        if limit == 1.0:
-            return length
-        if length is None:
-            raise ValueError(
-                f"a limit of {limit} is a fraction of the batches, but this loader has no length; pass a number of batches."
-            )
-        return max(int(length * limit), 1 if limit > 0 and length > 0 else 0)  # a fraction is one batch at least
-    return limit if length is None else min(limit, length)
+            run.logbook.end_evaluation()
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trainwright.callbacks.base import make_up, note_restored
 from trainwright.data.seeding import isolate_rng, rng_state, set_rng_state
 from trainwright.engine.fused import use_fused
 from trainwright.trainer.evaluate import sanity_check
@@ -42,7 +43,7 @@ from trainwright.trainer.optimization import (
     step_schedulers,
 )
 from trainwright.trainer.phase import Phase
-from trainwright.trainer.resume import check_state, open_epoch
+from trainwright.trainer.resume import check_state, open_epoch, save_waiting
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.training_run import TrainingRun
 from trainwright.trainer.validation import validate, validation_is_due
@@ -53,41 +54,40 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
 
     `generators` are this rank's, of the checkpoint that the run resumes from; None in a fresh run.
     """
-    trainer, state, hooks, stop = run.trainer, run.state, run.hooks, run.trainer.stop
-    is_resumed = trainer.resume_source is not None
+    state, hooks, stop, logbook = run.state, run.hooks, run.stop, run.logbook
+    origin = run.trained.resume_source
+    is_resumed = origin is not None
     if run.validation is not None:
-        run.validation.generators = rng_state()
+        run.validation.draw_from(rng_state())
         if not is_resumed:
             sanity_check(run.validation)
     run.data.load()
-    if trainer.settings.limit_train_batches == 0:
+    if run.settings.limit_train_batches == 0:
         return
-    run.data.seek(trainer.resume_source)
+    run.data.seek(origin)
     if is_resumed:
-        for callback in trainer.callbacks:
-            callback._on_restored(trainer)
+        note_restored(run.callbacks, run.trainer)
         stop.agree()
-        trainer.logbook.drop_later_rows()
+        logbook.drop_later_rows()
     if stop.number:  # it came in the sanity check
         stop.commit()
         return
-    trainer.logbook.start(run.module, training=True, stage="train")
+    logbook.start(run.module, training=True, stage="train")
     hooks.call("on_train_start")  # it draws what it drew in the run's first start
     if is_resumed:
         resume_generators(run, generators)
-    check_state(trainer)
+    check_state(run)
     stop.agree()
     with suppress(EvaluationAbandoned):
-        while not trainer.is_done:
+        while not run.is_done:
             fit_epoch(run)
             run.data.leave()
             if not state.epoch_ended:
                 break
             state.next_epoch()
-    if run.generators is not None:  # nothing was left to train
-        set_rng_state(run.generators)
+    run.set_waiting_generators()  # nothing was left to train
     stop.finish()
-    trainer.logbook.stop_collecting()
+    logbook.stop_collecting()
     hooks.call("on_train_end")
 
 
@@ -95,57 +95,53 @@ def resume_generators(run: TrainingRun, generators: dict[str, Any] | None) -> No
     """Let callbacks make up for what was left, and put the generators to where the checkpoint's epoch began. Collective."""
     if generators is None:
         return
-    run.state.loaded_generators = None
+    run.state.load_generators(None)
     with isolate_rng(), run.state.at_loaded_end():
         set_rng_state(generators)
-        for callback in run.trainer.callbacks:
-            callback._make_up(run.trainer)
+        make_up(run.callbacks, run.trainer)
     set_rng_state(run.state.epoch_generators or generators)
     if run.state.batch:
-        run.generators = generators
+        run.wait_with(generators)
 
 
 def begin_epoch(run: TrainingRun) -> None:
     """Do what comes before an epoch's first batch, or before the first one of what is left of it. Collective."""
-    trainer, engine = run.trainer, run.engine
     run.state.begin_epoch(rng_state())
     if run.data.is_to_reload:
         run.data.reload()
         if run.validation is not None:
             run.validation.reload()
-    run.data.seek(trainer.resume_source)
+    run.data.seek(run.trained.resume_source)
     run.hooks.call("on_train_epoch_start")
-    if run.generators is not None:
-        set_rng_state(run.generators)
-        run.generators = None
-    trainer.logbook.take_up_epoch()
+    run.set_waiting_generators()
+    run.logbook.take_up_epoch()
     run.begin_windows()
-    engine.refresh_trainable()
-    engine.sync_gradients(True)
-    if trainer.settings.fused_optimizers:
-        for optimizer in trainer.optimizers:
+    run.engine.refresh_trainable()
+    run.engine.sync_gradients(True)
+    if run.settings.fused_optimizers:
+        for optimizer in run.trained.optimizers:
             use_fused(optimizer, [run.module])  # a hook may have added groups
 
 
 def fit_epoch(run: TrainingRun) -> None:
     """Train one epoch, or what is left of it. Collective."""
-    trainer, state, hooks, logbook = run.trainer, run.state, run.hooks, run.trainer.logbook
+    state, hooks, logbook = run.state, run.hooks, run.logbook
     collector = logbook.collector or logbook.start(run.module, training=True, stage="train")
     begin_epoch(run)
     batch_start, batch_end = hooks["on_train_batch_start"], hooks["on_train_batch_end"]
     window, progress = run.window, run.progress
-    stop, stop_point, may_end = trainer.stop, trainer.stop.point, trainer.settings.max_steps != -1
+    stop, stop_point, may_end = run.stop, run.stop.point, run.settings.max_steps != -1
     assert stop_point is not None
-    log_every, validates_within = trainer.settings.log_every, run.validates_within
+    log_every, validates_within = run.settings.log_every, run.validates_within
     batches, is_last = run.batches()
     if validates_within and state.batch and not is_last and validation_is_due(run):
         validate(run, within=True)  # the checkpoint was saved before it
     stop.agree()
     is_stopped = stop.is_due(window.is_open)  # before it has begun
     for batch, is_last in () if is_stopped else batches:
-        progress.enter(Phase.BATCH)
+        progress.begin_batch(is_last)
         collector.begin_batch(batch)
-        index, run.is_last_batch = state.batch, is_last
+        index = state.batch
         if index in run.data.uneven:
             run.begin_uneven_round(index)
         unchecked = state.unchecked_batches if window.is_open else 0
@@ -155,13 +151,13 @@ def fit_epoch(run: TrainingRun) -> None:
             leave_window(run)
             break
         steps_before = state.step
-        run.batches_begun += 1
         outputs = train_batch(run, batch, index, is_last)
         if run.pulls:
             batch, is_last, index = batch.latest, batch.is_at_end, batch.count - 1
         stepped = state.step != steps_before
         state.end_batch(index, unchecked, stepped)
-        run.row_is_due = bool(stepped and log_every and state.batches_that_stepped % log_every == 0)
+        if stepped and log_every and state.batches_that_stepped % log_every == 0:
+            logbook.owe_row()
         if run.uneven_round is not None:
             run.uneven_round.renew()
         if batch_end:
@@ -170,10 +166,10 @@ def fit_epoch(run: TrainingRun) -> None:
         progress.enter(Phase.BETWEEN_BATCHES)
         if run.uneven_round is not None:
             run.end_uneven_round()
-        if run.row_is_due:
-            run.write_row()
+        if logbook.owes_row:
+            logbook.log_step()
         if run.waiting_saves and not window.is_open:
-            trainer.save_waiting()
+            save_waiting(run)
         if validates_within and not is_last and not window.is_open and validation_is_due(run):
             validate(run, within=True)
         if (
@@ -202,9 +198,9 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
         reduce_epoch(run, is_complete)
     if is_complete:
         run.hooks.call(JUDGED)
-    run.trainer.save_waiting()  # with what early stopping has made of the epoch
-    run.trainer.stop.agree()
-    run.trainer.logbook.flush()
+    save_waiting(run)  # with what early stopping has made of the epoch
+    run.stop.agree()
+    run.logbook.flush()
 
 
 def leave_epoch(run: TrainingRun) -> None:
@@ -213,29 +209,28 @@ def leave_epoch(run: TrainingRun) -> None:
     A run that resumes there trains on as if this one had not stopped. The same command, with nothing left to train, calls
     on_train_epoch_end again, so nothing that this hook changes may be in the checkpoint.
     """
-    trainer = run.trainer
-    run.state.open_epoch = open_epoch(trainer)
-    trainer.logbook.reduce(run.module)  # the score of a checkpoint may be a metric of this epoch
+    run.state.leave_epoch(open_epoch(run))
+    run.logbook.reduce(run.module)  # the score of a checkpoint may be a metric of this epoch
     run.hooks.call(JUDGED)
-    if run.saves_end:
-        trainer.stop.save_end()
+    if run.choice.is_rerunnable:
+        run.stop.save_end()
 
 
 def reduce_epoch(run: TrainingRun, is_complete: bool) -> None:
     """Step the epoch-wise schedulers, validate where due, and reduce the metrics. Collective."""
-    trainer, state, hooks = run.trainer, run.state, run.hooks
+    state, hooks, logbook = run.state, run.hooks, run.logbook
     if is_complete and not state.schedulers_stepped:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=False)
-        state.schedulers_stepped = True
+        state.note_schedulers_stepped()
     if is_complete and validation_is_due(run, at_end=True):
         validate(run, within=False)
     if "on_train_epoch_end" in hooks.reduced_early:
-        trainer.logbook.reduce(run.module)  # so that they see the epoch's values
+        logbook.reduce(run.module)  # so that they see the epoch's values
     hooks.call("on_train_epoch_end")
-    trainer.logbook.finish(run.module)
+    logbook.finish(run.module)
     if is_complete:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=True)
-    state.epoch_ended = is_complete
+    state.end_epoch(is_complete)
 
 
 def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
@@ -274,6 +269,7 @@ def agree_to_leave(run: TrainingRun) -> None:
     Raises:
         RuntimeError: another rank trains on this batch.
     """
+    run.progress.leave_batch()
     run.engine.ranks.wait("the end of an epoch by -1 from on_train_batch_start")
 
 

@@ -36,14 +36,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import Any
 
 from trainwright.callbacks.base import Callback
+from trainwright.distributed.ranks import Ranks
 from trainwright.module import Module, is_overridden
 
-if TYPE_CHECKING:
-    from trainwright.profilers.base import Profiler
-    from trainwright.trainer.trainer import Trainer
+from trainwright.profilers.base import Profiler
+from trainwright.trainer.logbook import Logbook
 
 EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
 HOOKS = tuple(name for name in vars(Callback) if name in ("setup", "teardown") or name.startswith("on_"))
@@ -57,15 +58,21 @@ class HookTable:
     """For each hook, the bound methods to call.
 
     Args:
-        trainer, module, callbacks: who is called, and with whom.
+        trainer, module, callbacks: what is called, and with what. Without a module nothing of one is called.
+        logbook: its collector is told which hook runs.
         profiler: times each call of a callback's hook; None for none.
     """
 
     def __init__(
-        self, trainer: Trainer, module: Module, callbacks: Sequence[Callback], profiler: Profiler | None = None
+        self,
+        trainer: Any,
+        module: Module | None,
+        callbacks: Sequence[Callback],
+        logbook: Logbook,
+        profiler: Profiler | None = None,
     ) -> None:
         ordered = sorted(callbacks, key=lambda callback: callback.runs_last)
-        self._trainer = trainer
+        self._logbook = logbook
         self._calls: dict[str, tuple[Callable[..., Any], ...]] = {}
 
         def bound(callback: Callback, name: str) -> Callable[..., Any]:
@@ -80,7 +87,7 @@ class HookTable:
                 overriding = [callback for callback in overriding if not callback.runs_last]
             after = [each for each in overriding if each.runs_last] if name in SAVED_AFTER else []
             calls: list[Callable[..., Any]] = [bound(each, name) for each in overriding if each not in after]
-            if hasattr(Module, name) and is_overridden(name, module, Module):
+            if module is not None and hasattr(Module, name) and is_overridden(name, module, Module):
                 own = getattr(module, name)
                 calls.append(own if profiler is None else profiler.timed(own, f"[module] {name}"))
             calls += [bound(each, name) for each in after]
@@ -90,10 +97,14 @@ class HookTable:
         readers = [
             each for each in ordered if is_overridden("on_train_batch_end", each, Callback) and each.reads_outputs
         ]
-        self.outputs_are_read = bool(readers) or is_overridden("on_train_batch_end", module, Module)
+        self.outputs_are_read = bool(readers) or (module is not None and is_overridden("on_train_batch_end", module, Module))
         """Whether a training step's outputs have to be made ready for on_train_batch_end."""
         self.reduced_early = frozenset(name for name in EPOCH_ENDS if self._calls[name])
-        """The ends of epochs whose hooks see the epoch's values; alike on every rank once the trainer has agreed on it."""
+        """The ends of epochs whose hooks see the epoch's values; the same on every rank after `agree`."""
+
+    def agree(self, ranks: Ranks, call: str) -> None:
+        """Reduce early on every rank if one of them has a hook that looks at the values. Collective."""
+        self.reduced_early = frozenset(chain(*ranks.exchange(sorted(self.reduced_early), call)))
 
     def __getitem__(self, name: str) -> tuple[Callable[..., Any], ...]:
         return self._calls[name]
@@ -103,15 +114,15 @@ class HookTable:
         calls = self._calls[name]
         if not calls:
             return []
-        collector, returned = self._trainer.logbook.collector, list[Any]()
+        collector, returned = self._logbook.collector, list[Any]()
         if collector is None:
             return [hook(*args) for hook in calls]
-        outer, collector.hook = collector.hook, name
+        outer = collector.enter_hook(name)
         try:
             for hook in calls:
                 returned.append(hook(*args))  # a comprehension is one more frame
         finally:
-            collector.hook = outer
+            collector.enter_hook(outer)
         return returned
 
 

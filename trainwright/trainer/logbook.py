@@ -30,6 +30,8 @@ class Logbook:
         """The one of the training epoch, also while a validation within the epoch has its own."""
         self.unfinished: dict[str, Any] | None = None
         """What a checkpoint within an epoch holds of that epoch, until it is resumed."""
+        self.owes_row = False
+        """Whether the row of the latest step is still to be written."""
         self.has_begun = False
         """Whether an epoch or an evaluation has begun, the sanity check aside."""
         self._loggers = loggers if engine.rank == 0 else ()
@@ -87,10 +89,15 @@ class Logbook:
 
     def stop_collecting(self) -> None:
         """Collect nothing until the next start; self.log says so."""
-        self.collector = None
+        self.collector, self.owes_row = None, False
+
+    def owe_row(self) -> None:
+        """Note that the row of the latest step is due: `log_step` writes it, at the batch's end or before a save."""
+        self.owes_row = True
 
     def log_step(self) -> None:
         """Write a row with the latest step values of this rank."""
+        self.owes_row = False
         if not self._loggers or self._is_silent:
             return
         assert self.collector is not None
@@ -213,6 +220,20 @@ class Logbook:
         self.load_state_dict(latest)
         self._batches.clear()
         self._held_rows.clear()
+
+    def monitored(self, name: str, asker: str) -> float:
+        """Return a metric that `asker` follows; ValueError naming the logged ones if it was not logged."""
+        metrics = self.callback_metrics
+        if name not in metrics:
+            raise ValueError(
+                f"{asker} follows {name!r}, which was not logged; there are {', '.join(sorted(metrics)) or 'no metrics'}. "
+                "Log it with self.log, or change monitor."
+            )
+        return float(metrics[name])
+
+    def keep_unfinished(self, state: dict[str, Any] | None) -> None:
+        """Keep what a checkpoint within an epoch holds of that epoch, until the epoch is resumed."""
+        self.unfinished = state
 
     def is_outdated(self, name: str) -> bool:
         """Return whether a metric is a validation's, of other weights than the present ones."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,9 @@ from trainwright.engine.divided_loss import in_float32
 from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Clipping
+from trainwright.trainer.resume import save_waiting
+from trainwright.trainer.training_run import TrainingRun
 from trainwright.trainer.uneven_round import discarded
-
-if TYPE_CHECKING:
-    from trainwright.trainer.training_run import TrainingRun
 
 TOO_MANY_EMPTY = 10
 """Batches at a run's beginning after which it is said that nothing is trained."""
@@ -50,8 +49,8 @@ def read_loss(outputs: Any, world_size: int) -> Tensor | None:
 
 def count_empty(run: TrainingRun) -> None:
     """Count a batch for which training_step returned None; say so where the run has begun with nothing else."""
-    run.num_empty += 1
-    if run.num_empty == run.state.total_batches + 1 and (run.num_empty == TOO_MANY_EMPTY or run.is_last_batch):
+    run.count_empty()
+    if run.num_empty == run.state.total_batches + 1 and (run.num_empty == TOO_MANY_EMPTY or run.progress.is_last_batch):
         rank_zero_warn(
             f"training_step returned None for the first {run.num_empty} batches, which skips them: nothing has been trained. "
             "Did you forget the return statement?",
@@ -136,7 +135,7 @@ def leave_window(run: TrainingRun) -> None:
         run.optimizer.zero_grad()
         run.window.drop()
         run.engine.sync_gradients(True)
-        run.trainer.save_waiting()
+        save_waiting(run)
 
 
 def hold_over_end(run: TrainingRun) -> None:
@@ -149,7 +148,7 @@ def hold_over_end(run: TrainingRun) -> None:
             stacklevel=2,
         )
     elif run.window.is_open:
-        run.state.holds_gradients = True
+        run.state.hold_gradients(True)
     run.window.drop()
 
 
@@ -163,7 +162,7 @@ def step(
     """Step the optimizer at a window's end, and the step-wise schedulers unless that step was skipped."""
     state = run.state
     if optimizer is None:  # training without an optimizer still counts its steps
-        state.step += 1
+        state.count_steps(1, 0)
         return
     if run.accumulate > 1 and (correction := run.window.correction) != 1.0:
         run.engine.strategy.clip_gradients(optimizer, Clipping(scale=correction))
@@ -174,12 +173,11 @@ def step(
         run.step_results.clear()
         step_by_module(run, optimizer, arguments, loss, weight)
         skipped = sum(result.skipped for result in run.step_results)
-        state.step += len(run.step_results)
-        state.skipped_steps += skipped
+        state.count_steps(len(run.step_results), skipped)
         was_made = len(run.step_results) > skipped
     else:
         result = run.engine.step(optimizer, run.clipping)
-        state.step += 1
+        state.step += 1  # written here, not by the state: no call of ours that every batch would pay
         state.skipped_steps += result.skipped
         was_made = not result.skipped
     if was_made and run.schedulers:
@@ -191,7 +189,7 @@ def step_by_module(
     run: TrainingRun, optimizer: Optimizer, arguments: tuple[Any, ...], loss: Tensor | None, weight: float
 ) -> None:
     """Clip and step as the module says, or with a closure that the optimizer asks for."""
-    prepared = run.trainer.prepared_optimizers[0]
+    prepared = run.trained.prepared_optimizers[0]
     run.engine.strategy.finalize(optimizer)
     clip_gradients(run, optimizer)
     closure = StepClosure(run, optimizer, arguments, loss, weight)
@@ -208,7 +206,7 @@ def step_by_module(
 
 def clip_gradients(run: TrainingRun, optimizer: Optimizer) -> None:
     """Clip the gradients as the module or the settings say."""
-    settings = run.trainer.settings
+    settings = run.settings
     if "configure_gradient_clipping" in run.own:
         algorithm = settings.gradient_clip_algorithm
         run.own["configure_gradient_clipping"](optimizer, settings.gradient_clip_val, algorithm)
@@ -266,7 +264,7 @@ class StepClosure:
                 "setting at its default, or choose an optimizer that looks at the gradients once."
             )
         self._optimizer.zero_grad()
-        with torch.enable_grad(), discarded(run.module, run.trainer.logbook.collector):
+        with torch.enable_grad(), discarded(run.module, run.logbook.collector):
             loss = read_loss(run.engine.run(run.module, "training_step", *self._arguments), run.engine.world_size)
             if loss is None:
                 raise RuntimeError("training_step returned None when the optimizer asked for the loss once more.")
@@ -322,10 +320,10 @@ def _monitored(run: TrainingRun, config: SchedulerConfig) -> float | None:
 
     Collective: call on every rank, whatever it has logged itself.
     """
-    trainer, name, asker = run.trainer, config.monitor or "", type(config.scheduler).__name__
+    logbook, name, asker = run.logbook, config.monitor or "", type(config.scheduler).__name__
 
     def value() -> float | None:
-        return trainer.monitored(name, asker) if config.strict or name in trainer.callback_metrics else None
+        return logbook.monitored(name, asker) if config.strict or name in logbook.callback_metrics else None
 
     ranks = run.engine.ranks
     found = value() if ranks.world_size == 1 else ranks.decide(value, "the score that a scheduler follows")

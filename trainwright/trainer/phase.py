@@ -42,6 +42,19 @@ class Progress:
         self.phase = Phase.OUTSIDE
         self.obstacle = ""
         """Why a run that has failed cannot be resumed exactly from where it stands; nothing where it can."""
+        self.is_last_batch = False
+        """Whether the current training batch is the epoch's last."""
+        self.batches_begun = 0
+        """Training batches begun, the same on every rank unless one is further on."""
+
+    def begin_batch(self, is_last: bool) -> None:
+        """Begin a training batch."""
+        self.phase, self.is_last_batch = Phase.BATCH, is_last
+        self.batches_begun += 1
+
+    def leave_batch(self) -> None:
+        """Leave a training batch before its step."""
+        self.batches_begun -= 1
 
     def enter(self, phase: Phase) -> None:
         """Go over to a phase."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainwright.callbacks.base import Callback
+from trainwright.callbacks.base import Callback, stop_themselves
 from trainwright.checkpoint.contents import extra_states
 from trainwright.checkpoint.editing import Edit
 from trainwright.checkpoint.foreign_formats import is_plain
@@ -35,40 +35,37 @@ from trainwright.strategies.sparse_gradients import sparse_weights
 from trainwright.strategies.state_entries import computed_entries
 from trainwright.strategies.state_probe import state_of_a_step
 from trainwright.trainer.metric_merging import merged
-from trainwright.trainer.state import OpenEpoch
-
-if TYPE_CHECKING:
-    from trainwright.trainer.trainer import Trainer
+from trainwright.run.state import OpenEpoch
 
 SAVE_HOOK = "on_save_checkpoint"
 
 
-def check_save(trainer: Trainer, weights_only: bool) -> bool:
+def check_save(run: Run, weights_only: bool) -> bool:
     """Return whether a save can hold the weights only; RuntimeError where there is nothing to save."""
-    if not trainer.engine.modules:
+    if not run.engine.modules:
         raise RuntimeError("there is nothing to save: save_checkpoint works from fit's beginning on.")
-    if not weights_only and trainer.engine.num_workers:
+    if not weights_only and run.engine.num_workers:
         rank_zero_warn(
             "the optimizers have ended with the processes that the run was handed over to: save_checkpoint writes the "
             "weights alone, from which no fit goes on; ModelCheckpoint saves all, within the run.",
             stacklevel=3,
         )
         weights_only = True
-    if not weights_only and trainer.stage != "fit" and not trainer.engine.optimizers:
+    if not weights_only and run.stage != "fit" and not run.engine.optimizers:
         raise RuntimeError(
             "the latest run was an evaluation, which has no optimizer to save; pass weights_only=True, or save after fit."
         )
     return weights_only
 
 
-def run_state(trainer: Trainer, data: LoaderState | None) -> dict[str, Any]:
+def run_state(run: Run, data: LoaderState | None) -> dict[str, Any]:
     """Return what a checkpoint holds beside tensors: counters, schedulers, callbacks, data module and hyper-parameters.
 
     `data` is the position in the training data; None where the checkpoint holds the weights only.
     """
     from trainwright import __version__
 
-    module, datamodule = trainer.module, trainer.datamodule
+    module, datamodule = run.module, run.datamodule
     state: dict[str, Any] = {"trainwright_version": __version__}
     state |= _hyper_parameters(module, "", "module") if module is not None else {}
     if datamodule is not None:
@@ -77,22 +74,22 @@ def run_state(trainer: Trainer, data: LoaderState | None) -> dict[str, Any]:
             state["datamodule"] = datamodule.state_dict()
     if data is None:
         return state
-    epoch = trainer.state.open_epoch
-    saving = trainer.callbacks if epoch is None else [each for each in trainer.callbacks if each.runs_last]
+    epoch = run.state.open_epoch
+    saving = run.callbacks if epoch is None else [each for each in run.callbacks if each.runs_last]
     return {
         **state,
-        "position": {**trainer.state.state_dict(), "places": data["places"]},
-        "metrics": trainer.logbook.state_dict() if epoch is None else epoch.metrics,
-        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "position": {**run.state.state_dict(), "places": data["places"]},
+        "metrics": run.logbook.state_dict() if epoch is None else epoch.metrics,
+        "lr_schedulers": [config.scheduler.state_dict() for config in run.trained.schedulers],
         "callbacks": {**(epoch.callbacks if epoch is not None else {}), **callback_states(saving)},
-        "loggers": trainer.logbook.logger_states() if epoch is None else epoch.loggers,
+        "loggers": run.logbook.logger_states() if epoch is None else epoch.loggers,
     }
 
 
-def position_in_data(trainer: Trainer) -> LoaderState:
+def position_in_data(run: Run) -> LoaderState:
     """Return the position in the training data of the present or the latest fit."""
-    assert trainer.train_data is not None
-    return trainer.train_data.state_dict()
+    assert run.trained.data is not None
+    return run.trained.data.state_dict()
 
 
 def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
@@ -100,14 +97,14 @@ def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
     return {each.state_key: state for each in callbacks if (state := each.state_dict())}
 
 
-def check_state(trainer: Trainer) -> None:
+def check_state(run: Run) -> None:
     """Refuse, before anything is trained, state that no checkpoint can hold, where checkpoints are to be written. Collective.
 
     Raises:
         CheckpointError: on every rank alike; the text says where it stands and of what kind it is.
     """
-    engine = trainer.engine
-    if trainer.fast_dev_run or not any(each.keeps_any for each in trainer.checkpoint_callbacks):
+    engine = run.engine
+    if run.settings.fast_dev_run or not any(each.keeps_any for each in run.checkpoint_callbacks):
         return
 
     sparse = {id(weight) for _, _, weight in sparse_weights(engine.modules)}
@@ -125,7 +122,7 @@ def check_state(trainer: Trainer) -> None:
                 check_storable(f"{key} of {type(optimizer).__name__}", tensor)
         try:
             state = {
-                **run_state(trainer, position_in_data(trainer)),
+                **run_state(run, position_in_data(run)),
                 "extra": [extra_states(module) for module in engine.modules],
             }
         except Exception:  # what tells it may not be ready before the first batch; the save says what is wrong
@@ -135,7 +132,7 @@ def check_state(trainer: Trainer) -> None:
             computed_entries(engine.strategy, module)
         # A hook may yet change what is no tensor that a checkpoint can hold.
         for piece in (
-            model_pieces(engine.strategy, engine.modules) if edit_with_hooks(trainer, SAVE_HOOK) is None else ()
+            model_pieces(engine.strategy, engine.modules) if edit_with_hooks(run, SAVE_HOOK) is None else ()
         ):
             check_storable(piece.name, piece.tensor)
 
@@ -181,45 +178,63 @@ def _check_first_step(optimizer: Optimizer) -> None:
     handle = optimizer.register_step_post_hook(look)
 
 
-def save_run(trainer: Trainer, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> None:
+def save_run(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> None:
     """Write a checkpoint of the run as it stands; see Trainer.save_checkpoint. Collective: call on every rank."""
-    trainer.state.saves += 1
-    data = None if weights_only else position_in_data(trainer)
-    trainer.engine.save(
+    run.state.count_save()
+    data = None if weights_only else position_in_data(run)
+    run.engine.save(
         path,
-        step=trainer.state.step,
-        epoch=trainer.state.epoch,
-        state=run_state(trainer, data),
-        rank_state=None if data is None else rank_state(trainer, data),
+        step=run.state.step,
+        epoch=run.state.epoch,
+        state=run_state(run, data),
+        rank_state=None if data is None else rank_state(run, data),
         weights_only=weights_only,
-        number=trainer.state.saves,
-        edit=edit_with_hooks(trainer, SAVE_HOOK),
+        number=run.state.saves,
+        edit=edit_with_hooks(run, SAVE_HOOK),
         blocking=blocking,
         overwrite=overwrite,
     )
 
 
-def rank_state(trainer: Trainer, data: LoaderState) -> dict[str, Any]:
+def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> bool:
+    """Write a checkpoint, now or, returning False, once the run may be saved; see Trainer.save_checkpoint. Collective."""
+    weights_only = check_save(run, weights_only)
+    if isinstance(run, TrainingRun) and not run.may_save(weights_only):
+        run.waiting_saves.append((path, weights_only, blocking, overwrite))
+        return False
+    if run.logbook.owes_row:
+        run.logbook.log_step()  # no resumed run would write it
+    save_run(run, path, weights_only, blocking, overwrite)
+    return True
+
+
+def save_waiting(run: TrainingRun) -> None:
+    """Write the checkpoints that were requested within the window or epoch's end that is over. Collective."""
+    while run.waiting_saves:
+        save_checkpoint(run, *run.waiting_saves.pop(0))
+
+
+def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:
     """Return what a checkpoint holds of this rank alone: within an epoch, what was logged in it and where its data stands."""
-    assert trainer.module is not None
-    own_stop = trainer.should_stop and not any(each._has_asked_to_stop for each in trainer.callbacks)
-    epoch = trainer.state.open_epoch
+    assert run.module is not None
+    own_stop = run.stop.requested and not stop_themselves(run.callbacks)
+    epoch = run.state.open_epoch
     return {
-        "rng": epoch.generators if epoch is not None else trainer.state.loaded_generators or rng_state(),
-        "metrics": epoch.unfinished if epoch is not None else trainer.logbook.epoch_state(),
+        "rng": epoch.generators if epoch is not None else run.state.loaded_generators or rng_state(),
+        "metrics": epoch.unfinished if epoch is not None else run.logbook.epoch_state(),
         "sources": [data["sources"]],
-        "epoch_rng": None if trainer.state.epoch_ended else trainer.state.epoch_generators,
+        "epoch_rng": None if run.state.epoch_ended else run.state.epoch_generators,
         "should_stop": own_stop,
-        "gradients": held_gradients(trainer.engine.modules) if trainer.state.holds_gradients else [],
+        "gradients": held_gradients(run.engine.modules) if run.state.holds_gradients else [],
     }
 
 
-def open_epoch(trainer: Trainer) -> OpenEpoch:
+def open_epoch(run: Run) -> OpenEpoch:
     """Return what a checkpoint holds of an epoch that the run stops within, where it stands."""
-    logbook = trainer.logbook
-    callbacks = copy.deepcopy(callback_states(each for each in trainer.callbacks if not each.runs_last))
+    logbook = run.logbook
+    callbacks = copy.deepcopy(callback_states(each for each in run.callbacks if not each.runs_last))
     return OpenEpoch(
-        logbook.state_dict(), trainer.logbook.epoch_state(), logbook.logger_states(), callbacks, rng_state()
+        logbook.state_dict(), run.logbook.epoch_state(), logbook.logger_states(), callbacks, rng_state()
     )
 
 
@@ -240,45 +255,45 @@ def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[st
     return {**stored, f"{prefix}hyper_parameter_forms": forms} if forms else stored
 
 
-def edit_with_hooks(trainer: Trainer, name: str) -> Edit | None:
+def edit_with_hooks(run: Run, name: str) -> Edit | None:
     """Return what lets the hooks change a checkpoint's contents; None where nobody overrides them."""
-    module = trainer.module
+    module = run.module
     own = module is not None and is_overridden(name, module, Module)
-    if not own and not any(is_overridden(name, each, Callback) for each in trainer.callbacks):
+    if not own and not any(is_overridden(name, each, Callback) for each in run.callbacks):
         return None
 
     def edit(contents: dict[str, Any]) -> None:
-        trainer.hooks.call(name, contents)
+        run.hooks.call(name, contents)
 
     return edit
 
 
-def open_with_hooks(trainer: Trainer, checkpoint: Checkpoint) -> OpenCheckpoint:
+def open_with_hooks(run: Run, checkpoint: Checkpoint) -> OpenCheckpoint:
     """Read a verified checkpoint and show its contents to on_load_checkpoint, which may still build layers then. Collective."""
-    return trainer.engine.open(checkpoint, edit=edit_with_hooks(trainer, "on_load_checkpoint"))
+    return run.engine.open(checkpoint, edit=edit_with_hooks(run, "on_load_checkpoint"))
 
 
-def open_to_resume(trainer: Trainer, checkpoint: Checkpoint) -> OpenCheckpoint:
+def open_to_resume(run: Run, checkpoint: Checkpoint) -> OpenCheckpoint:
     """Open a checkpoint and take the state of the parts; what that draws does not shift what the run draws. Collective."""
     with isolate_rng():
-        opened = open_with_hooks(trainer, checkpoint)
-        restore_parts(trainer, opened)
+        opened = open_with_hooks(run, checkpoint)
+        restore_parts(run, opened)
     return opened
 
 
-def restore_parts(trainer: Trainer, opened: OpenCheckpoint) -> None:
+def restore_parts(run: Run, opened: OpenCheckpoint) -> None:
     """Take the state of the callbacks and of the datamodule, before the optimizers are made and on_fit_start is called.
 
     So a callback that changes the module or adds parameter groups can do so again there.
     """
     callbacks = opened.state.get("callbacks", {})  # a loop of one's own saves none
-    for callback in trainer.callbacks:
+    for callback in run.callbacks:
         if callback.state_key in callbacks:
             callback.load_state_dict(callbacks[callback.state_key])
-    _restore_datamodule(trainer, opened.state)
+    _restore_datamodule(run, opened.state)
 
 
-def restore(trainer: Trainer, opened: OpenCheckpoint) -> dict[str, Any] | None:
+def restore(run: Run, opened: OpenCheckpoint) -> dict[str, Any] | None:
     """Take the run's state from a checkpoint, and return this rank's generators, to be set when training begins. Collective.
 
     Raises:
@@ -286,105 +301,104 @@ def restore(trainer: Trainer, opened: OpenCheckpoint) -> dict[str, Any] | None:
     """
 
     def check(state: dict[str, Any]) -> None:
-        saved, present = len(state.get("lr_schedulers", [])), len(trainer.lr_scheduler_configs)
+        saved, present = len(state.get("lr_schedulers", [])), len(run.trained.schedulers)
         if saved != present and "lr_schedulers" in state:  # a hook may have taken them out
             raise CheckpointError(
                 f"{opened.checkpoint.path}: it was saved with {saved} scheduler{'s' * (saved != 1)}, but this run "
                 f"has {present}. Build the same schedulers to resume."
             )
 
-    assert trainer.module is not None
-    assert trainer.train_data is not None
-    restored = trainer.engine.load(opened, strict=trainer.module.strict_loading is not False, check=check)
+    assert run.module is not None
+    assert run.trained.data is not None
+    restored = run.engine.load(opened, strict=run.module.strict_loading is not False, check=check)
     state = restored.state
-    trainer.state.load_state_dict(state["position"])
-    sources = restored.nearest_rank_state.get("sources") or [()]
-    trainer.train_data.load_state_dict({"places": state["position"].get("places", ()), "sources": sources[0]})
     own = restored.rank_state or {}
-    trainer.state.epoch_generators = own.get("epoch_rng")
+    run.state.resume(state["position"], own.get("epoch_rng"))
+    sources = restored.nearest_rank_state.get("sources") or [()]
+    run.trained.data.load_state_dict({"places": state["position"].get("places", ()), "sources": sources[0]})
     if own.get("should_stop"):
-        _stay_stopped(trainer, opened.checkpoint.path)
-    if trainer.state.holds_gradients:
-        _take_gradients(trainer, opened.checkpoint, own.get("gradients", []))
+        _stay_stopped(run, opened.checkpoint.path)
+    if run.state.holds_gradients:
+        _take_gradients(run, opened.checkpoint, own.get("gradients", []))
     schedulers = state.get("lr_schedulers", [])  # as many as in this run, unless a hook has taken them out
-    for config, saved in zip(trainer.lr_scheduler_configs, schedulers, strict=False):
+    for config, saved in zip(run.trained.schedulers, schedulers, strict=False):
         config.scheduler.load_state_dict(saved)
         optimizer = getattr(config.scheduler, "optimizer", None)
-        if trainer.state.step and optimizer is not None:  # it has stepped before this process, which torch may ask for
+        if run.state.step and optimizer is not None:  # it has stepped before this process, which torch may ask for
             optimizer._opt_called = True
-    trainer.logbook.load_state_dict(state.get("metrics", {}))
-    if trainer.state.batch:
-        trainer.logbook.unfinished = _unfinished_metrics(trainer, opened.checkpoint, restored.rank_state)
-    trainer.resume_source = opened.checkpoint.path
-    last = trainer.settings.last_epoch
-    if last is not None and trainer.state.epoch >= last and trainer.state.batch == 0:
-        trainer.print(
-            f"{opened.checkpoint.path} stands at the end of epoch {trainer.state.epoch - 1}, and max_epochs is {last}: nothing "
+    run.logbook.load_state_dict(state.get("metrics", {}))
+    if run.state.batch:
+        run.logbook.keep_unfinished(_unfinished_metrics(run, opened.checkpoint, restored.rank_state))
+    run.trained.resumed_from(opened.checkpoint.path)
+    last = run.settings.last_epoch
+    if last is not None and run.state.epoch >= last and run.state.batch == 0:
+        run.trainer.print(
+            f"{opened.checkpoint.path} stands at the end of epoch {run.state.epoch - 1}, and max_epochs is {last}: nothing "
             "is left to train."
         )
     else:
-        trainer.print(
-            f"going on from {opened.checkpoint.path}: epoch {trainer.state.epoch}, batch {trainer.state.batch}, step "
-            f"{trainer.state.step}"
+        run.trainer.print(
+            f"going on from {opened.checkpoint.path}: epoch {run.state.epoch}, batch {run.state.batch}, step "
+            f"{run.state.step}"
         )
-    trainer.state.loaded_generators = restored.rng
+    run.state.load_generators(restored.rng)
     return restored.rng
 
 
-def _stay_stopped(trainer: Trainer, path: str) -> None:
+def _stay_stopped(run: Run, path: str) -> None:
     """Let a run stay stopped that the user's own code had stopped: nobody may ask again where it goes on."""
-    trainer.should_stop = True
-    trainer.print(
+    run.stop.request(True)
+    run.trainer.print(
         f"trainer.should_stop had been set when {path} was saved, so the run ends as it would have ended; to train on, set "
         "trainer.should_stop = False in on_train_start."
     )
 
 
-def _take_gradients(trainer: Trainer, checkpoint: Checkpoint, held: Sequence[Mapping[str, Tensor]]) -> None:
+def _take_gradients(run: Run, checkpoint: Checkpoint, held: Sequence[Mapping[str, Tensor]]) -> None:
     """Take back the gradients that wait for a step of manual optimization, in a job like the one that saved them."""
-    strategy = trainer.engine.strategy
-    if checkpoint.header.get("strategy") == strategy.name and len(held) == len(trainer.engine.modules):
-        hold_gradients(trainer.engine.modules, held)
+    strategy = run.engine.strategy
+    if checkpoint.header.get("strategy") == strategy.name and len(held) == len(run.engine.modules):
+        hold_gradients(run.engine.modules, held)
         return
-    trainer.state.holds_gradients = False
+    run.state.hold_gradients(False)
     rank_zero_warn(
         f"{checkpoint.path} holds gradients that wait for a step, as {checkpoint.world_size} processes under "
-        f"{checkpoint.header.get('strategy')!r} had them; on {trainer.world_size} under {strategy.name!r} the run goes on "
+        f"{checkpoint.header.get('strategy')!r} had them; on {run.engine.world_size} under {strategy.name!r} the run goes on "
         "without them.",
         stacklevel=2,
     )
 
 
-def _unfinished_metrics(trainer: Trainer, checkpoint: Checkpoint, own: dict[str, Any] | None) -> dict[str, Any] | None:
+def _unfinished_metrics(run: Run, checkpoint: Checkpoint, own: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return what was logged in the epoch before: this rank's own, or at another world size what is dealt to it."""
-    assert trainer.module is not None
-    if checkpoint.world_size == trainer.world_size:
+    assert run.module is not None
+    if checkpoint.world_size == run.engine.world_size:
         return (own or {}).get("metrics")
-    dealt = range(trainer.global_rank, checkpoint.world_size, trainer.world_size)
+    dealt = range(run.engine.rank, checkpoint.world_size, run.engine.world_size)
     states = [(checkpoint.rank_state(rank) or {}).get("metrics") for rank in dealt]
-    together, left_out = merged([each for each in states if each], trainer.module)
+    together, left_out = merged([each for each in states if each], run.module)
     if left_out:
         rank_zero_warn(
             f"{checkpoint.path} was saved within an epoch on {checkpoint.world_size} processes, and this run has "
-            f"{trainer.world_size}: the metrics {', '.join(left_out)} do not say how the states of several ranks become one, "
+            f"{run.engine.world_size}: the metrics {', '.join(left_out)} do not say how the states of several ranks become one, "
             "so their values for that epoch are those of the rest of it.",
             stacklevel=2,
         )
     return together
 
 
-def restore_weights(trainer: Trainer, opened: OpenCheckpoint) -> None:
+def restore_weights(run: Run, opened: OpenCheckpoint) -> None:
     """Take a module's weights, and the datamodule's state, from a checkpoint. Collective.
 
     Raises:
         CheckpointError: no checkpoint, a damaged one, or one of another model.
     """
-    assert trainer.module is not None
-    strict = trainer.module.strict_loading is not False
-    restored = trainer.engine.load(opened, weights_only=True, strict=strict)
-    _restore_datamodule(trainer, restored.state)
+    assert run.module is not None
+    strict = run.module.strict_loading is not False
+    restored = run.engine.load(opened, weights_only=True, strict=strict)
+    _restore_datamodule(run, restored.state)
 
 
-def _restore_datamodule(trainer: Trainer, state: dict[str, Any]) -> None:
-    if trainer.datamodule is not None and "datamodule" in state:
-        trainer.datamodule.load_state_dict(state["datamodule"])
+def _restore_datamodule(run: Run, state: dict[str, Any]) -> None:
+    if run.datamodule is not None and "datamodule" in state:
+        run.datamodule.load_state_dict(state["datamodule"])

@@ -57,3 +57,18 @@ class Stages:
             name: Stage(num_batches=each) if isinstance(each, list) else each for name, each in counts.items()
         }
         return cls(**taken)
+
+
+def limited(length: int | None, limit: int | float | None) -> int | None:
+    """Return how many batches a limit leaves: a number of them, a fraction of a known length, or all (None)."""
+    if limit is None:
+        return length
+    if isinstance(limit, float):
+        if limit == 1.0:
+            return length
+        if length is None:
+            raise ValueError(
+                f"a limit of {limit} is a fraction of the batches, but this loader has no length; pass a number of batches."
+            )
+        return max(int(length * limit), 1 if limit > 0 and length > 0 else 0)  # a fraction is one batch at least
+    return limit if length is None else min(limit, length)

@@ -136,6 +136,45 @@ class TrainerState:
         )
         self.batches_that_stepped += stepped
 
+    def count_steps(self, made: int, skipped: int) -> None:
+        """Count optimizer steps, those of them that were skipped included."""
+        self.step += made
+        self.skipped_steps += skipped
+
+    def count_save(self) -> None:
+        """Count a checkpoint."""
+        self.saves += 1
+
+    def count_validation(self) -> None:
+        """Count a validation after the latest batch."""
+        self.validations += 1
+        self.validated_at = self.total_batches
+
+    def hold_gradients(self, holds: bool) -> None:
+        """Note whether gradients wait over an epoch's end."""
+        self.holds_gradients = holds
+
+    def note_schedulers_stepped(self) -> None:
+        """Note that the epoch's schedulers have stepped, except those that follow a metric."""
+        self.schedulers_stepped = True
+
+    def leave_epoch(self, left: OpenEpoch) -> None:
+        """Note what a checkpoint holds where the run stops within the epoch."""
+        self.open_epoch = left
+
+    def end_epoch(self, is_complete: bool) -> None:
+        """Note that the epoch has no batch and no validation left, or that the run stops within it."""
+        self.epoch_ended = is_complete
+
+    def resume(self, position: dict[str, Any], epoch_generators: dict[str, Any] | None) -> None:
+        """Take the counters of a checkpoint, and this rank's generators at its epoch's start."""
+        self.load_state_dict(position)
+        self.epoch_generators = epoch_generators
+
+    def load_generators(self, generators: dict[str, Any] | None) -> None:
+        """Keep the generators of a checkpoint for saves until they are set (None)."""
+        self.loaded_generators = generators
+
     def next_epoch(self) -> None:
         """Go on to the next epoch."""
         self.epoch, self.batch, self.epoch_ended, self.schedulers_stepped = self.epoch + 1, 0, False, False

@@ -13,23 +13,18 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trainwright.data.seeding import isolate_rng, rng_state, set_rng_state
+from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.distributed.environment import requeue_job
 from trainwright.distributed.signals import SignalWatch, exit_code, is_interactive
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.engine.engine import Engine
 from trainwright.errors import RunStopped
-from trainwright.trainer.phase import Phase
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.state import TrainerState
-
-if TYPE_CHECKING:
-    from trainwright.trainer.training_run import TrainingRun
 
 
 class EvaluationAbandoned(Exception):
@@ -104,6 +99,10 @@ class Stop:
     def note_end(self, error: BaseException | None) -> None:
         """Note how a run has ended, or that another begins (None)."""
         self.interrupted = isinstance(error, KeyboardInterrupt)
+
+    def request(self, wanted: bool) -> None:
+        """Ask that the run ends, as `trainer.should_stop = True` does, or take that back."""
+        self.requested = wanted
 
     def request_soon(self) -> None:
         """Ask, on any rank and from any thread, that all ranks stop at one optimizer step (RuntimeError outside of fit)."""
@@ -228,24 +227,3 @@ class Stop:
         if self.path and name == "SIGUSR1" and (requeued := requeue_job()):
             said = f"{said}\ntrainwright: {requeued}"
         print(said, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def abandonable(run: TrainingRun) -> Iterator[None]:
-    """Run a validation in the block; where it is abandoned, the run is saved as it stands here. Collective.
-
-    Raises:
-        EvaluationAbandoned: it was.
-    """
-    stop, logbook = run.trainer.stop, run.trainer.logbook
-    kept = (rng_state(), logbook.state_dict()) if stop.may_abandon(run.window.is_open) else None
-    try:
-        yield
-    except EvaluationAbandoned:
-        assert kept is not None
-        generators, latest = kept
-        logbook.forget_evaluation(latest)
-        run.progress.enter(Phase.STOPPED)  # the epoch-wise schedulers that have stepped are noted in the state
-        stop.commit(generators)
-        logbook.end_evaluation()
-        raise

@@ -11,9 +11,9 @@ from trainwright.data.loaders import ShardedLoader
 from trainwright.data.source_state import SPACING
 from trainwright.data.stateful_iterable import ONCE
 from trainwright.engine.engine import Engine
-from trainwright.trainer.evaluate import limited
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.sources import LoaderSource
+from trainwright.trainer.stage import limited
 from trainwright.trainer.state import TrainerState
 
 if TYPE_CHECKING:

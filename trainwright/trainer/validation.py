@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from trainwright.data.seeding import rng_state
 from trainwright.trainer.evaluate import evaluate
 from trainwright.trainer.optimization import step_schedulers
 from trainwright.trainer.phase import Phase
-from trainwright.trainer.stop import abandonable
-
-if TYPE_CHECKING:
-    from trainwright.trainer.training_run import TrainingRun
+from trainwright.trainer.stop import EvaluationAbandoned
+from trainwright.trainer.training_run import TrainingRun
 
 
 def validation_is_due(run: TrainingRun, at_end: bool = False) -> bool:
@@ -19,7 +19,7 @@ def validation_is_due(run: TrainingRun, at_end: bool = False) -> bool:
     Within an accumulation window nobody asks: what falls due there is due at the window's end, so that a validation scores
     weights that a checkpoint can hold, and that a run can go on from.
     """
-    settings, state = run.trainer.settings, run.state
+    settings, state = run.settings, run.state
     every = settings.check_val_every_n_epoch
     if run.validation is None or state.validated_at == state.total_batches:
         return False
@@ -37,17 +37,37 @@ def validation_is_due(run: TrainingRun, at_end: bool = False) -> bool:
 def validate(run: TrainingRun, within: bool) -> None:
     """Run a validation, `within` the epoch or at its end, and step the schedulers that follow validations. Collective."""
     assert run.validation is not None
-    trainer, state = run.trainer, run.state
+    state = run.state
     if run.optimizer is not None:
         run.own.get("on_validation_model_zero_grad", run.optimizer.zero_grad)()
 
     def count() -> None:
-        state.validations += 1
-        state.validated_at = state.total_batches
+        state.count_validation()
         step_schedulers(run, "validation", state.validations, plateau=False)
         step_schedulers(run, "validation", state.validations, plateau=True)
 
     with abandonable(run):
         evaluate(run.validation, Phase.VALIDATION_WITHIN if within else Phase.VALIDATION_AT_END, before_end=count)
     if within:  # an epoch's end asks for itself
-        trainer.stop.agree()
+        run.stop.agree()
+
+
+@contextmanager
+def abandonable(run: TrainingRun) -> Iterator[None]:
+    """Run a validation in the block; where it is abandoned, the run is saved as it stands here. Collective.
+
+    Raises:
+        EvaluationAbandoned: it was.
+    """
+    stop, logbook = run.stop, run.logbook
+    kept = (rng_state(), logbook.state_dict()) if stop.may_abandon(run.window.is_open) else None
+    try:
+        yield
+    except EvaluationAbandoned:
+        assert kept is not None
+        generators, latest = kept
+        logbook.forget_evaluation(latest)
+        run.progress.enter(Phase.STOPPED)  # the epoch-wise schedulers that have stepped are noted in the state
+        stop.commit(generators)
+        logbook.end_evaluation()
+        raise

@@ -1,0 +1,92 @@
+"""Request: what fit, validate, test or predict was asked for, checked and completed before anything is run."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from trainwright.callbacks.base import Callback
+from trainwright.checkpoint.reader import Verify
+from trainwright.data.datamodule import DataModule
+from trainwright.module import Module, is_overridden
+from trainwright.rank_zero import rank_zero_warn
+from trainwright.trainer.checkpoint_choice import CheckpointSearch, Choice
+from trainwright.trainer.inputs import check_module
+from trainwright.trainer.run import Parts, Run
+from trainwright.trainer.sources import LoaderSource, find_source, read_datamodule
+
+
+class Request(NamedTuple):
+    """What a call was asked for."""
+
+    call: str
+    module: Module
+    loaders: Any
+    datamodule: DataModule | None
+    source: LoaderSource
+    ckpt_path: str | os.PathLike[str] | None
+    verify: Verify
+
+
+def read_fit(model: Any, train_loaders: Any, val_loaders: Any, datamodule: Any, ckpt_path: Any, verify: Verify) -> Request:
+    """Return what fit was asked for; refuse a module or data that cannot be trained (TypeError, ValueError)."""
+    check_module(model, ["training_step", "configure_optimizers"], "fit")
+    loaders, datamodule = read_datamodule(train_loaders, datamodule, "train_dataloaders", "fit")
+    if val_loaders is not None:
+        check_module(model, ["validation_step"], "fit with val_dataloaders")
+    source = find_source("train", loaders, datamodule, model, "train_dataloaders", "fit")
+    if not source.is_defined:
+        source.load()  # which says what is missing
+    return Request("fit", model, loaders, datamodule, source, ckpt_path, verify)
+
+
+def read_evaluation(
+    latest: Run, call: str, stage: str, model: Any, loaders: Any, ckpt_path: Any, datamodule: Any, verify: Verify
+) -> Request:
+    """Return what an evaluation was asked for; refuse what cannot be evaluated (TypeError, ValueError).
+
+    Without a module it is that of the `latest` run, with the weights of its best checkpoint if there is one.
+    """
+    best = latest.checkpoint_callbacks[0].best_model_path if latest.checkpoint_callbacks else ""
+    if model is None and ckpt_path is None and best:
+        ckpt_path = "best"
+        latest.trainer.print(f"trainer.{call} was given no module: it takes the best checkpoint, {best}")
+    module: Any = model if model is not None else latest.module
+    check_module(module, [] if stage == "predict" else [f"{stage}_step"], call)
+    loaders, given_datamodule = read_datamodule(loaders, datamodule, "dataloaders", call)
+    if given_datamodule is None and loaders is None and model is None:
+        given_datamodule = latest.datamodule
+    source = find_source(stage, loaders, given_datamodule, module, "dataloaders", call)
+    if not source.is_defined:
+        source.load()  # which says what is missing
+    return Request(call, module, loaders, given_datamodule, source, ckpt_path, verify)
+
+
+def find_validation(parts: Parts, request: Request, given: Any) -> LoaderSource | None:
+    """Return where a fit's validation loaders come from; None if there are none, or limit_val_batches is 0."""
+    module, datamodule = request.module, request.datamodule
+    source = find_source("validation", given, datamodule, module, "val_dataloaders", "fit")
+    if not source.is_defined:
+        return None
+    if not is_overridden("validation_step", module, Module):
+        rank_zero_warn(
+            f"{type(source.owner).__name__} has a val_dataloader, but the module no validation_step: none is made."
+        )
+        return None
+    # The setting is the same on every rank, while a rank may have no batch of its own.
+    return None if parts.settings.limit_val_batches == 0 else source
+
+
+def choose_checkpoint(parts: Parts, callbacks: list[Any], request: Request) -> Choice:
+    """Return the verified checkpoint that ckpt_path means. Collective: call on every rank."""
+    search = CheckpointSearch(
+        parts.engine,
+        callbacks,
+        parts.loggers,
+        parts.root,
+        request.call,
+        request.verify,
+        is_trial=request.call == "fit" and bool(parts.settings.fast_dev_run),
+        say=parts.trainer.print,
+    )
+    return search.choose(request.ckpt_path)

@@ -1,0 +1,351 @@
+"""Run: one call of a Trainer, from its parts' setup to their teardown. The next call makes another one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trainwright.callbacks.base import Callback, attach, detach
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.checkpoint.foreign_formats import is_plain
+from trainwright.data.datamodule import DataModule
+from trainwright.devices.abilities import has_pinned_memory
+from trainwright.distributed.failures import is_secondary_failure
+from trainwright.engine.compilation import Compiled, compile_module
+from trainwright.engine.engine import Engine
+from trainwright.engine.optimizers import SchedulerConfig
+from trainwright.engine.prepared import PreparedOptimizer
+from trainwright.hyperparameters import logged_hyper_parameters
+from trainwright.loggers import Logger, match_states, resume_loggers, start_loggers, withdraw_loggers
+from trainwright.module import Module, is_overridden, trainer_of
+from trainwright.profilers import Profiler
+from trainwright.profilers.instrumentation import instrument, is_measuring
+from trainwright.rank_zero import rank_zero_warn
+from trainwright.trainer.checkpoint_choice import Choice
+from trainwright.trainer.hooks import HookTable
+from trainwright.trainer.locks import FolderLocks
+from trainwright.trainer.logbook import Logbook
+from trainwright.trainer.phase import Phase
+from trainwright.trainer.settings import Settings
+from trainwright.trainer.stage import Stages
+from trainwright.trainer.state import TrainerState
+from trainwright.trainer.stop import Stop
+from trainwright.trainer.training_data import TrainData
+
+START_OF_LOGGERS = "the start of the loggers"
+
+
+class Parts(NamedTuple):
+    """What a Trainer gives each of its runs."""
+
+    trainer: Any
+    """Passed to hooks and callbacks; a run itself uses no more of it than a callback may."""
+    settings: Settings
+    engine: Engine
+    callbacks: list[Callback]
+    loggers: list[Logger]
+    profiler: Profiler
+    in_order: bool
+    """Whether training keeps the order of the data, as overfit_batches asks."""
+    root: str
+    """Where logs and checkpoints go unless a logger or a callback has its folder."""
+
+
+@dataclass
+class Trained:
+    """What a fit has made of a module. A save after the fit, and after evaluations of the same module, reads it."""
+
+    accumulate_grad_batches: int
+    """Batches of one optimizer step; a callback may change it at an epoch's start."""
+    resume_source: str | None = None
+    """The checkpoint that the fit was resumed from."""
+    data: TrainData | None = None
+    optimizers: list[Optimizer] = field(default_factory=list)
+    prepared_optimizers: list[PreparedOptimizer] = field(default_factory=list)
+    schedulers: list[SchedulerConfig] = field(default_factory=list)
+
+    def resumed_from(self, path: str) -> None:
+        """Note the checkpoint that the fit was resumed from."""
+        self.resume_source = path
+
+    def drop_optimizers(self) -> None:
+        """Forget what no save can read any more, since the module has other weights."""
+        self.optimizers, self.prepared_optimizers, self.schedulers = [], [], []
+
+
+class Outcome:
+    """The first error of a run. Cleanup steps neither hide it nor stop one another."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        """None while nothing has failed."""
+
+    def after(self, call: Callable[..., Any], *args: Any) -> None:
+        """Make a call of the cleanup; raise its error if it is the run's first, else print it."""
+        try:
+            call(*args)
+        except Exception as error:
+            if self.error is None:
+                self.error = error
+                raise
+            name = getattr(getattr(call, "func", call), "__qualname__", repr(call))
+            print(f"trainwright: {name} failed too: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+class Run:
+    """One call of a Trainer: validate, test or predict; TrainingRun is that of fit.
+
+    Args:
+        parts: the Trainer's.
+        call: "fit", "validate", "test" or "predict".
+        module, datamodule: what is run.
+        choice: the checkpoint of the call.
+        previous: the run before, whose counters, stop and optimizers an evaluation leaves as they are.
+    """
+
+    is_within_window = False
+    enable_validation = False
+
+    def __init__(
+        self,
+        parts: Parts,
+        call: str,
+        module: Module | None,
+        datamodule: DataModule | None,
+        choice: Choice,
+        previous: Run | None,
+    ) -> None:
+        self.trainer, self.settings, self.engine, self.profiler = parts.trainer, parts.settings, parts.engine, parts.profiler
+        self.callbacks, self.loggers, self.in_order, self.root = parts.callbacks, parts.loggers, parts.in_order, parts.root
+        self.call, self.module, self.datamodule, self.choice = call, module, datamodule, choice
+        self.stage: str | None = None
+        """The call while it runs, else None."""
+        self.stages = Stages() if previous is None else previous.stages
+        if previous is None or call == "fit":
+            self.state = TrainerState()
+            self.stop = self._make_stop()
+            self.trained = Trained(self.settings.accumulate_grad_batches)
+        else:
+            self.state, self.stop, self.trained = previous.state, previous.stop, previous.trained
+        self.logbook = Logbook(self.loggers, self.engine, self.state)
+        profiler = self.profiler if is_measuring(self.profiler) else None
+        self.hooks = HookTable(self.trainer, module, self.callbacks, self.logbook, profiler)
+        self.compiled: Compiled | None = None
+        self.is_prepared = False
+        """Whether the loop may run, or has begun."""
+        self._closing: list[Callable[[], None]] = []
+
+    def _make_stop(self) -> Stop:
+        first = self.checkpoint_callbacks[:1]
+        return Stop(
+            self.engine, self.settings, self.state, self._save_stop, lambda: any(each.keeps_any for each in first)
+        )
+
+    def _save_stop(self, name: str) -> str:
+        callback = next(iter(self.checkpoint_callbacks), None)
+        return "" if callback is None else callback.save_stop(self.trainer, name)
+
+    @property
+    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
+        """Return each ModelCheckpoint among the callbacks."""
+        return [each for each in self.callbacks if isinstance(each, ModelCheckpoint)]
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """Return the checkpoint that the call was given."""
+        return self.choice.path
+
+    @property
+    def obstacle(self) -> str:
+        """Return why a run that fails here cannot be resumed exactly; "" if it can."""
+        return ""
+
+    @property
+    def loader_options(self) -> dict[str, Any]:
+        """Return how loaders are sharded."""
+        pins = has_pinned_memory(self.engine.device.type)
+        return {"shard": self.settings.use_distributed_sampler, "pin_memory": pins}
+
+    @property
+    def uses_inference_mode(self) -> bool:
+        """Return whether evaluations run under torch.inference_mode: on request, and outside fit only."""
+        return self.settings.inference_mode and self.call != "fit"
+
+    def close_at_end(self, close: Callable[[], None]) -> None:
+        """Have something called when the run ends, such as the end of loaders' workers."""
+        self._closing.append(close)
+
+    def compile(self, module: Module) -> None:
+        """Compile what the steps call of a module, until the run ends, if the settings ask for it."""
+        if self.settings.compile:
+            options = self.settings.compile if isinstance(self.settings.compile, dict) else {}
+            self.compiled = compile_module(module, options)
+            if not self.compiled.modules:
+                rank_zero_warn(
+                    f"compile= has nothing to compile: {type(module).__name__} has no submodule with a forward; "
+                    "put the network into one.",
+                    stacklevel=2,
+                )
+
+    def prepare_module(self, module: Module) -> None:
+        """Convert batch norm and compile, as the settings ask, before the module moves to its device.
+
+        Raises:
+            ValueError: sync_batchnorm on the CPU.
+        """
+        if self.settings.sync_batchnorm and self.engine.world_size > 1:
+            if self.engine.device.type == "cpu":
+                raise ValueError(
+                    "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not compute on the CPU; leave it at False."
+                )
+            nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+        self.compile(module)
+
+    # -- what surrounds the loop -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def opened(self, stays: bool = False) -> Iterator[None]:
+        """Set up what surrounds the loop, and take it down whatever happens. Collective: call on every rank.
+
+        With `stays` the module remains prepared as the latest run has left it; else the engine closes that one first.
+        """
+        engine, outcome = self.engine, Outcome()
+        module, datamodule = self.module, self.datamodule
+        assert module is not None
+        self.stop.note_end(None)
+        self.state.progress.enter(Phase.OUTSIDE)
+        outer = trainer_of(module)
+        with ExitStack() as stack:
+            if outer is not None and outer.run.stage is not None:  # a hook of that Trainer's run has made this call
+                stack.callback(setattr, module, "trainer", outer)
+            self.stage = self.call
+            stack.callback(self._leave, outcome)
+            module.trainer = self.trainer
+            if datamodule is not None:
+                datamodule.trainer = self.trainer
+            self.hooks.agree(engine.ranks, f"the start of {self.call}")
+            attach(self.callbacks, module)
+            if not stays:
+                engine.close()
+            stack.enter_context(engine.ranks.located_by(self._position))
+            if is_measuring(self.profiler):
+                stack.callback(instrument(engine, self.profiler))
+            stack.callback(self._withdraw_loggers, outcome)
+            locks = FolderLocks(engine.ranks, self.trainer.print)
+            stack.callback(locks.release)
+            for logger in reversed(self.loggers) if engine.rank == 0 else ():
+                stack.callback(self._close_logger, logger, outcome)
+            for hook in reversed(self.hooks["teardown"]):
+                stack.callback(outcome.after, hook, self.call)
+            if datamodule is not None:
+                stack.callback(outcome.after, datamodule.teardown, self.call)
+            try:
+                self._start_loggers(locks)
+                self._set_up()
+                yield
+                engine.finish_save()
+            except BaseException as error:
+                outcome.error = error
+                if self.is_prepared:
+                    self.state.progress.fail(self.obstacle)
+                self.stop.note_end(error)
+                # A save in flight can commit while every rank lives, whatever they raise; not if a rank is gone.
+                outcome.after(engine.writer.drop if is_secondary_failure(error) else engine.finish_save)
+                for hook in self.hooks["on_exception"]:
+                    outcome.after(hook, error)
+                if datamodule is not None:
+                    outcome.after(datamodule.on_exception, error)
+                raise
+
+    def _position(self) -> tuple[tuple[int, ...], str]:
+        """Return how far the run is, in counts that are the same on every rank, and in words. Another thread calls it."""
+        parts = [self.call]
+        if self.is_prepared:
+            parts.append(f"epoch {self.state.epoch}, batch {self.state.batch}")
+            if self.state.progress.is_evaluating:
+                parts.append("evaluation")
+        collector = self.logbook.collector
+        if collector is not None and collector.hook:
+            parts.append(collector.hook)
+        return (self.state.progress.batches_begun, self.logbook.reductions), ", ".join(parts)
+
+    def _start_loggers(self, locks: FolderLocks) -> None:
+        """Let the loggers choose their folders, and lock those of checkpoints before anything is written. Collective."""
+        ranks, choice = self.engine.ranks, self.choice
+        self.root = ranks.broadcast(self.root, START_OF_LOGGERS)
+        saving = self.checkpoint_callbacks if self.call == "fit" and not self.settings.fast_dev_run else []
+        locks.take(each.given_dirpath for each in saving)
+        if choice.continues:
+            path = choice.path or ""
+            matches = ranks.decide(lambda: match_states(self.loggers, choice.loggers, path), START_OF_LOGGERS)
+            resume_loggers(self.loggers, choice.loggers, path, matches)
+        start_loggers(
+            self.loggers, partial(ranks.broadcast, call=START_OF_LOGGERS), is_writer=self.engine.rank == 0
+        )
+        locks.take(each.folder_in(self.trainer) for each in saving)
+        choice.refuse_overtaken(ranks)
+
+    def _set_up(self) -> None:
+        """Prepare the data on one process of each node, then set up every part in the order of hooks.py. Collective."""
+        engine, module, datamodule = self.engine, self.module, self.datamodule
+        assert module is not None
+        log_dir = next((logger.log_dir for logger in self.loggers if logger.log_dir), None)
+        self.profiler.setup(self.call, engine.local_rank, log_dir)
+        for owner, base in ((datamodule, DataModule), (module, Module)):
+            if owner is not None and is_overridden("prepare_data", owner, base):
+                if engine.local_rank == 0 if owner.prepare_data_per_node else engine.rank == 0:
+                    owner.prepare_data()
+                engine.ranks.wait("prepare_data")
+        if datamodule is not None:
+            datamodule.setup(self.call)
+        self.hooks.call("setup", self.call)
+        with engine.precision.init_context():
+            module.configure_model()
+        self.profiler.attach(module)
+        if self.call == "fit" and engine.rank == 0 and self.loggers:
+            self._log_hyper_parameters(module, datamodule)
+            for logger in self.loggers:
+                logger.log_graph(module)
+
+    def _log_hyper_parameters(self, *owners: Module | DataModule | None) -> None:
+        if self.settings.enable_autolog_hparams:
+            plain, _ = logged_hyper_parameters(owners, is_plain)
+            for logger in self.loggers if plain else ():
+                logger.log_hyperparams(plain)
+
+    def _leave(self, outcome: Outcome) -> None:
+        if self.compiled is not None:
+            self.compiled.undo()
+            self.compiled = None
+        self.stage, self.is_prepared = None, False
+        self.logbook.stop_collecting()
+        self.state.progress.enter(Phase.OUTSIDE)
+        detach(self.callbacks)
+        if self.datamodule is not None:
+            self.datamodule.trainer = None
+        for child in self.module.modules() if self.module is not None else ():
+            if isinstance(child, Module):
+                child.untoggle_optimizer()
+        for close in self._closing:
+            outcome.after(close)
+        outcome.after(self.engine.strategy.after_run)
+        outcome.after(self.profiler.describe)
+        outcome.after(self.profiler.teardown, self.call)
+
+    def _close_logger(self, logger: Logger, outcome: Outcome) -> None:
+        is_interrupted = self.stop.interrupted or self.stop.number
+        status = "interrupted" if is_interrupted else "failed" if outcome.error is not None else "success"
+        outcome.after(logger.finalize, status)
+        outcome.after(logger.close)
+
+    def _withdraw_loggers(self, outcome: Outcome) -> None:
+        """Let a run that was refused leave nothing behind."""
+        if outcome.error is not None and not self.logbook.has_begun and self.engine.world_size == 1:
+            outcome.after(withdraw_loggers, self.loggers)
