@@ -178,7 +178,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         if trainer is None:
             self._warn_of_no_trainer("log")
             return
-        collector = trainer.logbook.collector
+        collector = trainer.run.logbook.collector
         if collector is None:
             raise RuntimeError(
                 f"self.log({name!r}, ...) was called {_calling_hook()}where nothing is collected; log in a step, or in a hook "
@@ -206,7 +206,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         Their step goes through the strategy and the precision; with use_pl_optimizer=False they are the original ones.
         """
         trainer = self.trainer
-        found: list[Any] = list(trainer.prepared_optimizers if use_pl_optimizer else trainer.optimizers)
+        found: list[Any] = list(trainer.run.trained.prepared_optimizers if use_pl_optimizer else trainer.optimizers)
         return found[0] if len(found) == 1 else found
 
     def lr_schedulers(self) -> Any:
@@ -229,7 +229,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         names = ("gradient", "retain_graph", "create_graph", "inputs")
         options = {**dict(zip(names, args, strict=False)), **kwargs}
         send = self.backward if is_overridden("backward", self, Module) else None
-        self.trainer.manual_backward(loss, send, options)
+        self.trainer.run.backward(loss, send, options)
 
     def clip_gradients(
         self,
@@ -238,7 +238,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the gradients of one optimizer: by "norm" (the default) or by "value"; None for no limit."""
-        self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self.trainer.run.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
         """Make only the parameters of one optimizer require gradients, until `untoggle_optimizer`."""
@@ -288,7 +288,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             raise ValueError("all_gather was given a group; accepted is None: all ranks of the job take part.")
         gather = collectives.all_gather_with_gradients if sync_grads else collectives.all_gather
         is_alone = self.trainer.world_size == 1
-        collector = self.trainer.logbook.collector
+        collector = self.trainer.run.logbook.collector
         is_uneven = collector is not None and collector.batch is not None and collector.is_uneven
 
         def joined(leaf: Any) -> Any:

@@ -42,7 +42,6 @@ from typing import Any
 from trainwright.callbacks.base import Callback
 from trainwright.distributed.ranks import Ranks
 from trainwright.module import Module, is_overridden
-
 from trainwright.profilers.base import Profiler
 from trainwright.trainer.logbook import Logbook
 
@@ -97,7 +96,9 @@ class HookTable:
         readers = [
             each for each in ordered if is_overridden("on_train_batch_end", each, Callback) and each.reads_outputs
         ]
-        self.outputs_are_read = bool(readers) or (module is not None and is_overridden("on_train_batch_end", module, Module))
+        self.outputs_are_read = bool(readers) or (
+            module is not None and is_overridden("on_train_batch_end", module, Module)
+        )
         """Whether a training step's outputs have to be made ready for on_train_batch_end."""
         self.reduced_early = frozenset(name for name in EPOCH_ENDS if self._calls[name])
         """The ends of epochs whose hooks see the epoch's values; the same on every rank after `agree`."""

@@ -185,6 +185,10 @@ class Logbook:
             "scored_at": dict(self._scored_at),
         }
 
+    def latest(self) -> dict[str, Any]:
+        """Return the latest value of every metric as its user sees it, for the Trainer of another process."""
+        return {"callback": self.callback_metrics, "logged": self.logged_metrics, "shown": self.progress_bar_metrics}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the latest values from a checkpoint; one of another version may lack some."""
         for name, values in (("callback", self._callback), ("logged", self._logged), ("shown", self._shown)):

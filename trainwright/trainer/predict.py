@@ -28,7 +28,7 @@ def predict(evaluation: Evaluation, return_predictions: bool) -> list[list[Any]]
     Raises:
         TypeError: on several ranks, at the first batch: outputs that are more than plain data and tensors.
     """
-    engine = evaluation.trainer.engine
+    engine = evaluation.run.engine
     kept: dict[int, dict[int, Any]] = {}
 
     def keep(place: int, index: int, outputs: Any) -> None:

@@ -14,32 +14,23 @@ from __future__ import annotations
 
 import tempfile
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.codec import encode
-from trainwright.data.datamodule import DataModule
 from trainwright.engine.worker_calls import call_in_workers
 from trainwright.errors import CheckpointError
 from trainwright.module import Module, is_overridden
-from trainwright.trainer.hooks import HookTable
-from trainwright.trainer.logbook import Logbook
-from trainwright.trainer.stage import Stages
-from trainwright.trainer.state import TrainerState
-
-if TYPE_CHECKING:
-    from trainwright.trainer.trainer import Trainer
+from trainwright.trainer.run import Run
 
 WEIGHTS = "weights"
 OWN_ARGUMENTS = ("callbacks", "logger", "profiler")
 """Arguments of a Trainer that are replaced by the parts made of them."""
-TRAINER_FIELDS = (
-    "should_stop", "accumulate_grad_batches", "ckpt_path", "resume_source",
-)  # fmt: skip
 NOT_OURS = frozenset({*vars(nn.Module()), "_trainer", "_toggled", "trainer", "_running_module"})
 """Attributes of modules and callbacks that are torch's, or of the run."""
 ENGINES_OWN = ("ds_", "_ds_", "_fsdp", "_external_params", "_original_parameters", "applied_pre_backward")
@@ -47,9 +38,14 @@ ENGINES_OWN = ("ds_", "_ds_", "_fsdp", "_external_params", "_original_parameters
 
 
 def call_remotely(
-    trainer: Trainer, call: str, module: Module, datamodule: DataModule | None, path: str | None, **options: Any
+    run: Run, function: Callable[..., Any], arguments: dict[str, Any], others: tuple[Any, ...], options: dict[str, Any]
 ) -> Any:
-    """Make a call in the workers of a new job, take over what it has changed, and return what it returned.
+    """Make a call in the workers of a new job, load into `run` what it has changed, and return what it returned.
+
+    Args:
+        run: the call here, with the same parts.
+        function: makes the call on a rank and returns `changes`; called with the folder, `arguments` as "Trainer", `others`,
+            the parts of the run and `options`.
 
     Raises:
         TypeError: something that cannot be copied to other processes.
@@ -57,39 +53,33 @@ def call_remotely(
         RunStopped: a signal has stopped the run there; nor then.
         LaunchError: the job could not be started.
     """
-    asked, engine = f"trainer.{call}", trainer.engine
-    trainer.stop.note_end(None)
-    arguments = {name: value for name, value in trainer.given_arguments.items() if name not in OWN_ARGUMENTS}
     handed = {
-        "model": module,
+        "model": run.module,
         **options,
-        "datamodule": datamodule,
-        "callbacks": trainer.callbacks,
-        "loggers": trainer.loggers,
-        "profiler": trainer.profiler,
-        "Trainer": arguments,
-        "others": (call, path, trainer.callbacks_of_module, trainer.module is module, trainer.state.plain()),
+        "datamodule": run.datamodule,
+        "callbacks": run.callbacks,
+        "loggers": run.loggers,
+        "profiler": run.profiler,
+        "Trainer": {name: value for name, value in arguments.items() if name not in OWN_ARGUMENTS},
+        "others": others,
     }
     with tempfile.TemporaryDirectory(prefix="trainwright-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        try:
-            told = call_in_workers(make_call, handed, engine.num_workers, asked=asked, folder=folder)
-        except KeyboardInterrupt as error:
-            trainer.stop.note_end(error)
-            raise
-        _take_over(trainer, module, datamodule, told)
-        if told["has_weights"]:
-            _take_weights(trainer, call, module, str(folder / WEIGHTS), told["buffers"])
-    return told["result"]
+        folder, num_workers = Path(name), run.engine.num_workers
+        changed = call_in_workers(function, handed, num_workers, asked=f"trainer.{run.call}", folder=folder)
+        _load_changes(run, changed)
+        if changed["has_weights"]:
+            _load_weights(run, str(folder / WEIGHTS), changed["buffers"])
+    return changed["result"]
 
 
-def _take_weights(trainer: Trainer, call: str, module: Module, path: str, buffers: dict[str, Any]) -> None:
-    """Fill the module with what the workers have made of it.
+def _load_weights(run: Run, path: str, buffers: dict[str, Any]) -> None:
+    """Load into the module what the workers have made of it.
 
     Raises:
         RuntimeError: they have other layers.
     """
-    engine = trainer.engine
+    engine, module = run.engine, run.module
+    assert module is not None
     engine.precision.convert_module(module)
     if is_overridden("configure_model", module, Module):
         with engine.precision.init_context():
@@ -101,7 +91,7 @@ def _take_weights(trainer: Trainer, call: str, module: Module, path: str, buffer
         engine.load(path, weights_only=True)
     except CheckpointError as error:
         raise RuntimeError(
-            f"trainer.{call} has come to its end, but its weights do not fit the {type(module).__name__} here: {error} "
+            f"trainer.{run.call} has finished, but its weights do not fit the {type(module).__name__} here: {error} "
             "Make every layer in __init__ or in configure_model: setup() and other hooks are called in the workers alone."
         ) from error
     with torch.no_grad():
@@ -110,67 +100,38 @@ def _take_weights(trainer: Trainer, call: str, module: Module, path: str, buffer
                 value.copy_(buffers[name])
 
 
-def _take_over(trainer: Trainer, module: Module, datamodule: DataModule | None, told: dict[str, Any]) -> None:
-    """Take what the workers tell of the run into this process's objects."""
-    trainer.engine.modules, trainer.engine.optimizers = [module], []
-    trainer.module, trainer.datamodule = module, datamodule
-    module.trainer = trainer
-    trainer.state = TrainerState.of_plain(told["state"])
-    trainer.optimizers, trainer.prepared_optimizers, trainer.lr_scheduler_configs = [], [], []
-    for name, value in told["trainer"].items():
-        setattr(trainer, name, value)
-    trainer.stages = Stages.of_counts(told["batches"])
-    trainer.logbook = Logbook(trainer.loggers, trainer.engine, trainer.state)
-    trainer.logbook.load_state_dict(told["metrics"])
-    trainer.hooks = HookTable(trainer, module, trainer.callbacks)
-    for callback, state in zip(trainer.callbacks, told["callback_states"], strict=False):
+def _load_changes(run: Run, changed: dict[str, Any]) -> None:
+    """Load what the workers report of the run into this process's objects."""
+    module = run.module
+    assert module is not None
+    run.engine.modules, run.engine.optimizers = [module], []
+    module.trainer = run.trainer
+    run.load_changes(changed["run"])
+    for callback, state in zip(run.callbacks, changed["callback_states"], strict=False):
         if state:
             callback.load_state_dict(state)
-    for owner, attributes in zip([module, datamodule, *trainer.loggers], told["attributes"], strict=True):
+    for owner, attributes in zip([module, run.datamodule, *run.loggers], changed["attributes"], strict=True):
         _set_attributes(owner, attributes)
-    for callback, attributes in zip(trainer.callbacks, told["callback_attributes"], strict=False):
+    for callback, attributes in zip(run.callbacks, changed["callback_attributes"], strict=False):
         _set_attributes(callback, attributes)
 
 
-def make_call(
-    folder: Path,
-    model: Module,
-    datamodule: DataModule | None,
-    callbacks: list[Callback],
-    loggers: list[Any],
-    profiler: Any,
-    Trainer: dict[str, Any],
-    others: tuple[Any, ...],
-    **options: Any,
-) -> dict[str, Any]:
-    """Make the call on a rank of the job; return what the process that handed it over has to know. Collective."""
-    from trainwright.trainer import trainer as home
-
-    call, path, callbacks_of_module, is_known, state = others
-    trainer = home.Trainer(**Trainer)
-    trainer.callbacks, trainer.loggers, trainer.profiler = callbacks, loggers, profiler
-    trainer.callbacks_of_module, trainer.module = callbacks_of_module, model if is_known else None
-    trainer.state = TrainerState.of_plain(state)
-    result = getattr(trainer, call)(model, datamodule=datamodule, ckpt_path=path, **options)
-    has_weights = call == "fit" or path is not None
+def changes(run: Run, result: Any, folder: Path) -> dict[str, Any]:
+    """Return what a worker reports of the run that it has made, and save the weights in the folder. Collective."""
+    module = run.module
+    assert module is not None
+    has_weights = run.call == "fit" or run.ckpt_path is not None
     if has_weights:
-        trainer.engine.save(str(folder / WEIGHTS), step=0, epoch=0, state={}, weights_only=True)
-    kept = model.state_dict(keep_vars=True)
+        run.engine.save(str(folder / WEIGHTS), step=0, epoch=0, state={}, weights_only=True)
+    kept = module.state_dict(keep_vars=True)
     return {
         "result": result,
         "has_weights": has_weights,
-        "buffers": {name: value for name, value in model.named_buffers() if name not in kept},
-        "state": trainer.state.plain(),
-        "batches": trainer.stages.counts(),
-        "trainer": {name: getattr(trainer, name) for name in TRAINER_FIELDS},
-        "metrics": {
-            "callback": trainer.callback_metrics,
-            "logged": trainer.logged_metrics,
-            "shown": trainer.progress_bar_metrics,
-        },
-        "callback_states": [_plain_state(each) for each in trainer.callbacks],
-        "callback_attributes": [_plain_attributes(each) for each in trainer.callbacks],
-        "attributes": [_plain_attributes(each) for each in (model, datamodule, *loggers)],
+        "buffers": {name: value for name, value in module.named_buffers() if name not in kept},
+        "run": run.changes(),
+        "callback_states": [_plain_state(each) for each in run.callbacks],
+        "callback_attributes": [_plain_attributes(each) for each in run.callbacks],
+        "attributes": [_plain_attributes(each) for each in (module, run.datamodule, *run.loggers)],
     }
 
 

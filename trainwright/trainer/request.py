@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
-from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
 from trainwright.module import Module, is_overridden
@@ -28,7 +27,9 @@ class Request(NamedTuple):
     verify: Verify
 
 
-def read_fit(model: Any, train_loaders: Any, val_loaders: Any, datamodule: Any, ckpt_path: Any, verify: Verify) -> Request:
+def read_fit(
+    model: Any, train_loaders: Any, val_loaders: Any, datamodule: Any, ckpt_path: Any, verify: Verify
+) -> Request:
     """Return what fit was asked for; refuse a module or data that cannot be trained (TypeError, ValueError)."""
     check_module(model, ["training_step", "configure_optimizers"], "fit")
     loaders, datamodule = read_datamodule(train_loaders, datamodule, "train_dataloaders", "fit")

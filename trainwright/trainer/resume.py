@@ -35,7 +35,9 @@ from trainwright.strategies.sparse_gradients import sparse_weights
 from trainwright.strategies.state_entries import computed_entries
 from trainwright.strategies.state_probe import state_of_a_step
 from trainwright.trainer.metric_merging import merged
-from trainwright.run.state import OpenEpoch
+from trainwright.trainer.run import Run
+from trainwright.trainer.state import OpenEpoch
+from trainwright.trainer.training_run import TrainingRun
 
 SAVE_HOOK = "on_save_checkpoint"
 
@@ -131,9 +133,7 @@ def check_state(run: Run) -> None:
         for module in engine.modules:
             computed_entries(engine.strategy, module)
         # A hook may yet change what is no tensor that a checkpoint can hold.
-        for piece in (
-            model_pieces(engine.strategy, engine.modules) if edit_with_hooks(run, SAVE_HOOK) is None else ()
-        ):
+        for piece in model_pieces(engine.strategy, engine.modules) if edit_with_hooks(run, SAVE_HOOK) is None else ():
             check_storable(piece.name, piece.tensor)
 
     for optimizer in others:
@@ -233,9 +233,7 @@ def open_epoch(run: Run) -> OpenEpoch:
     """Return what a checkpoint holds of an epoch that the run stops within, where it stands."""
     logbook = run.logbook
     callbacks = copy.deepcopy(callback_states(each for each in run.callbacks if not each.runs_last))
-    return OpenEpoch(
-        logbook.state_dict(), run.logbook.epoch_state(), logbook.logger_states(), callbacks, rng_state()
-    )
+    return OpenEpoch(logbook.state_dict(), run.logbook.epoch_state(), logbook.logger_states(), callbacks, rng_state())
 
 
 def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[str, Any]:
@@ -380,8 +378,8 @@ def _unfinished_metrics(run: Run, checkpoint: Checkpoint, own: dict[str, Any] | 
     if left_out:
         rank_zero_warn(
             f"{checkpoint.path} was saved within an epoch on {checkpoint.world_size} processes, and this run has "
-            f"{run.engine.world_size}: the metrics {', '.join(left_out)} do not say how the states of several ranks become one, "
-            "so their values for that epoch are those of the rest of it.",
+            f"{run.engine.world_size}: the metrics {', '.join(left_out)} define no cross-rank reduction, so for this epoch "
+            "their values cover only the batches after the resume.",
             stacklevel=2,
         )
     return together

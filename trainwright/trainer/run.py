@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.callbacks.base import Callback, attach, detach
@@ -28,6 +28,7 @@ from trainwright.module import Module, is_overridden, trainer_of
 from trainwright.profilers import Profiler
 from trainwright.profilers.instrumentation import instrument, is_measuring
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.base import Clipping
 from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.hooks import HookTable
 from trainwright.trainer.locks import FolderLocks
@@ -71,6 +72,10 @@ class Trained:
     prepared_optimizers: list[PreparedOptimizer] = field(default_factory=list)
     schedulers: list[SchedulerConfig] = field(default_factory=list)
 
+    def accumulate(self, batches: int) -> None:
+        """Accumulate so many batches from the next epoch on."""
+        self.accumulate_grad_batches = batches
+
     def resumed_from(self, path: str) -> None:
         """Note the checkpoint that the fit was resumed from."""
         self.resume_source = path
@@ -108,10 +113,8 @@ class Run:
         module, datamodule: what is run.
         choice: the checkpoint of the call.
         previous: the run before, whose counters, stop and optimizers an evaluation leaves as they are.
+        state: the counters of a first run, of which another process has made the earlier ones.
     """
-
-    is_within_window = False
-    enable_validation = False
 
     def __init__(
         self,
@@ -121,15 +124,26 @@ class Run:
         datamodule: DataModule | None,
         choice: Choice,
         previous: Run | None,
+        state: TrainerState | None = None,
     ) -> None:
-        self.trainer, self.settings, self.engine, self.profiler = parts.trainer, parts.settings, parts.engine, parts.profiler
-        self.callbacks, self.loggers, self.in_order, self.root = parts.callbacks, parts.loggers, parts.in_order, parts.root
+        self.trainer, self.settings, self.engine, self.profiler = (
+            parts.trainer,
+            parts.settings,
+            parts.engine,
+            parts.profiler,
+        )
+        self.callbacks, self.loggers, self.in_order, self.root = (
+            parts.callbacks,
+            parts.loggers,
+            parts.in_order,
+            parts.root,
+        )
         self.call, self.module, self.datamodule, self.choice = call, module, datamodule, choice
         self.stage: str | None = None
         """The call while it runs, else None."""
-        self.stages = Stages() if previous is None else previous.stages
+        self.stages: Stages = Stages() if previous is None else previous.stages
         if previous is None or call == "fit":
-            self.state = TrainerState()
+            self.state = state or TrainerState()
             self.stop = self._make_stop()
             self.trained = Trained(self.settings.accumulate_grad_batches)
         else:
@@ -163,6 +177,16 @@ class Run:
         return self.choice.path
 
     @property
+    def is_within_window(self) -> bool:
+        """Return whether gradients wait for a step."""
+        return False
+
+    @property
+    def enable_validation(self) -> bool:
+        """Return whether the run is a fit that validates."""
+        return False
+
+    @property
     def obstacle(self) -> str:
         """Return why a run that fails here cannot be resumed exactly; "" if it can."""
         return ""
@@ -177,6 +201,22 @@ class Run:
     def uses_inference_mode(self) -> bool:
         """Return whether evaluations run under torch.inference_mode: on request, and outside fit only."""
         return self.settings.inference_mode and self.call != "fit"
+
+    def backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
+        """Send a loss backward under manual optimization, by `send` if the module overrides it, and call the hooks."""
+        self.hooks.call("on_before_backward", loss)
+        self.engine.backward(loss, send, **options)
+        self.hooks.call("on_after_backward")
+
+    def clip_gradients(self, optimizer: Optimizer, limit: float | None, algorithm: str | None) -> None:
+        """Clip the gradients of one optimizer in place: by "norm" (None too) or "value"; a limit of None does nothing."""
+        if algorithm not in (None, "norm", "value"):
+            raise ValueError(f"gradient_clip_algorithm={algorithm!r} is unknown; choose from norm, value.")
+        if limit:
+            prepared = self.trained.prepared_optimizers
+            inner = next((each.optimizer for each in prepared if optimizer in (each, each.optimizer)), optimizer)
+            clipping = Clipping(value=limit) if algorithm == "value" else Clipping(norm=limit)
+            self.engine.strategy.clip_gradients(inner, clipping)
 
     def close_at_end(self, close: Callable[[], None]) -> None:
         """Have something called when the run ends, such as the end of loaders' workers."""
@@ -207,6 +247,28 @@ class Run:
                 )
             nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         self.compile(module)
+
+    def changes(self) -> dict[str, Any]:
+        """Return, as plain data, what a Trainer in another process has to know of this run."""
+        return {
+            "state": self.state.plain(),
+            "batches": self.stages.counts(),
+            "metrics": self.logbook.latest(),
+            "should_stop": self.stop.requested,
+            "accumulate_grad_batches": self.trained.accumulate_grad_batches,
+            "ckpt_path": self.ckpt_path,
+            "resume_source": self.trained.resume_source,
+        }
+
+    def load_changes(self, changed: dict[str, Any]) -> None:
+        """Load what `changes` has returned in another process."""
+        self.state, self.choice = TrainerState.of_plain(changed["state"]), Choice(changed["ckpt_path"])
+        self.stop, self.stages = self._make_stop(), Stages.of_counts(changed["batches"])
+        self.stop.request(changed["should_stop"])
+        self.trained = Trained(changed["accumulate_grad_batches"], changed["resume_source"])
+        self.logbook = Logbook(self.loggers, self.engine, self.state)
+        self.logbook.load_state_dict(changed["metrics"])
+        self.hooks = HookTable(self.trainer, self.module, self.callbacks, self.logbook)
 
     # -- what surrounds the loop -------------------------------------------------------------------------------------
 
@@ -286,9 +348,7 @@ class Run:
             path = choice.path or ""
             matches = ranks.decide(lambda: match_states(self.loggers, choice.loggers, path), START_OF_LOGGERS)
             resume_loggers(self.loggers, choice.loggers, path, matches)
-        start_loggers(
-            self.loggers, partial(ranks.broadcast, call=START_OF_LOGGERS), is_writer=self.engine.rank == 0
-        )
+        start_loggers(self.loggers, partial(ranks.broadcast, call=START_OF_LOGGERS), is_writer=self.engine.rank == 0)
         locks.take(each.folder_in(self.trainer) for each in saving)
         choice.refuse_overtaken(ranks)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import signal
-from datetime import timedelta
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,25 +16,18 @@ from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumu
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.progress_bar import TQDMProgressBar
 from trainwright.data.datamodule import DataModule
-from trainwright.devices.abilities import has_pinned_memory
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
-from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.loggers.base import Logger
 from trainwright.module import Module
 from trainwright.precision import Precision
 from trainwright.strategies import Strategy
-from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.phase import Phase
+from trainwright.trainer.run import Run
 from trainwright.trainer.settings import Settings
-from trainwright.trainer.stage import Batches, Stages
+from trainwright.trainer.stage import Batches
 from trainwright.trainer.state import TrainerState
-from trainwright.trainer.stop import Stop
-
-if TYPE_CHECKING:
-    from trainwright.trainer.training_run import TrainingRun
-
 
 T = TypeVar("T")
 
@@ -59,23 +51,11 @@ class Forwarded(Generic[T]):
 class Status:
     """The Trainer's view on its parts."""
 
-    settings: Settings
+    _settings: Settings
     engine: Engine
-    state: TrainerState
-    logbook: Logbook
     callbacks: list[Callback]
     loggers: list[Logger]
-    module: Module | None
-    datamodule: DataModule | None
-    stages: Stages
-    stage: str | None
-    """"fit", "validate", "test" or "predict" while it runs; None outside."""
-    run: TrainingRun | None
-    optimizers: list[Optimizer]
-    prepared_optimizers: list[PreparedOptimizer]
-    lr_scheduler_configs: list[SchedulerConfig]
-    stop: Stop
-    """The stop of the present or the latest fit."""
+    run: Run
 
     # -- the job -----------------------------------------------------------------------------------------------------
 
@@ -86,11 +66,6 @@ class Status:
     precision = Forwarded[str]("engine.precision.name", "The precision's name, such as '16-mixed'.")
 
     precision_plugin = Forwarded[Precision]("engine.precision", "The precision.")
-
-    @property
-    def scaler(self) -> Any:
-        """Return the loss scaler of "16-mixed"; None elsewhere."""
-        return getattr(self.engine.precision, "scaler", None)
 
     global_rank = Forwarded[int]("engine.rank", "This process's number in the job, from 0.")
 
@@ -111,11 +86,6 @@ class Status:
         return self.engine.num_workers or self.engine.environment.local_world_size
 
     @property
-    def device_ids(self) -> list[int]:
-        """Return the numbers of this node's devices."""
-        return list(range(self.num_devices))
-
-    @property
     def is_global_zero(self) -> bool:
         """Return whether this is rank 0."""
         return self.engine.rank == 0
@@ -125,10 +95,32 @@ class Status:
         """Return what the ranks agree on small values with."""
         return self.engine.ranks
 
+    state = Forwarded[TrainerState]("run.state", "The counters of the present or the latest run.")
+
     # -- the parts ---------------------------------------------------------------------------------------------------
 
-    model = Forwarded[Module | None]("module", "The module of the present or the latest run.")
-    lightning_module = Forwarded[Module | None]("module", "The module of the present or the latest run.")
+    model = Forwarded[Module | None]("run.module", "The module of the present or the latest run.")
+    lightning_module = Forwarded[Module | None]("run.module", "The module of the present or the latest run.")
+
+    datamodule = Forwarded[DataModule | None]("run.datamodule", "The DataModule of that run.")
+
+    optimizers = Forwarded[list[Optimizer]](
+        "run.trained.optimizers", "The optimizers, as configure_optimizers returned them."
+    )
+
+    lr_scheduler_configs = Forwarded[list[SchedulerConfig]](
+        "run.trained.schedulers", "The schedulers, and when they step."
+    )
+
+    default_root_dir = Forwarded[str](
+        "run.root", "Where logs and checkpoints go unless a logger or a callback has its folder."
+    )
+
+    ckpt_path = Forwarded[str | None]("run.ckpt_path", "The checkpoint that the present or the latest run was given.")
+
+    resume_source = Forwarded[str | None](
+        "run.trained.resume_source", "The checkpoint that the latest fit was resumed from."
+    )
 
     @property
     def logger(self) -> Logger | None:
@@ -174,37 +166,33 @@ class Status:
     @property
     def max_epochs(self) -> int | None:
         """Return the number of epochs to train; -1 without end."""
-        last = self.settings.last_epoch
+        last = self._settings.last_epoch
         return -1 if last is None else last
 
-    min_epochs = Forwarded[int | None]("settings.min_epochs", "The epochs that are trained whatever asks for a stop.")
+    min_epochs = Forwarded[int | None]("_settings.min_epochs", "The epochs that are trained whatever asks for a stop.")
 
-    max_steps = Forwarded[int]("settings.max_steps", "The number of optimizer steps to train; -1 without end.")
+    max_steps = Forwarded[int]("_settings.max_steps", "The number of optimizer steps to train; -1 without end.")
 
-    min_steps = Forwarded[int | None]("settings.min_steps", "The steps that are made whatever asks for a stop.")
+    min_steps = Forwarded[int | None]("_settings.min_steps", "The steps that are made whatever asks for a stop.")
 
-    max_time = Forwarded[str | timedelta | dict[str, float] | None](
-        "settings.max_time", "The time after which training stops."
-    )
-
-    fast_dev_run = Forwarded[bool | int]("settings.fast_dev_run", "The batches of a trial run; False in a real one.")
+    fast_dev_run = Forwarded[bool | int]("_settings.fast_dev_run", "The batches of a trial run; False in a real one.")
 
     check_val_every_n_epoch = Forwarded[int | None](
-        "settings.check_val_every_n_epoch",
+        "_settings.check_val_every_n_epoch",
         "The epochs between two validations; None where batches count across epochs.",
     )
 
     @property
     def val_check_interval(self) -> Any:
         """Return the interval of validations: a fraction of an epoch, a number of batches, or a time."""
-        interval = self.settings.val_check_interval
+        interval = self._settings.val_check_interval
         return 1.0 if interval is None else interval
 
-    log_every_n_steps = Forwarded[int]("settings.log_every", "The steps between two rows of step values.")
+    log_every_n_steps = Forwarded[int]("_settings.log_every", "The steps between two rows of step values.")
 
-    gradient_clip_val = Forwarded[float | None]("settings.gradient_clip_val", "The limit of the gradients.")
+    gradient_clip_val = Forwarded[float | None]("_settings.gradient_clip_val", "The limit of the gradients.")
 
-    gradient_clip_algorithm = Forwarded[str | None]("settings.gradient_clip_algorithm", '"norm" or "value".')
+    gradient_clip_algorithm = Forwarded[str | None]("_settings.gradient_clip_algorithm", '"norm" or "value".')
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -215,101 +203,98 @@ class Status:
         Raises:
             RuntimeError: outside of fit.
         """
-        if self.run is None:
+        data = self.run.trained.data
+        if self.run.stage != "fit" or data is None:
             raise RuntimeError("estimated_stepping_batches is known in trainer.fit only.")
-        self.run.data.load()
-        settings, batches = self.settings, self.num_training_batches
+        data.load()
+        settings, batches = self._settings, self.num_training_batches
         last = settings.last_epoch
         limit = math.inf if settings.max_steps == -1 else settings.max_steps
         if last is None or batches == math.inf:
             return limit
         scheduler = next((each for each in self.callbacks if isinstance(each, GradientAccumulationScheduler)), None)
         if scheduler is None:
-            return min(math.ceil(batches / self.accumulate_grad_batches) * last, limit)
+            return min(math.ceil(batches / self.run.trained.accumulate_grad_batches) * last, limit)
         windows = [scheduler.get_accumulate_grad_batches(epoch) for epoch in range(last)]
         return min(sum(math.ceil(batches / window) for window in windows), limit)
 
-    accumulate_grad_batches: int
     num_training_batches = Forwarded[Batches](
-        "stages.num_training_batches",
+        "run.stages.num_training_batches",
         "Batches of an epoch on this rank.",
     )
-    num_val_batches = Forwarded[list[Batches]]("stages.validation.num_batches", "Batches of each validation loader.")
-    num_sanity_val_batches = Forwarded[list[Batches]]("stages.sanity_check.num_batches", "Those of the sanity check.")
-    num_test_batches = Forwarded[list[Batches]]("stages.test.num_batches", "Batches of each test loader.")
-    num_predict_batches = Forwarded[list[Batches]](
-        "stages.predict.num_batches", "Batches of each loader of a prediction."
+    num_val_batches = Forwarded[list[Batches]](
+        "run.stages.validation.num_batches", "Batches of each validation loader."
     )
-    train_dataloader = Forwarded[Any]("stages.train_dataloader", "The training loaders, as they were given.")
-    val_dataloaders = Forwarded[Any]("stages.validation.dataloaders", "The validation loaders, as they were given.")
-    test_dataloaders = Forwarded[Any]("stages.test.dataloaders", "The test loaders, as they were given.")
+    num_sanity_val_batches = Forwarded[list[Batches]](
+        "run.stages.sanity_check.num_batches", "Those of the sanity check."
+    )
+    num_test_batches = Forwarded[list[Batches]]("run.stages.test.num_batches", "Batches of each test loader.")
+    num_predict_batches = Forwarded[list[Batches]](
+        "run.stages.predict.num_batches", "Batches of each loader of a prediction."
+    )
+    train_dataloader = Forwarded[Any]("run.stages.train_dataloader", "The training loaders, as they were given.")
+    val_dataloaders = Forwarded[Any]("run.stages.validation.dataloaders", "The validation loaders, as they were given.")
+    test_dataloaders = Forwarded[Any]("run.stages.test.dataloaders", "The test loaders, as they were given.")
     predict_dataloaders = Forwarded[Any](
-        "stages.predict.dataloaders", "The loaders of a prediction, as they were given."
+        "run.stages.predict.dataloaders", "The loaders of a prediction, as they were given."
     )
     batch_indices = Forwarded[list[Any] | None](
-        "stages.predict.batch_indices",
+        "run.stages.predict.batch_indices",
         "The dataset's indices of a prediction's batch, if any.",
     )
 
     # -- where the run is --------------------------------------------------------------------------------------------
 
     current_epoch = Forwarded[int](
-        "state.epoch", "The number of the epoch, from 0; after fit, how many epochs were finished."
+        "run.state.epoch", "The number of the epoch, from 0; after fit, how many epochs were finished."
     )
 
     global_step = Forwarded[int](
-        "state.step", "How many optimizer steps were made; under manual optimization those of every optimizer count."
+        "run.state.step",
+        "How many optimizer steps were made; under manual optimization those of every optimizer count.",
     )
 
     @property
     def is_last_batch(self) -> bool:
         """Return whether the training batch at hand is the epoch's last."""
-        return self.run is not None and self.run.is_last_batch
+        return self.run.stage == "fit" and self.run.state.progress.is_last_batch
 
     @property
     def is_dummy_batch(self) -> bool:
         """Return whether the batch only keeps collectives in step with other ranks; its results are discarded."""
-        collector = self.logbook.collector
+        collector = self.run.logbook.collector
         return collector is not None and collector.silent
 
     @property
     def is_within_window(self) -> bool:
         """Return whether gradients wait for a step: in an accumulation window, or since the latest manual_backward."""
-        return self.run is not None and self.run.window.is_open
-
-    @property
-    def is_within_batch(self) -> bool:
-        """Return whether a training batch is in progress; the run cannot be resumed exactly from here."""
-        return self.state.progress.phase is Phase.BATCH
-
-    is_evaluating = Forwarded[bool](
-        "state.progress.is_evaluating", "Whether an evaluation runs, the sanity check among them."
-    )
+        return self.run.is_within_window
 
     @property
     def is_mid_epoch_validation(self) -> bool:
         """Return whether a validation within a training epoch runs."""
-        return self.state.progress.phase is Phase.VALIDATION_WITHIN
+        return self.run.state.progress.phase is Phase.VALIDATION_WITHIN
 
     @property
     def training(self) -> bool:
         """Return whether fit runs, apart from its validations and the sanity check."""
-        return self.stage == "fit" and not self.is_evaluating and not self.sanity_checking
+        return self.run.stage == "fit" and not self.run.state.progress.is_evaluating and not self.sanity_checking
 
     @property
     def validating(self) -> bool:
         """Return whether a validation runs, that of fit among them, but not the sanity check."""
-        return self.stage == "validate" or (self.stage == "fit" and self.is_evaluating and not self.sanity_checking)
+        is_within_fit = self.run.stage == "fit" and self.run.state.progress.is_evaluating
+        return self.run.stage == "validate" or (is_within_fit and not self.sanity_checking)
 
     @property
     def testing(self) -> bool:
         """Return whether a test runs."""
-        return self.stage == "test"
+        return self.run.stage == "test"
 
     @property
     def predicting(self) -> bool:
         """Return whether a prediction runs."""
-        return self.stage == "predict"
+        return self.run.stage == "predict"
 
     @property
     def evaluating(self) -> bool:
@@ -319,48 +304,31 @@ class Status:
     @property
     def sanity_checking(self) -> bool:
         """Return whether the validation that runs is the sanity check."""
-        return self.state.progress.phase is Phase.SANITY_CHECK
+        return self.run.state.progress.phase is Phase.SANITY_CHECK
 
     @property
     def enable_validation(self) -> bool:
         """Return whether this fit validates."""
-        return self.run is not None and self.run.validation is not None
+        return self.run.enable_validation
 
     @property
     def received_sigterm(self) -> bool:
         """Return whether a SIGTERM stops, or has stopped, the present or latest fit, as far as this rank knows."""
-        return self.stop.received == signal.SIGTERM
+        return self.run.stop.received == signal.SIGTERM
 
-    @property
-    def is_done(self) -> bool:
-        """Return whether no epoch is left to train, nor one that a stopped run was resumed within."""
-        last, is_stopped = self.settings.last_epoch, self.stop.is_due(self.is_within_window)
-        return (is_stopped and not self.state.is_unfinished) or (last is not None and self.state.epoch >= last)
-
-    interrupted = Forwarded[bool]("stop.interrupted", "Whether Ctrl-C has ended the latest run.")
+    interrupted = Forwarded[bool]("run.stop.interrupted", "Whether Ctrl-C has ended the latest run.")
 
     # -- the metrics -------------------------------------------------------------------------------------------------
 
     callback_metrics = Forwarded[dict[str, Tensor]](
-        "logbook.callback_metrics",
+        "run.logbook.callback_metrics",
         "Every metric's latest value: an epoch's, over all ranks, where there is one, else this rank's step's.",
     )
 
     logged_metrics = Forwarded[dict[str, Tensor]](
-        "logbook.logged_metrics", "The metrics that go to the loggers, under the names they have there."
+        "run.logbook.logged_metrics", "The metrics that go to the loggers, under the names they have there."
     )
 
     progress_bar_metrics = Forwarded[dict[str, float]](
-        "logbook.progress_bar_metrics", "The metrics logged with prog_bar=True, as python numbers."
+        "run.logbook.progress_bar_metrics", "The metrics logged with prog_bar=True, as python numbers."
     )
-
-    @property
-    def uses_inference_mode(self) -> bool:
-        """Return whether evaluations run under torch.inference_mode: asked for, and not within fit."""
-        return self.settings.inference_mode and self.stage != "fit"
-
-    @property
-    def loader_options(self) -> dict[str, Any]:
-        """Return how loaders are shared out."""
-        pins = has_pinned_memory(self.engine.device.type)
-        return {"shard": self.settings.use_distributed_sampler, "pin_memory": pins}

@@ -4,62 +4,46 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
 from trainwright.distributed.sync_points import SyncPoint
-from trainwright.engine.compilation import Compiled
 from trainwright.engine.engine import Engine
-from trainwright.engine.optimizers import SchedulerConfig
-from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.loggers.base import Logger
-from trainwright.module import Module, is_overridden
+from trainwright.module import Module
 from trainwright.precision import Precision
 from trainwright.profilers import Profiler, resolve_profiler
-from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy
-from trainwright.strategies.base import Clipping
+from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.evaluate import Evaluation, evaluate
 from trainwright.trainer.fit import fit
-from trainwright.trainer.hooks import HookTable
-from trainwright.trainer.inputs import (
-    check_compile,
-    check_module,
-    choose_precision,
-    choose_root,
+from trainwright.trainer.inputs import check_compile, choose_precision, choose_root
+from trainwright.trainer.parts import (
+    arranged_callbacks,
+    arranged_loggers,
+    making_modules,
+    set_switches,
+    with_the_modules,
 )
-from trainwright.trainer.logbook import Logbook
-from trainwright.trainer.parts import arranged_callbacks, arranged_loggers, making_modules, set_switches
 from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
-from trainwright.trainer.remote_call import call_remotely
-from trainwright.trainer.resume import check_save, open_to_resume, restore, save_run
-from trainwright.trainer.running import (
-    callbacks_for,
-    choose_checkpoint,
-    evaluating,
-    read_request,
-    refuse_nested,
-    running,
-)
+from trainwright.trainer.remote_call import call_remotely, changes
+from trainwright.trainer.request import Request, choose_checkpoint, find_validation, read_evaluation, read_fit
+from trainwright.trainer.resume import open_to_resume, open_with_hooks, restore, restore_weights, save_checkpoint
+from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.settings import Settings, refuse_unknown
-from trainwright.trainer.sources import find_source, find_transfer, read_datamodule
-from trainwright.trainer.stage import Stages
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Status
-from trainwright.trainer.stop import Stop
 from trainwright.trainer.table import format_table
-from trainwright.trainer.training_data import TrainData
 from trainwright.trainer.training_run import TrainingRun
 
 
@@ -174,42 +158,23 @@ class Trainer(Status):
         **unknown: Any,
     ) -> None:
         given = locals()
-        self.given_arguments = {name: value for name, value in given.items() if name not in ("self", "unknown")}
-        """What the constructor was given, for the Trainers of processes to which a call is handed over."""
-        refuse_unknown(unknown, list(self.given_arguments))
-        self.given_settings = Settings(**{each.name: given[each.name] for each in fields(Settings)})
-        self.settings = self.given_settings.effective
-        self.default_root_dir = choose_root(default_root_dir)
+        self._arguments = {name: value for name, value in given.items() if name not in ("self", "unknown")}
+        refuse_unknown(unknown, list(self._arguments))
+        given_settings = Settings(**{each.name: given[each.name] for each in fields(Settings)})
+        self._settings = given_settings.effective
+        self._keeps_order = bool(given_settings.overfit_batches)
+        root = choose_root(default_root_dir)
         self.profiler = resolve_profiler(profiler)
-        self.callbacks = arranged_callbacks(callbacks, self.settings)
-        self.loggers = arranged_loggers(logger, self.default_root_dir, self.settings)
+        self.callbacks = arranged_callbacks(callbacks, self._settings)
+        self.loggers = arranged_loggers(logger, root, self._settings)
         places = {name: given[name] for name in ("devices", "strategy", "accelerator", "num_nodes")}
         self.engine = Engine(**places, precision=choose_precision(precision, plugins), can_call_workers=True)
-        check_compile(self.settings.compile, self.engine.strategy)
-        set_switches(self.settings)  # once nothing is left that could be refused
-        self.state = TrainerState()
-        self.logbook = Logbook(self.loggers, self.engine, self.state)
-        self.module: Module | None = None
-        self.datamodule: DataModule | None = None
-        self.stage: str | None = None
-        self.run: TrainingRun | None = None
-        self.train_data: TrainData | None = None
-        """The training data of the present or the latest fit, which a save after it asks for its position."""
-        self.hooks = HookTable(self, Module(), [])  # nobody's before the first run
-        self.optimizers: list[Optimizer] = []
-        self.prepared_optimizers: list[PreparedOptimizer] = []
-        self.lr_scheduler_configs: list[SchedulerConfig] = []
-        self.accumulate_grad_batches = self.settings.accumulate_grad_batches
-        """Batches of one optimizer step; a callback may change it at an epoch's start."""
-        self.stages = Stages()
-        self.ckpt_path: str | None = None
-        """The checkpoint that the present or the latest run was given."""
-        self.resume_source: str | None = None
-        """The checkpoint that this fit was resumed from."""
-        self.compiled: Compiled | None = None
-        self.stop = self._make_stop()
-        self.callbacks_of_module: tuple[list[Callback], list[Callback]] = ([], [])
-        """The callbacks that configure_callbacks has given, and those of the trainer's own whose place they have taken."""
+        check_compile(self._settings.compile, self.engine.strategy)
+        set_switches(self._settings)  # once nothing is left that could be refused
+        self._callbacks_of_module: tuple[list[Callback], list[Callback]] = ([], [])
+        """The callbacks of configure_callbacks, and those of the Trainer's own that they have replaced."""
+        self.run = Run(self._parts(root), "fit", None, None, Choice(), None)
+        """The present or the latest call; before the first one it has no module."""
 
     # -- the calls ---------------------------------------------------------------------------------------------------
 
@@ -243,38 +208,26 @@ class Trainer(Status):
             CheckpointError: no such checkpoint, or one that is damaged or of another model; or another run holds the folder.
             RunStopped: SIGTERM, SIGUSR1 or Ctrl-C has stopped it, and it is saved; it ends the process.
         """
-        refuse_nested(self, "fit")
-        check_module(model, ["training_step", "configure_optimizers"], "fit")
-        train, datamodule = read_datamodule(train_dataloaders, datamodule, "train_dataloaders", "fit")
-        if val_dataloaders is not None:
-            check_module(model, ["validation_step"], "fit with val_dataloaders")
-        source = find_source("train", train, datamodule, model, "train_dataloaders", "fit")
-        if not source.is_defined:
-            source.load()  # which says what is missing
-        self.callbacks = callbacks_for(self, model, "fit")
-        choice = choose_checkpoint(self, ckpt_path, verify, "fit")
+        self._refuse_nested("fit")
+        request = read_fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, verify)
+        parts, choice = self._begin(request)
         if self.engine.num_workers:
-            options = {"train_dataloaders": train, "val_dataloaders": val_dataloaders, "verify": verify}
-            call_remotely(self, "fit", model, datamodule, choice.path, **options)
+            run = Run(parts, "fit", model, request.datamodule, choice, self.run)
+            options = {"train_dataloaders": request.loaders, "val_dataloaders": val_dataloaders, "verify": verify}
+            self._call_workers(run, options)
             return
-        self.state = TrainerState()
-        self.resume_source, self.stop = None, self._make_stop()
-        self.accumulate_grad_batches = self.settings.accumulate_grad_batches
-        validation = self._validation(model, val_dataloaders, datamodule)
-        with (
-            self.stop,
-            running(self, model, "fit", datamodule, choice, validation),
-            torch.autograd.set_detect_anomaly(self.settings.detect_anomaly),
-        ):
-            self.stop.open()
-            opened = open_to_resume(self, choice.checkpoint) if choice.checkpoint is not None else None
-            self.run = prepare_fit(self, model, source, validation, choice.is_rerunnable)
-            self.hooks.call("on_fit_start")
-            generators = restore(self, opened) if opened is not None else None
-            fit(self.run, generators)
+        validation = find_validation(parts, request, val_dataloaders)
+        self.run = run = TrainingRun(parts, model, request.datamodule, choice, self.run, request.source, validation)
+        with run.stop, run.opened(), torch.autograd.set_detect_anomaly(self._settings.detect_anomaly):
+            run.stop.open()
+            opened = open_to_resume(run, choice.checkpoint) if choice.checkpoint is not None else None
+            prepare_fit(run)
+            run.hooks.call("on_fit_start")
+            generators = restore(run, opened) if opened is not None else None
+            fit(run, generators)
             if choice.is_rerunnable:
-                self.stop.save_end()
-            self.hooks.call("on_fit_end")
+                run.stop.save_end()
+            run.hooks.call("on_fit_end")
 
     def validate(
         self,
@@ -336,14 +289,14 @@ class Trainer(Status):
         Returns:
             A list with an entry for each batch; with several loaders a list of such lists.
         """
-        asked = read_request(self, "predict", "predict", model, dataloaders, ckpt_path, datamodule, verify)
+        self._refuse_nested("predict")
+        request = read_evaluation(self.run, "predict", "predict", model, dataloaders, ckpt_path, datamodule, verify)
+        parts, choice = self._begin(request)
         if self.engine.num_workers:
-            options = {"dataloaders": asked.loaders, "return_predictions": return_predictions, "verify": verify}
-            outputs: list[Any] = call_remotely(
-                self, "predict", asked.module, asked.datamodule, asked.choice.path, **options
-            )
+            options = {"dataloaders": request.loaders, "return_predictions": return_predictions, "verify": verify}
+            outputs: list[Any] = self._call_workers(self._run_of(request, parts, choice), options)
             return outputs
-        with evaluating(self, asked) as evaluation:
+        with self._evaluating(request, parts, choice) as evaluation:
             predictions = predict(evaluation, return_predictions is not False)
         return predictions[0] if len(predictions) == 1 else predictions
 
@@ -375,53 +328,18 @@ class Trainer(Status):
         """
         if storage_options is not None:
             raise ValueError("storage_options is not accepted; put them into the fsspec URL or its configuration.")
-        weights_only = check_save(self, weights_only)
-        run = self.run
-        if run is not None and not run.may_save(weights_only):
-            run.waiting_saves.append((str(filepath), weights_only, blocking, overwrite))
-            return False
-        if run is not None and run.row_is_due:
-            run.write_row()
-        save_run(self, str(filepath), weights_only, blocking, overwrite)
-        return True
-
-    def save_waiting(self) -> None:
-        """Write the checkpoints that were asked for within the window that has ended."""
-        while self.run is not None and self.run.waiting_saves:
-            path, weights_only, blocking, overwrite = self.run.waiting_saves.pop(0)
-            self.save_checkpoint(path, weights_only, blocking=blocking, overwrite=overwrite)
+        return save_checkpoint(self.run, str(filepath), weights_only, blocking, overwrite)
 
     def stop_soon(self) -> None:
         """Ask, on any rank and from any thread, that all ranks stop at one and the same optimizer step of this fit.
 
         On several ranks that needs steps that average gradients; under manual optimization without any, set should_stop alike.
         """
-        self.stop.request_soon()
+        self.run.stop.request_soon()
 
     def sync_point(self, name: str) -> SyncPoint:
         """Return a moment of this run that all ranks keep at the same step. Collective: make it on every rank."""
         return self.engine.connection.sync_point(name)
-
-    def clip_gradients(self, optimizer: Optimizer, limit: float | None, algorithm: str | None) -> None:
-        """Clip the gradients of one optimizer in place: by "norm" (None too) or by "value"; a limit of None does nothing."""
-        if algorithm not in (None, "norm", "value"):
-            raise ValueError(f"gradient_clip_algorithm={algorithm!r} is unknown; choose from norm, value.")
-        if not limit:
-            return
-        prepared = next((each for each in self.prepared_optimizers if optimizer in (each, each.optimizer)), None)
-        inner = optimizer if prepared is None else prepared.optimizer
-        clipping = Clipping(value=limit) if algorithm == "value" else Clipping(norm=limit)
-        self.engine.strategy.clip_gradients(inner, clipping)
-
-    def manual_backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
-        """Send a loss backward under manual optimization, weighted as its round is, and tell the hooks."""
-        if self.run is not None:
-            self.run.window.hold_gradients()  # until an optimizer steps
-            if self.run.data.uneven and (weight := self.run.weight) != 1.0:
-                loss = loss * weight
-        self.hooks.call("on_before_backward", loss)
-        self.engine.backward(loss, send, **options)
-        self.hooks.call("on_after_backward")
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context in which modules are made in the dtype and on the device that they are trained on."""
@@ -430,26 +348,20 @@ class Trainer(Status):
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only."""
         if self.is_global_zero:
-            bar = self.progress_bar_callback if self.stage is not None else None
+            bar = self.progress_bar_callback if self.run.stage is not None else None
             (builtins.print if bar is None else bar.print)(*args, **kwargs)  # above a live bar, not through it
 
     def monitored(self, name: str, asker: str) -> float:
-        """Return a metric that a part follows; ValueError with what there is where it was not logged."""
-        metrics = self.callback_metrics
-        if name not in metrics:
-            raise ValueError(
-                f"{asker} follows {name!r}, which was not logged; there are {', '.join(sorted(metrics)) or 'no metrics'}. "
-                "Log it with self.log, or change monitor."
-            )
-        return float(metrics[name])
+        """Return a metric that `asker` follows; ValueError naming the logged ones if it was not logged."""
+        return self.run.logbook.monitored(name, asker)
 
     def record_metrics(self, values: Mapping[str, float]) -> None:
         """Add values, the same on every rank, to callback_metrics."""
-        self.logbook.note(values)
+        self.run.logbook.note(values)
 
     def is_outdated(self, name: str) -> bool:
         """Return whether a metric is a validation's of earlier weights."""
-        return self.logbook.is_outdated(name)
+        return self.run.logbook.is_outdated(name)
 
     @property
     def should_stop(self) -> bool:
@@ -458,54 +370,138 @@ class Trainer(Status):
         On one process it ends after this optimizer step; on several after this validation or epoch if it is set there, else
         within the next two steps.
         """
-        return self.stop.requested
+        return self.run.stop.requested
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
-        self.stop.requested = value
+        self.run.stop.request(value)
 
-    # -- how they are wired ------------------------------------------------------------------------------------------
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Batches of one optimizer step; a callback may change it at an epoch's start."""
+        return self.run.trained.accumulate_grad_batches
 
-    def _make_stop(self) -> Stop:
-        callbacks = self.checkpoint_callbacks
-        return Stop(
-            self.engine,
-            self.settings,
-            self.state,
-            self._save_stop,
-            lambda: any(each.keeps_any for each in callbacks[:1]),
-        )
+    @accumulate_grad_batches.setter
+    def accumulate_grad_batches(self, value: int) -> None:
+        self.run.trained.accumulate(value)
 
-    def _save_stop(self, name: str) -> str:
-        """Save the run whole where it has ended, by the first ModelCheckpoint; return the path. Collective."""
-        callback = self.checkpoint_callback
-        return "" if callback is None else callback.save_stop(self, name)
+    # -- how a call is made ------------------------------------------------------------------------------------------
 
-    def _validation(self, model: Module, given: Any, datamodule: DataModule | None) -> Evaluation | None:
-        """Return the validation of a fit; None where there is nothing to validate with, or limit_val_batches is 0."""
-        source = find_source("validation", given, datamodule, model, "val_dataloaders", "fit")
-        if not source.is_defined:
-            return None
-        if not is_overridden("validation_step", model, Module):
-            rank_zero_warn(
-                f"{type(source.owner).__name__} has a val_dataloader, but the module no validation_step: none is made."
+    def _parts(self, root: str) -> Parts:
+        settings, keeps_order = self._settings, self._keeps_order
+        return Parts(self, settings, self.engine, self.callbacks, self.loggers, self.profiler, keeps_order, root)
+
+    def _refuse_nested(self, call: str) -> None:
+        """Refuse a call from within a run of this Trainer, before it changes anything of that (RuntimeError)."""
+        if self.run.stage is not None:
+            raise RuntimeError(
+                f"trainer.{call} was called while trainer.{self.run.stage} runs; call it after that, or from another Trainer."
             )
-            return None
-        if self.settings.limit_val_batches == 0:
-            return None  # by the setting, which is alike on every rank: one may have no batch of its own
-        transfer = find_transfer(self.engine, model, datamodule)
-        return Evaluation(self, model, "validation", source, transfer, self.stages.validation)
+
+    def _begin(self, request: Request) -> tuple[Parts, Choice]:
+        """Return the parts of a call and its checkpoint, once the module has given its callbacks. Collective."""
+        self.callbacks = self._callbacks_for(request.module, request.call)
+        parts = self._parts(self.run.root)
+        return parts, choose_checkpoint(parts, self.checkpoint_callbacks, request)
+
+    def _callbacks_for(self, module: Module, call: str) -> list[Callback]:
+        """Return the callbacks of a call: the Trainer's own, and this module's in place of an earlier module's."""
+        if call != "fit" and self.run.module is module:
+            return self.callbacks  # those of its fit, with what they have learned there
+        of_module, replaced = self._callbacks_of_module
+        own = [each for each in self.callbacks if each not in of_module] + replaced
+        merged = with_the_modules(own, module.configure_callbacks())
+        self._callbacks_of_module = (
+            [each for each in merged if each not in own],
+            [each for each in own if each not in merged],
+        )
+        return merged
+
+    def _run_of(self, request: Request, parts: Parts, choice: Choice) -> Run:
+        return Run(parts, request.call, request.module, request.datamodule, choice, self.run)
 
     def _evaluate(self, call: str, stage: str, verbose: bool, *given: Any) -> list[dict[str, float]]:
-        asked = read_request(self, call, stage, *given)
+        self._refuse_nested(call)
+        request = read_evaluation(self.run, call, stage, *given)
+        parts, choice = self._begin(request)
         metrics: list[dict[str, float]]
         if self.engine.num_workers:
-            options = {"dataloaders": asked.loaders, "verbose": verbose, "verify": asked.verify}
-            metrics = call_remotely(self, call, asked.module, asked.datamodule, asked.choice.path, **options)
+            options = {"dataloaders": request.loaders, "verbose": verbose, "verify": request.verify}
+            metrics = self._call_workers(self._run_of(request, parts, choice), options)
             return metrics
-        with evaluating(self, asked) as evaluation:
+        with self._evaluating(request, parts, choice) as evaluation:
             metrics = evaluate(evaluation)
         if verbose and any(metrics):
             names = [name for name, _ in evaluation.loaders]
             self.print(format_table(f"{call} metric", metrics, names))
         return metrics
+
+    @contextmanager
+    def _evaluating(self, request: Request, parts: Parts, choice: Choice) -> Iterator[Evaluation]:
+        """Surround one evaluation with what it needs, and yield it ready to run. Collective: call on every rank."""
+        engine, module = self.engine, request.module
+        trained = list(engine.optimizers) if choice.path is None and self.run.module is module else []
+        # If the strategy drops optimizers together with other state, the module stays as the fit has left it.
+        stays = bool(trained) and not engine.strategy.keeps_optimizers
+        self.run = run = self._run_of(request, parts, choice)
+        evaluation = Evaluation(run, module, request.source.stage, request.source)
+        with run.opened(stays):
+            opened = open_with_hooks(run, choice.checkpoint) if choice.checkpoint is not None else None
+            run.prepare_module(module)
+            if not stays:
+                engine.prepare_module(module, None)
+            if opened is not None:
+                restore_weights(run, opened)
+            engine.take_seed()
+            yield evaluation
+        # The optimizers of the fit can still be saved, unless the module has other weights now.
+        engine.optimizers = trained
+        if not trained:
+            run.trained.drop_optimizers()
+
+    def _call_workers(self, run: Run, options: dict[str, Any]) -> Any:
+        """Make a call in processes that are started for it; return its result."""
+        self.run.stop.note_end(None)
+        others = (run.call, run.ckpt_path, self._callbacks_of_module, self.run.module is run.module, self.state.plain())
+        try:
+            result = call_remotely(run, call_in_worker, self._arguments, others, options)
+        except KeyboardInterrupt as error:
+            self.run.stop.note_end(error)
+            raise
+        self.run = run
+        return result
+
+    def _take_parts(
+        self,
+        callbacks: list[Callback],
+        loggers: list[Logger],
+        profiler: Profiler,
+        callbacks_of_module: tuple[list[Callback], list[Callback]],
+        module: Module | None,
+        state: dict[str, Any],
+    ) -> None:
+        """Go on from the Trainer of another process: with copies of its parts, its module and its counters."""
+        self.callbacks, self.loggers, self.profiler = callbacks, loggers, profiler
+        self._callbacks_of_module = callbacks_of_module
+        self.run = Run(self._parts(self.run.root), "fit", module, None, Choice(), None, TrainerState.of_plain(state))
+
+
+def call_in_worker(
+    folder: Path,
+    model: Module,
+    datamodule: DataModule | None,
+    callbacks: list[Callback],
+    loggers: list[Logger],
+    profiler: Profiler,
+    Trainer: dict[str, Any],
+    others: tuple[Any, ...],
+    **options: Any,
+) -> dict[str, Any]:
+    """Make a call of a Trainer on a rank of the job that was started for it; return what it has changed. Collective."""
+    from trainwright.trainer import trainer as home
+
+    call, path, callbacks_of_module, is_known, state = others
+    trainer = home.Trainer(**Trainer)
+    trainer._take_parts(callbacks, loggers, profiler, callbacks_of_module, model if is_known else None, state)
+    result = getattr(trainer, call)(model, datamodule=datamodule, ckpt_path=path, **options)
+    return changes(trainer.run, result, folder)

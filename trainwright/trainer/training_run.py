@@ -7,6 +7,7 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.data.datamodule import DataModule
@@ -95,7 +96,10 @@ class TrainingRun(Run):
         self.clipping = Clipping.needed(optimization.clip_norm, optimization.clip_value)
         self.transfer = find_transfer(self.engine, self.module, self.datamodule)
         self.takes_index, self.pulls, self.own = arguments.takes_index, arguments.pulls, own
-        self.before_zero_grad, self.before_backward = self.hooks["on_before_zero_grad"], self.hooks["on_before_backward"]
+        self.before_zero_grad, self.before_backward = (
+            self.hooks["on_before_zero_grad"],
+            self.hooks["on_before_backward"],
+        )
         self.after_backward, self.before_step = self.hooks["on_after_backward"], self.hooks["on_before_optimizer_step"]
         self.clears_plainly = not self.before_zero_grad and "optimizer_zero_grad" not in own
         self.trained.data = self.data = TrainData(
@@ -150,6 +154,14 @@ class TrainingRun(Run):
         """Return the weight of this rank in the round of the current batch; 1.0 if all ranks have equally many samples."""
         index = self.state.batch if self.pulled is None else self.pulled.count - 1
         return self.data.loader.weight_at(index) if index in self.data.uneven else 1.0
+
+    def backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
+        """Send a loss backward under manual optimization, weighted as its round is, and call the hooks."""
+        if self.stage is not None:
+            self.window.hold_gradients()  # until an optimizer steps
+            if self.data.uneven and (weight := self.weight) != 1.0:
+                loss = loss * weight
+        super().backward(loss, send, options)
 
     # -- an epoch ----------------------------------------------------------------------------------------------------
 
