@@ -34,8 +34,8 @@ METHODS = {
         refresh_trainable release resolve run setup_module setup_optimizers step sync_gradients""",
     tw.Precision: """backward backward_context check convert_batch convert_module forward_context init_context
         load_state_dict release reset state_dict step step_context track unscale""",
-    tw.Trainer: """clip_gradients fit init_module is_outdated manual_backward monitored predict print
-        record_metrics save_checkpoint save_waiting stop_soon sync_point test validate""",
+    tw.Trainer: """fit init_module is_outdated monitored predict print record_metrics save_checkpoint stop_soon sync_point
+        test validate""",
     tw.DataModule: """load_state_dict on_after_batch_transfer on_before_batch_transfer on_exception predict_dataloader
         prepare_data setup state_dict teardown test_dataloader train_dataloader transfer_batch_to_device
         val_dataloader""",

@@ -134,7 +134,7 @@ def test_what_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     run(tw.ModelCheckpoint(tmp_path, filename="{epoch}"), max_epochs=1)
     assert "epoch=0-step=11.ckpt holds only weights, from which no run can resume" in capsys.readouterr().out
     run(tw.ModelCheckpoint(tmp_path, filename="{epoch}"))
-    assert f"going on from {tmp_path}/epoch=0.ckpt: epoch 1, batch 0, step 11" in capsys.readouterr().out
+    assert f"resuming from {tmp_path}/epoch=0.ckpt: epoch 1, batch 0, step 11" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"ckpt_path='Auto' does not exist\. Did you mean 'auto'\?"):
         trainer.fit(Scored(), make_loader(), ckpt_path="Auto")
     with pytest.raises(tw.CheckpointError, match=r"of another model .*other shape: net\.0\.weight .* there, .* here"):

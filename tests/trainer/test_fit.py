@@ -175,7 +175,7 @@ def test_compiled_children_keep_the_names_of_the_state(tmp_path: Any) -> None:
             return nn.functional.cross_entropy(self.blocks[0](self.net(batch[0])), batch[1])
 
         def on_train_end(self) -> None:
-            self.compiled = {type(each).__name__ for each in self.trainer.compiled.called}
+            self.compiled = {type(each).__name__ for each in self.trainer.run.compiled.called}
             assert list(self.state_dict()) == names
 
     module = Compiled()

@@ -25,8 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainwright.callbacks.base import make_up, note_restored
-from trainwright.data.seeding import isolate_rng, rng_state, set_rng_state
+from trainwright.data.seeding import rng_state
 from trainwright.engine.fused import use_fused
 from trainwright.trainer.evaluate import sanity_check
 from trainwright.trainer.hooks import JUDGED
@@ -43,39 +42,36 @@ from trainwright.trainer.optimization import (
     step_schedulers,
 )
 from trainwright.trainer.phase import Phase
-from trainwright.trainer.resume import check_state, open_epoch, save_waiting
+from trainwright.trainer.resume import Resumption
+from trainwright.trainer.saving import check_state, open_epoch, save_waiting
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.training_run import TrainingRun
 from trainwright.trainer.validation import validate, validation_is_due
 
 
-def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
-    """Train until the trainer's limits are reached; `run.state` says where to begin. Collective.
+def fit(run: TrainingRun, resumption: Resumption | None) -> None:
+    """Train until the run's limits are reached; `run.state` says where to begin. Collective.
 
-    `generators` are this rank's, of the checkpoint that the run resumes from; None in a fresh run.
+    `resumption` is that of a run that resumes; None in a fresh run.
     """
     state, hooks, stop, logbook = run.state, run.hooks, run.stop, run.logbook
-    origin = run.trained.resume_source
-    is_resumed = origin is not None
     if run.validation is not None:
         run.validation.draw_from(rng_state())
-        if not is_resumed:
+        if resumption is None:
             sanity_check(run.validation)
     run.data.load()
     if run.settings.limit_train_batches == 0:
         return
-    run.data.seek(origin)
-    if is_resumed:
-        note_restored(run.callbacks, run.trainer)
-        stop.agree()
-        logbook.drop_later_rows()
+    run.data.seek(run.trained.resume_source)
+    if resumption is not None:
+        resumption.begin()
     if stop.number:  # it came in the sanity check
         stop.commit()
         return
     logbook.start(run.module, training=True, stage="train")
     hooks.call("on_train_start")  # it draws what it drew in the run's first start
-    if is_resumed:
-        resume_generators(run, generators)
+    if resumption is not None:
+        resumption.generators()
     check_state(run)
     stop.agree()
     with suppress(EvaluationAbandoned):
@@ -89,19 +85,6 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
     stop.finish()
     logbook.stop_collecting()
     hooks.call("on_train_end")
-
-
-def resume_generators(run: TrainingRun, generators: dict[str, Any] | None) -> None:
-    """Let callbacks make up for what was left, and put the generators to where the checkpoint's epoch began. Collective."""
-    if generators is None:
-        return
-    run.state.load_generators(None)
-    with isolate_rng(), run.state.at_loaded_end():
-        set_rng_state(generators)
-        make_up(run.callbacks, run.trainer)
-    set_rng_state(run.state.epoch_generators or generators)
-    if run.state.batch:
-        run.wait_with(generators)
 
 
 def begin_epoch(run: TrainingRun) -> None:

@@ -91,6 +91,11 @@ class Logbook:
         """Collect nothing until the next start; self.log says so."""
         self.collector, self.owes_row = None, False
 
+    @property
+    def is_silenced(self) -> bool:
+        """Return whether the batch's values are discarded: this rank only keeps collectives in step with other ranks."""
+        return self.collector is not None and self.collector.silent
+
     def owe_row(self) -> None:
         """Note that the row of the latest step is due: `log_step` writes it, at the batch's end or before a save."""
         self.owes_row = True

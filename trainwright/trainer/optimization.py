@@ -14,7 +14,7 @@ from trainwright.engine.divided_loss import in_float32
 from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Clipping
-from trainwright.trainer.resume import save_waiting
+from trainwright.trainer.saving import save_waiting
 from trainwright.trainer.training_run import TrainingRun
 from trainwright.trainer.uneven_round import discarded
 

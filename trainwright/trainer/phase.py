@@ -77,3 +77,13 @@ class Progress:
     def is_evaluating(self) -> bool:
         """Return whether an evaluation runs, the sanity check among them."""
         return self.phase in EVALUATING
+
+    @property
+    def is_sanity_check(self) -> bool:
+        """Return whether the sanity check runs."""
+        return self.phase is Phase.SANITY_CHECK
+
+    @property
+    def is_mid_epoch_validation(self) -> bool:
+        """Return whether a validation within a training epoch runs."""
+        return self.phase is Phase.VALIDATION_WITHIN

@@ -1,402 +1,178 @@
-"""Resume: the run's own state into a checkpoint and back; model, optimizers and precision are the engine's."""
+"""Resume: a run's own state back from a checkpoint. Model, optimizers and precision are the engine's."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from trainwright.callbacks.base import Callback, stop_themselves
-from trainwright.checkpoint.contents import extra_states
-from trainwright.checkpoint.editing import Edit
-from trainwright.checkpoint.foreign_formats import is_plain
+from trainwright.callbacks.base import make_up, note_restored
 from trainwright.checkpoint.reader import Checkpoint
-from trainwright.checkpoint.shards import check_storable
-from trainwright.checkpoint.store import encode_state
-from trainwright.data.datamodule import DataModule
-from trainwright.data.loader_state import LoaderState
-from trainwright.data.seeding import isolate_rng, rng_state
+from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.engine.engine import OpenCheckpoint
-from trainwright.engine.gradients import held_gradients, hold_gradients
-from trainwright.engine.named_state import model_pieces
+from trainwright.engine.gradients import hold_gradients
 from trainwright.errors import CheckpointError
-from trainwright.hyperparameters import HyperParameters, stored_hyper_parameters
-from trainwright.module import Module, is_overridden
-from trainwright.plain_forms import LEFT_OUT
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import UNSAVED_KEYS
-from trainwright.strategies.optimizer_proxy import unwrap_optimizer
-from trainwright.strategies.sparse_gradients import sparse_weights
-from trainwright.strategies.state_entries import computed_entries
-from trainwright.strategies.state_probe import state_of_a_step
 from trainwright.trainer.metric_merging import merged
 from trainwright.trainer.run import Run
-from trainwright.trainer.state import OpenEpoch
+from trainwright.trainer.saving import edit_with_hooks
 from trainwright.trainer.training_run import TrainingRun
 
-SAVE_HOOK = "on_save_checkpoint"
 
+class Resumption:
+    """Resumes a fit from a checkpoint, in this order:
 
-def check_save(run: Run, weights_only: bool) -> bool:
-    """Return whether a save can hold the weights only; RuntimeError where there is nothing to save."""
-    if not run.engine.modules:
-        raise RuntimeError("there is nothing to save: save_checkpoint works from fit's beginning on.")
-    if not weights_only and run.engine.num_workers:
-        rank_zero_warn(
-            "the optimizers have ended with the processes that the run was handed over to: save_checkpoint writes the "
-            "weights alone, from which no fit goes on; ModelCheckpoint saves all, within the run.",
-            stacklevel=3,
-        )
-        weights_only = True
-    if not weights_only and run.stage != "fit" and not run.engine.optimizers:
-        raise RuntimeError(
-            "the latest run was an evaluation, which has no optimizer to save; pass weights_only=True, or save after fit."
-        )
-    return weights_only
+        loggers      they continue in the checkpoint's run folder (Run.opened), before anything is set up
+        parts        callbacks and the datamodule load their state, before optimizers are made: a callback that changes the
+                     module or adds parameter groups can do so again in on_fit_start
+        state        after on_fit_start: weights, optimizers, counters, position in the data, schedulers, metrics
+        data         the loaders begin at that position (TrainData.seek)
+        begin        callbacks that had stopped the run stop it again; the loggers drop the rows after the checkpoint
+        generators   after on_train_start: callbacks make up for what the killed run left undone, then the generators are put
+                     to where the checkpoint's epoch began, since the hooks of its start draw from them again
+        the epoch    after those hooks: the checkpoint's own generators, and the metrics logged so far (begin_epoch)
 
-
-def run_state(run: Run, data: LoaderState | None) -> dict[str, Any]:
-    """Return what a checkpoint holds beside tensors: counters, schedulers, callbacks, data module and hyper-parameters.
-
-    `data` is the position in the training data; None where the checkpoint holds the weights only.
+    Each method is collective: call it on every rank.
     """
-    from trainwright import __version__
 
-    module, datamodule = run.module, run.datamodule
-    state: dict[str, Any] = {"trainwright_version": __version__}
-    state |= _hyper_parameters(module, "", "module") if module is not None else {}
-    if datamodule is not None:
-        state |= _hyper_parameters(datamodule, "datamodule_", "datamodule")
-        if is_overridden("state_dict", datamodule, DataModule):
-            state["datamodule"] = datamodule.state_dict()
-    if data is None:
-        return state
-    epoch = run.state.open_epoch
-    saving = run.callbacks if epoch is None else [each for each in run.callbacks if each.runs_last]
-    return {
-        **state,
-        "position": {**run.state.state_dict(), "places": data["places"]},
-        "metrics": run.logbook.state_dict() if epoch is None else epoch.metrics,
-        "lr_schedulers": [config.scheduler.state_dict() for config in run.trained.schedulers],
-        "callbacks": {**(epoch.callbacks if epoch is not None else {}), **callback_states(saving)},
-        "loggers": run.logbook.logger_states() if epoch is None else epoch.loggers,
-    }
+    def __init__(self, run: TrainingRun, checkpoint: Checkpoint) -> None:
+        self._run, self._checkpoint = run, checkpoint
+        self._opened: OpenCheckpoint | None = None
+        self._generators: dict[str, Any] | None = None
+        """This rank's, as the checkpoint holds them."""
 
+    def parts(self) -> None:
+        """Open the checkpoint, and load the callbacks' and the datamodule's state. What that draws does not shift the run's."""
+        run = self._run
+        with isolate_rng():
+            self._opened = open_with_hooks(run, self._checkpoint)
+            callbacks = self._opened.state.get("callbacks", {})  # a raw loop saves none
+            for callback in run.callbacks:
+                if callback.state_key in callbacks:
+                    callback.load_state_dict(callbacks[callback.state_key])
+            restore_datamodule(run, self._opened.state)
 
-def position_in_data(run: Run) -> LoaderState:
-    """Return the position in the training data of the present or the latest fit."""
-    assert run.trained.data is not None
-    return run.trained.data.state_dict()
+    def state(self) -> None:
+        """Load the run's state.
 
+        Raises:
+            CheckpointError: the checkpoint is damaged, or another run's.
+        """
+        run, path = self._run, self._checkpoint.path
+        assert self._opened is not None
+        strict = run.module.strict_loading is not False
+        restored = run.engine.load(self._opened, strict=strict, check=self._check)
+        state, own = restored.state, restored.rank_state or {}
+        run.state.resume(state["position"], own.get("epoch_rng"))
+        sources = restored.nearest_rank_state.get("sources") or [()]
+        run.data.load_state_dict({"places": state["position"].get("places", ()), "sources": sources[0]})
+        if own.get("should_stop"):  # by the user's own code, which may not ask again
+            run.stop.request(True)
+            run.trainer.print(
+                f"trainer.should_stop had been set when {path} was saved, so the run ends as it would have ended; to train on, "
+                "set trainer.should_stop = False in on_train_start."
+            )
+        if run.state.holds_gradients:
+            self._load_gradients(own.get("gradients", []))
+        self._load_schedulers(state.get("lr_schedulers", []))
+        run.logbook.load_state_dict(state.get("metrics", {}))
+        if run.state.batch:
+            run.logbook.keep_unfinished(self._unfinished_metrics(restored.rank_state))
+        run.trained.resumed_from(path)
+        run.state.load_generators(restored.rng)
+        self._generators = restored.rng
+        last, epoch = run.settings.last_epoch, run.state.epoch
+        if last is not None and epoch >= last and run.state.batch == 0:
+            run.trainer.print(
+                f"{path} was saved at the end of epoch {epoch - 1}, and max_epochs is {last}: nothing is left to train."
+            )
+        else:
+            run.trainer.print(f"resuming from {path}: epoch {epoch}, batch {run.state.batch}, step {run.state.step}")
 
-def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
-    """Return the state of each callback that has any, by its key."""
-    return {each.state_key: state for each in callbacks if (state := each.state_dict())}
+    def begin(self) -> None:
+        """Let callbacks that had stopped the run stop it again, and the loggers drop the rows after the checkpoint."""
+        note_restored(self._run.callbacks, self._run.trainer)
+        self._run.stop.agree()
+        self._run.logbook.drop_later_rows()
 
-
-def check_state(run: Run) -> None:
-    """Refuse, before anything is trained, state that no checkpoint can hold, where checkpoints are to be written. Collective.
-
-    Raises:
-        CheckpointError: on every rank alike; the text says where it stands and of what kind it is.
-    """
-    engine = run.engine
-    if run.settings.fast_dev_run or not any(each.keeps_any for each in run.checkpoint_callbacks):
-        return
-
-    sparse = {id(weight) for _, _, weight in sparse_weights(engine.modules)}
-    stepped = [unwrap_optimizer(each) for each in engine.optimizers]
-    others = [each for each in stepped if _makes_own_state(each) or _steps_any(each, sparse)]
-
-    def look() -> None:
-        for optimizer in engine.optimizers:
-            for group in optimizer.param_groups:
-                stored = {key: value for key, value in group.items() if key not in UNSAVED_KEYS}
-                encode_state(stored, f"a parameter group of {type(optimizer).__name__}")
-        for optimizer in others:
-            for key, tensor in state_of_a_step(optimizer, sparse):
-                _check_dense(optimizer, key, tensor)
-                check_storable(f"{key} of {type(optimizer).__name__}", tensor)
-        try:
-            state = {
-                **run_state(run, position_in_data(run)),
-                "extra": [extra_states(module) for module in engine.modules],
-            }
-        except Exception:  # what tells it may not be ready before the first batch; the save says what is wrong
+    def generators(self) -> None:
+        """Let callbacks make up for what was left undone, and put the generators to where the checkpoint's epoch began."""
+        run, generators = self._run, self._generators
+        if generators is None:
             return
-        encode_state(state, "state")
-        for module in engine.modules:
-            computed_entries(engine.strategy, module)
-        # A hook may yet change what is no tensor that a checkpoint can hold.
-        for piece in model_pieces(engine.strategy, engine.modules) if edit_with_hooks(run, SAVE_HOOK) is None else ():
-            check_storable(piece.name, piece.tensor)
+        run.state.load_generators(None)
+        with isolate_rng(), run.state.at_loaded_end():
+            set_rng_state(generators)
+            make_up(run.callbacks, run.trainer)
+        set_rng_state(run.state.epoch_generators or generators)
+        if run.state.batch:
+            run.wait_with(generators)
 
-    for optimizer in others:
-        _check_first_step(optimizer)
-    subject = "checkpoints of this run could not be written"
-    engine.ranks.run_on_all(look, "the start of fit", subject=subject)
+    def _check(self, state: dict[str, Any]) -> None:
+        saved, present = len(state.get("lr_schedulers", [])), len(self._run.schedulers)
+        if saved != present and "lr_schedulers" in state:  # a hook may have removed them
+            raise CheckpointError(
+                f"{self._checkpoint.path}: it was saved with {saved} scheduler{'s' * (saved != 1)}, but this run has "
+                f"{present}. Build the same schedulers to resume."
+            )
 
+    def _load_schedulers(self, states: list[dict[str, Any]]) -> None:
+        for config, state in zip(self._run.schedulers, states, strict=False):
+            config.scheduler.load_state_dict(state)
+            optimizer = getattr(config.scheduler, "optimizer", None)
+            if self._run.state.step and optimizer is not None:
+                optimizer._opt_called = True  # it stepped before this process began; else torch warns of the order
 
-def _check_dense(optimizer: Optimizer, key: str, tensor: Tensor) -> None:
-    """Refuse sparse state, with the optimizers that keep none (CheckpointError)."""
-    if tensor.layout is torch.sparse_coo:
-        raise CheckpointError(
-            f"tensor '{key} of {type(optimizer).__name__}' is sparse, as the gradients of a layer with sparse=True are; a "
-            "checkpoint stores dense tensors. Use torch.optim.SparseAdam, or SGD without momentum, or leave sparse out."
-        )
-
-
-def _steps_any(optimizer: Optimizer, parameters: Collection[int]) -> bool:
-    """Return whether an optimizer steps any of the parameters, given by their ids."""
-    return bool(parameters) and any(
-        id(each) in parameters for group in optimizer.param_groups for each in group["params"]
-    )
-
-
-def _makes_own_state(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is none of torch's or DeepSpeed's own, whose state is plain tensors, and steps by itself."""
-    is_known = type(optimizer).__module__.startswith(("torch.optim", "deepspeed.ops."))
-    return not is_known and hasattr(optimizer, "_optimizer_step_post_hooks")
-
-
-def _check_first_step(optimizer: Optimizer) -> None:
-    """Have the state that an optimizer makes in its first step looked at there, once: no checkpoint may be able to hold it."""
-
-    def look(stepped: Optimizer, *_: Any) -> None:
-        handle.remove()
-        for state in stepped.state.values():
-            for key, value in state.items() if isinstance(state, dict) else ():
-                local = value._local_tensor if isinstance(value, DTensor) else value
-                if isinstance(local, Tensor):
-                    check_storable(f"{key} of {type(stepped).__name__}", local)
-
-    handle = optimizer.register_step_post_hook(look)
-
-
-def save_run(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> None:
-    """Write a checkpoint of the run as it stands; see Trainer.save_checkpoint. Collective: call on every rank."""
-    run.state.count_save()
-    data = None if weights_only else position_in_data(run)
-    run.engine.save(
-        path,
-        step=run.state.step,
-        epoch=run.state.epoch,
-        state=run_state(run, data),
-        rank_state=None if data is None else rank_state(run, data),
-        weights_only=weights_only,
-        number=run.state.saves,
-        edit=edit_with_hooks(run, SAVE_HOOK),
-        blocking=blocking,
-        overwrite=overwrite,
-    )
-
-
-def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> bool:
-    """Write a checkpoint, now or, returning False, once the run may be saved; see Trainer.save_checkpoint. Collective."""
-    weights_only = check_save(run, weights_only)
-    if isinstance(run, TrainingRun) and not run.may_save(weights_only):
-        run.waiting_saves.append((path, weights_only, blocking, overwrite))
-        return False
-    if run.logbook.owes_row:
-        run.logbook.log_step()  # no resumed run would write it
-    save_run(run, path, weights_only, blocking, overwrite)
-    return True
-
-
-def save_waiting(run: TrainingRun) -> None:
-    """Write the checkpoints that were requested within the window or epoch's end that is over. Collective."""
-    while run.waiting_saves:
-        save_checkpoint(run, *run.waiting_saves.pop(0))
-
-
-def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:
-    """Return what a checkpoint holds of this rank alone: within an epoch, what was logged in it and where its data stands."""
-    assert run.module is not None
-    own_stop = run.stop.requested and not stop_themselves(run.callbacks)
-    epoch = run.state.open_epoch
-    return {
-        "rng": epoch.generators if epoch is not None else run.state.loaded_generators or rng_state(),
-        "metrics": epoch.unfinished if epoch is not None else run.logbook.epoch_state(),
-        "sources": [data["sources"]],
-        "epoch_rng": None if run.state.epoch_ended else run.state.epoch_generators,
-        "should_stop": own_stop,
-        "gradients": held_gradients(run.engine.modules) if run.state.holds_gradients else [],
-    }
-
-
-def open_epoch(run: Run) -> OpenEpoch:
-    """Return what a checkpoint holds of an epoch that the run stops within, where it stands."""
-    logbook = run.logbook
-    callbacks = copy.deepcopy(callback_states(each for each in run.callbacks if not each.runs_last))
-    return OpenEpoch(logbook.state_dict(), run.logbook.epoch_state(), logbook.logger_states(), callbacks, rng_state())
-
-
-def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[str, Any]:
-    plain, forms = stored_hyper_parameters(owner, is_plain)
-    left_out = [name for name, form in forms.items() if form["form"] == LEFT_OUT]
-    if left_out and not owner.__dict__.get("_has_warned_of_hyper_parameters"):
-        owner.__dict__["_has_warned_of_hyper_parameters"] = True
+    def _load_gradients(self, held: Sequence[Mapping[str, Tensor]]) -> None:
+        """Load the gradients that wait for a step of manual optimization, in a job like the one that saved them."""
+        run, saved_under = self._run, self._checkpoint.header.get("strategy")
+        if saved_under == run.engine.strategy.name and len(held) == len(run.engine.modules):
+            hold_gradients(run.engine.modules, held)
+            return
+        run.state.hold_gradients(False)
         rank_zero_warn(
-            f"the hyper-parameters {', '.join(left_out)} of the {kind} have no plain form, so checkpoints and loggers are "
-            f"without them, and load_from_checkpoint wants them as arguments. Call save_hyperparameters(ignore={left_out!r}) "
-            "where the constructor's defaults are right.",
+            f"{self._checkpoint.path} holds gradients that wait for a step, as {self._checkpoint.world_size} processes under "
+            f"{saved_under!r} had them; on {run.engine.world_size} under {run.engine.strategy.name!r} the run continues "
+            "without them.",
             stacklevel=2,
         )
-    if not plain and not forms:
-        return {}
-    stored = {f"{prefix}hyper_parameters": plain, f"{prefix}hparams_name": owner._hparams_name}
-    return {**stored, f"{prefix}hyper_parameter_forms": forms} if forms else stored
 
-
-def edit_with_hooks(run: Run, name: str) -> Edit | None:
-    """Return what lets the hooks change a checkpoint's contents; None where nobody overrides them."""
-    module = run.module
-    own = module is not None and is_overridden(name, module, Module)
-    if not own and not any(is_overridden(name, each, Callback) for each in run.callbacks):
-        return None
-
-    def edit(contents: dict[str, Any]) -> None:
-        run.hooks.call(name, contents)
-
-    return edit
+    def _unfinished_metrics(self, own: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return what the epoch had logged: this rank's own, or at another world size its part of what all ranks had."""
+        checkpoint, engine = self._checkpoint, self._run.engine
+        if checkpoint.world_size == engine.world_size:
+            return (own or {}).get("metrics")
+        ranks = range(engine.rank, checkpoint.world_size, engine.world_size)
+        states = [(checkpoint.rank_state(rank) or {}).get("metrics") for rank in ranks]
+        together, left_out = merged([each for each in states if each], self._run.module)
+        if left_out:
+            rank_zero_warn(
+                f"{checkpoint.path} was saved within an epoch on {checkpoint.world_size} processes, and this run has "
+                f"{engine.world_size}: the metrics {', '.join(left_out)} define no cross-rank reduction, so for this epoch "
+                "their values cover only the batches after the resume.",
+                stacklevel=2,
+            )
+        return together
 
 
 def open_with_hooks(run: Run, checkpoint: Checkpoint) -> OpenCheckpoint:
-    """Read a verified checkpoint and show its contents to on_load_checkpoint, which may still build layers then. Collective."""
+    """Read a verified checkpoint and show its contents to on_load_checkpoint, which may still build layers. Collective."""
     return run.engine.open(checkpoint, edit=edit_with_hooks(run, "on_load_checkpoint"))
 
 
-def open_to_resume(run: Run, checkpoint: Checkpoint) -> OpenCheckpoint:
-    """Open a checkpoint and take the state of the parts; what that draws does not shift what the run draws. Collective."""
-    with isolate_rng():
-        opened = open_with_hooks(run, checkpoint)
-        restore_parts(run, opened)
-    return opened
-
-
-def restore_parts(run: Run, opened: OpenCheckpoint) -> None:
-    """Take the state of the callbacks and of the datamodule, before the optimizers are made and on_fit_start is called.
-
-    So a callback that changes the module or adds parameter groups can do so again there.
-    """
-    callbacks = opened.state.get("callbacks", {})  # a loop of one's own saves none
-    for callback in run.callbacks:
-        if callback.state_key in callbacks:
-            callback.load_state_dict(callbacks[callback.state_key])
-    _restore_datamodule(run, opened.state)
-
-
-def restore(run: Run, opened: OpenCheckpoint) -> dict[str, Any] | None:
-    """Take the run's state from a checkpoint, and return this rank's generators, to be set when training begins. Collective.
-
-    Raises:
-        CheckpointError: no checkpoint, a damaged one, or one of another run.
-    """
-
-    def check(state: dict[str, Any]) -> None:
-        saved, present = len(state.get("lr_schedulers", [])), len(run.trained.schedulers)
-        if saved != present and "lr_schedulers" in state:  # a hook may have taken them out
-            raise CheckpointError(
-                f"{opened.checkpoint.path}: it was saved with {saved} scheduler{'s' * (saved != 1)}, but this run "
-                f"has {present}. Build the same schedulers to resume."
-            )
-
-    assert run.module is not None
-    assert run.trained.data is not None
-    restored = run.engine.load(opened, strict=run.module.strict_loading is not False, check=check)
-    state = restored.state
-    own = restored.rank_state or {}
-    run.state.resume(state["position"], own.get("epoch_rng"))
-    sources = restored.nearest_rank_state.get("sources") or [()]
-    run.trained.data.load_state_dict({"places": state["position"].get("places", ()), "sources": sources[0]})
-    if own.get("should_stop"):
-        _stay_stopped(run, opened.checkpoint.path)
-    if run.state.holds_gradients:
-        _take_gradients(run, opened.checkpoint, own.get("gradients", []))
-    schedulers = state.get("lr_schedulers", [])  # as many as in this run, unless a hook has taken them out
-    for config, saved in zip(run.trained.schedulers, schedulers, strict=False):
-        config.scheduler.load_state_dict(saved)
-        optimizer = getattr(config.scheduler, "optimizer", None)
-        if run.state.step and optimizer is not None:  # it has stepped before this process, which torch may ask for
-            optimizer._opt_called = True
-    run.logbook.load_state_dict(state.get("metrics", {}))
-    if run.state.batch:
-        run.logbook.keep_unfinished(_unfinished_metrics(run, opened.checkpoint, restored.rank_state))
-    run.trained.resumed_from(opened.checkpoint.path)
-    last = run.settings.last_epoch
-    if last is not None and run.state.epoch >= last and run.state.batch == 0:
-        run.trainer.print(
-            f"{opened.checkpoint.path} stands at the end of epoch {run.state.epoch - 1}, and max_epochs is {last}: nothing "
-            "is left to train."
-        )
-    else:
-        run.trainer.print(
-            f"going on from {opened.checkpoint.path}: epoch {run.state.epoch}, batch {run.state.batch}, step "
-            f"{run.state.step}"
-        )
-    run.state.load_generators(restored.rng)
-    return restored.rng
-
-
-def _stay_stopped(run: Run, path: str) -> None:
-    """Let a run stay stopped that the user's own code had stopped: nobody may ask again where it goes on."""
-    run.stop.request(True)
-    run.trainer.print(
-        f"trainer.should_stop had been set when {path} was saved, so the run ends as it would have ended; to train on, set "
-        "trainer.should_stop = False in on_train_start."
-    )
-
-
-def _take_gradients(run: Run, checkpoint: Checkpoint, held: Sequence[Mapping[str, Tensor]]) -> None:
-    """Take back the gradients that wait for a step of manual optimization, in a job like the one that saved them."""
-    strategy = run.engine.strategy
-    if checkpoint.header.get("strategy") == strategy.name and len(held) == len(run.engine.modules):
-        hold_gradients(run.engine.modules, held)
-        return
-    run.state.hold_gradients(False)
-    rank_zero_warn(
-        f"{checkpoint.path} holds gradients that wait for a step, as {checkpoint.world_size} processes under "
-        f"{checkpoint.header.get('strategy')!r} had them; on {run.engine.world_size} under {strategy.name!r} the run goes on "
-        "without them.",
-        stacklevel=2,
-    )
-
-
-def _unfinished_metrics(run: Run, checkpoint: Checkpoint, own: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return what was logged in the epoch before: this rank's own, or at another world size what is dealt to it."""
-    assert run.module is not None
-    if checkpoint.world_size == run.engine.world_size:
-        return (own or {}).get("metrics")
-    dealt = range(run.engine.rank, checkpoint.world_size, run.engine.world_size)
-    states = [(checkpoint.rank_state(rank) or {}).get("metrics") for rank in dealt]
-    together, left_out = merged([each for each in states if each], run.module)
-    if left_out:
-        rank_zero_warn(
-            f"{checkpoint.path} was saved within an epoch on {checkpoint.world_size} processes, and this run has "
-            f"{run.engine.world_size}: the metrics {', '.join(left_out)} define no cross-rank reduction, so for this epoch "
-            "their values cover only the batches after the resume.",
-            stacklevel=2,
-        )
-    return together
-
-
 def restore_weights(run: Run, opened: OpenCheckpoint) -> None:
-    """Take a module's weights, and the datamodule's state, from a checkpoint. Collective.
+    """Load a module's weights, and the datamodule's state, from a checkpoint. Collective.
 
     Raises:
-        CheckpointError: no checkpoint, a damaged one, or one of another model.
+        CheckpointError: the checkpoint is damaged, or another model's.
     """
     assert run.module is not None
-    strict = run.module.strict_loading is not False
-    restored = run.engine.load(opened, weights_only=True, strict=strict)
-    _restore_datamodule(run, restored.state)
+    restored = run.engine.load(opened, weights_only=True, strict=run.module.strict_loading is not False)
+    restore_datamodule(run, restored.state)
 
 
-def _restore_datamodule(run: Run, state: dict[str, Any]) -> None:
+def restore_datamodule(run: Run, state: dict[str, Any]) -> None:
+    """Load the datamodule's state, if there is any."""
     if run.datamodule is not None and "datamodule" in state:
         run.datamodule.load_state_dict(state["datamodule"])

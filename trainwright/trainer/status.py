@@ -23,13 +23,13 @@ from trainwright.loggers.base import Logger
 from trainwright.module import Module
 from trainwright.precision import Precision
 from trainwright.strategies import Strategy
-from trainwright.trainer.phase import Phase
 from trainwright.trainer.run import Run
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.stage import Batches
 from trainwright.trainer.state import TrainerState
 
 T = TypeVar("T")
+C = TypeVar("C", bound=Callback)
 
 
 class Forwarded(Generic[T]):
@@ -49,7 +49,7 @@ class Forwarded(Generic[T]):
 
 
 class Status:
-    """The Trainer's view on its parts."""
+    """The Trainer's view of its parts."""
 
     _settings: Settings
     engine: Engine
@@ -60,29 +60,23 @@ class Status:
     # -- the job -----------------------------------------------------------------------------------------------------
 
     strategy = Forwarded[Strategy]("engine.strategy", "The strategy.")
-
     accelerator = Forwarded[str]("engine.device.type", "The kind of device, by torch's name for it.")
-
     precision = Forwarded[str]("engine.precision.name", "The precision's name, such as '16-mixed'.")
-
-    precision_plugin = Forwarded[Precision]("engine.precision", "The precision.")
-
-    global_rank = Forwarded[int]("engine.rank", "This process's number in the job, from 0.")
-
-    local_rank = Forwarded[int]("engine.local_rank", "This process's number on its node, from 0.")
-
-    node_rank = Forwarded[int]("engine.environment.node_rank", "This node's number in the job, from 0.")
+    precision_plugin = Forwarded[Precision]("engine.precision", "The precision; in '16-mixed' it has the loss scaler.")
+    global_rank = Forwarded[int]("engine.rank", "The number of this process in the job, from 0.")
+    local_rank = Forwarded[int]("engine.local_rank", "The number of this process on its node, from 0.")
+    node_rank = Forwarded[int]("engine.environment.node_rank", "The number of this node in the job, from 0.")
+    num_nodes = Forwarded[int]("engine.environment.num_nodes", "The nodes of the job.")
+    ranks = Forwarded[Ranks]("engine.ranks", "What the ranks agree on small values with.")
 
     @property
     def world_size(self) -> int:
-        """Return how many processes the job has, or will have where each call starts it."""
+        """Return the number of processes of the job; if each call starts the job, of the next one."""
         return self.engine.num_workers or self.engine.world_size
-
-    num_nodes = Forwarded[int]("engine.environment.num_nodes", "How many nodes the job has.")
 
     @property
     def num_devices(self) -> int:
-        """Return how many processes, one a device, run on this node."""
+        """Return the number of processes on this node, one per device."""
         return self.engine.num_workers or self.engine.environment.local_world_size
 
     @property
@@ -90,41 +84,22 @@ class Status:
         """Return whether this is rank 0."""
         return self.engine.rank == 0
 
-    @property
-    def ranks(self) -> Ranks:
-        """Return what the ranks agree on small values with."""
-        return self.engine.ranks
-
-    state = Forwarded[TrainerState]("run.state", "The counters of the present or the latest run.")
-
     # -- the parts ---------------------------------------------------------------------------------------------------
 
     model = Forwarded[Module | None]("run.module", "The module of the present or the latest run.")
     lightning_module = Forwarded[Module | None]("run.module", "The module of the present or the latest run.")
-
     datamodule = Forwarded[DataModule | None]("run.datamodule", "The DataModule of that run.")
-
-    optimizers = Forwarded[list[Optimizer]](
-        "run.trained.optimizers", "The optimizers, as configure_optimizers returned them."
-    )
-
+    optimizers = Forwarded[list[Optimizer]]("run.trained.optimizers", "What configure_optimizers returned.")
     lr_scheduler_configs = Forwarded[list[SchedulerConfig]](
-        "run.trained.schedulers", "The schedulers, and when they step."
+        "run.trained.schedulers", "The schedulers and when they step."
     )
-
-    default_root_dir = Forwarded[str](
-        "run.root", "Where logs and checkpoints go unless a logger or a callback has its folder."
-    )
-
-    ckpt_path = Forwarded[str | None]("run.ckpt_path", "The checkpoint that the present or the latest run was given.")
-
-    resume_source = Forwarded[str | None](
-        "run.trained.resume_source", "The checkpoint that the latest fit was resumed from."
-    )
+    default_root_dir = Forwarded[str]("run.root", "Where logs and checkpoints go unless a part has its own folder.")
+    ckpt_path = Forwarded[str | None]("run.ckpt_path", "The checkpoint that the run was given.")
+    resume_source = Forwarded[str | None]("run.trained.resume_source", "The checkpoint that the fit was resumed from.")
 
     @property
     def logger(self) -> Logger | None:
-        """Return the first logger; None where there is none."""
+        """Return the first logger, if any."""
         return self.loggers[0] if self.loggers else None
 
     @logger.setter
@@ -133,95 +108,86 @@ class Status:
 
     @property
     def log_dir(self) -> str | None:
-        """Return the first logger's folder of this run; None before a run, or without a logger that has one."""
+        """Return the first logger's folder of this run; None before a run, or if no logger has one."""
         return next((logger.log_dir for logger in self.loggers if logger.log_dir), None)
+
+    def _all(self, kind: type[C]) -> list[C]:
+        return [each for each in self.callbacks if isinstance(each, kind)]
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
         """Return each ModelCheckpoint among the callbacks."""
-        return [each for each in self.callbacks if isinstance(each, ModelCheckpoint)]
+        return self._all(ModelCheckpoint)
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
         """Return the first ModelCheckpoint among the callbacks."""
-        return next(iter(self.checkpoint_callbacks), None)
+        return next(iter(self._all(ModelCheckpoint)), None)
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
         """Return each EarlyStopping among the callbacks."""
-        return [each for each in self.callbacks if isinstance(each, EarlyStopping)]
+        return self._all(EarlyStopping)
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
         """Return the first EarlyStopping among the callbacks."""
-        return next(iter(self.early_stopping_callbacks), None)
+        return next(iter(self._all(EarlyStopping)), None)
 
     @property
     def progress_bar_callback(self) -> TQDMProgressBar | None:
-        """Return the progress bar."""
-        return next((each for each in self.callbacks if isinstance(each, TQDMProgressBar)), None)
+        """Return the progress bar, if any."""
+        return next(iter(self._all(TQDMProgressBar)), None)
 
     # -- the limits --------------------------------------------------------------------------------------------------
 
     @property
     def max_epochs(self) -> int | None:
-        """Return the number of epochs to train; -1 without end."""
+        """Return the number of epochs to train; -1 for no limit."""
         last = self._settings.last_epoch
         return -1 if last is None else last
 
-    min_epochs = Forwarded[int | None]("_settings.min_epochs", "The epochs that are trained whatever asks for a stop.")
-
-    max_steps = Forwarded[int]("_settings.max_steps", "The number of optimizer steps to train; -1 without end.")
-
-    min_steps = Forwarded[int | None]("_settings.min_steps", "The steps that are made whatever asks for a stop.")
-
-    fast_dev_run = Forwarded[bool | int]("_settings.fast_dev_run", "The batches of a trial run; False in a real one.")
-
+    min_epochs = Forwarded[int | None]("_settings.min_epochs", "Epochs that are trained even if should_stop is set.")
+    max_steps = Forwarded[int]("_settings.max_steps", "Optimizer steps to train; -1 for no limit.")
+    min_steps = Forwarded[int | None]("_settings.min_steps", "Steps that are trained even if should_stop is set.")
+    fast_dev_run = Forwarded[bool | int]("_settings.fast_dev_run", "Batches of a trial run; False in a real run.")
     check_val_every_n_epoch = Forwarded[int | None](
-        "_settings.check_val_every_n_epoch",
-        "The epochs between two validations; None where batches count across epochs.",
+        "_settings.check_val_every_n_epoch", "Epochs between two validations."
     )
-
-    @property
-    def val_check_interval(self) -> Any:
-        """Return the interval of validations: a fraction of an epoch, a number of batches, or a time."""
-        interval = self._settings.val_check_interval
-        return 1.0 if interval is None else interval
-
-    log_every_n_steps = Forwarded[int]("_settings.log_every", "The steps between two rows of step values.")
-
+    log_every_n_steps = Forwarded[int]("_settings.log_every", "Steps between two rows of step values; 0 for none.")
     gradient_clip_val = Forwarded[float | None]("_settings.gradient_clip_val", "The limit of the gradients.")
-
     gradient_clip_algorithm = Forwarded[str | None]("_settings.gradient_clip_algorithm", '"norm" or "value".')
 
     @property
-    def estimated_stepping_batches(self) -> int | float:
-        """Return how many optimizer steps the run will make; math.inf where nothing limits it.
+    def val_check_interval(self) -> Any:
+        """Return the interval between validations: a fraction of an epoch, a number of batches, or a time."""
+        interval = self._settings.val_check_interval
+        return 1.0 if interval is None else interval
 
-        It may be asked for in configure_optimizers: the training loaders are loaded then. Collective where they are not yet.
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Return the number of optimizer steps that the fit will make; math.inf without a limit.
+
+        It loads the training data if that is not loaded yet, as in configure_optimizers. Collective then.
 
         Raises:
-            RuntimeError: outside of fit.
+            RuntimeError: outside fit.
         """
         data = self.run.trained.data
         if self.run.stage != "fit" or data is None:
             raise RuntimeError("estimated_stepping_batches is known in trainer.fit only.")
         data.load()
-        settings, batches = self._settings, self.num_training_batches
-        last = settings.last_epoch
-        limit = math.inf if settings.max_steps == -1 else settings.max_steps
+        batches, last, most = self.num_training_batches, self._settings.last_epoch, self._settings.max_steps
+        limit = math.inf if most == -1 else most
         if last is None or batches == math.inf:
             return limit
-        scheduler = next((each for each in self.callbacks if isinstance(each, GradientAccumulationScheduler)), None)
-        if scheduler is None:
+        schedulers = self._all(GradientAccumulationScheduler)
+        if not schedulers:
             return min(math.ceil(batches / self.run.trained.accumulate_grad_batches) * last, limit)
-        windows = [scheduler.get_accumulate_grad_batches(epoch) for epoch in range(last)]
+        windows = [schedulers[0].get_accumulate_grad_batches(epoch) for epoch in range(last)]
         return min(sum(math.ceil(batches / window) for window in windows), limit)
 
-    num_training_batches = Forwarded[Batches](
-        "run.stages.num_training_batches",
-        "Batches of an epoch on this rank.",
-    )
+    num_training_batches = Forwarded[Batches]("run.stages.num_training_batches", "Batches of an epoch on this rank.")
     num_val_batches = Forwarded[list[Batches]](
         "run.stages.validation.num_batches", "Batches of each validation loader."
     )
@@ -229,60 +195,46 @@ class Status:
         "run.stages.sanity_check.num_batches", "Those of the sanity check."
     )
     num_test_batches = Forwarded[list[Batches]]("run.stages.test.num_batches", "Batches of each test loader.")
-    num_predict_batches = Forwarded[list[Batches]](
-        "run.stages.predict.num_batches", "Batches of each loader of a prediction."
-    )
+    num_predict_batches = Forwarded[list[Batches]]("run.stages.predict.num_batches", "Batches of each predict loader.")
     train_dataloader = Forwarded[Any]("run.stages.train_dataloader", "The training loaders, as they were given.")
     val_dataloaders = Forwarded[Any]("run.stages.validation.dataloaders", "The validation loaders, as they were given.")
     test_dataloaders = Forwarded[Any]("run.stages.test.dataloaders", "The test loaders, as they were given.")
-    predict_dataloaders = Forwarded[Any](
-        "run.stages.predict.dataloaders", "The loaders of a prediction, as they were given."
-    )
+    predict_dataloaders = Forwarded[Any]("run.stages.predict.dataloaders", "The predict loaders, as they were given.")
     batch_indices = Forwarded[list[Any] | None](
-        "run.stages.predict.batch_indices",
-        "The dataset's indices of a prediction's batch, if any.",
+        "run.stages.predict.batch_indices", "In predict, the dataset's indices of the batch's samples, if known."
     )
 
     # -- where the run is --------------------------------------------------------------------------------------------
 
-    current_epoch = Forwarded[int](
-        "run.state.epoch", "The number of the epoch, from 0; after fit, how many epochs were finished."
+    state = Forwarded[TrainerState]("run.state", "The counters of the run.")
+    current_epoch = Forwarded[int]("run.state.epoch", "The epoch's number, from 0; after fit, the epochs finished.")
+    global_step = Forwarded[int]("run.state.step", "Optimizer steps made, of all optimizers under manual optimization.")
+    sanity_checking = Forwarded[bool]("run.state.progress.is_sanity_check", "Whether the sanity check runs.")
+    is_mid_epoch_validation = Forwarded[bool](
+        "run.state.progress.is_mid_epoch_validation", "Whether a validation within a training epoch runs."
     )
-
-    global_step = Forwarded[int](
-        "run.state.step",
-        "How many optimizer steps were made; under manual optimization those of every optimizer count.",
+    is_within_window = Forwarded[bool](
+        "run.is_within_window", "Whether gradients wait for a step, in an accumulation window or after manual_backward."
     )
+    is_dummy_batch = Forwarded[bool](
+        "run.logbook.is_silenced", "Whether the batch only keeps collectives in step with other ranks."
+    )
+    enable_validation = Forwarded[bool]("run.enable_validation", "Whether this fit validates.")
+    interrupted = Forwarded[bool]("run.stop.interrupted", "Whether Ctrl-C has ended the latest run.")
 
     @property
     def is_last_batch(self) -> bool:
-        """Return whether the training batch at hand is the epoch's last."""
+        """Return whether the current training batch is the epoch's last."""
         return self.run.stage == "fit" and self.run.state.progress.is_last_batch
 
     @property
-    def is_dummy_batch(self) -> bool:
-        """Return whether the batch only keeps collectives in step with other ranks; its results are discarded."""
-        collector = self.run.logbook.collector
-        return collector is not None and collector.silent
-
-    @property
-    def is_within_window(self) -> bool:
-        """Return whether gradients wait for a step: in an accumulation window, or since the latest manual_backward."""
-        return self.run.is_within_window
-
-    @property
-    def is_mid_epoch_validation(self) -> bool:
-        """Return whether a validation within a training epoch runs."""
-        return self.run.state.progress.phase is Phase.VALIDATION_WITHIN
-
-    @property
     def training(self) -> bool:
-        """Return whether fit runs, apart from its validations and the sanity check."""
-        return self.run.stage == "fit" and not self.run.state.progress.is_evaluating and not self.sanity_checking
+        """Return whether fit trains: neither its validation nor the sanity check runs."""
+        return self.run.stage == "fit" and not self.run.state.progress.is_evaluating
 
     @property
     def validating(self) -> bool:
-        """Return whether a validation runs, that of fit among them, but not the sanity check."""
+        """Return whether a validation runs, within fit too; the sanity check does not count."""
         is_within_fit = self.run.stage == "fit" and self.run.state.progress.is_evaluating
         return self.run.stage == "validate" or (is_within_fit and not self.sanity_checking)
 
@@ -302,33 +254,19 @@ class Status:
         return self.validating or self.testing
 
     @property
-    def sanity_checking(self) -> bool:
-        """Return whether the validation that runs is the sanity check."""
-        return self.run.state.progress.phase is Phase.SANITY_CHECK
-
-    @property
-    def enable_validation(self) -> bool:
-        """Return whether this fit validates."""
-        return self.run.enable_validation
-
-    @property
     def received_sigterm(self) -> bool:
-        """Return whether a SIGTERM stops, or has stopped, the present or latest fit, as far as this rank knows."""
+        """Return whether SIGTERM stops or has stopped the fit, as far as this rank knows."""
         return self.run.stop.received == signal.SIGTERM
-
-    interrupted = Forwarded[bool]("run.stop.interrupted", "Whether Ctrl-C has ended the latest run.")
 
     # -- the metrics -------------------------------------------------------------------------------------------------
 
     callback_metrics = Forwarded[dict[str, Tensor]](
         "run.logbook.callback_metrics",
-        "Every metric's latest value: an epoch's, over all ranks, where there is one, else this rank's step's.",
+        "The latest value of every metric: over all ranks for an epoch, else this rank's for a step.",
     )
-
     logged_metrics = Forwarded[dict[str, Tensor]](
         "run.logbook.logged_metrics", "The metrics that go to the loggers, under the names they have there."
     )
-
     progress_bar_metrics = Forwarded[dict[str, float]](
-        "run.logbook.progress_bar_metrics", "The metrics logged with prog_bar=True, as python numbers."
+        "run.logbook.progress_bar_metrics", "The metrics logged with prog_bar=True, as Python numbers."
     )

@@ -1,4 +1,4 @@
-"""The Trainer: its arguments, the wiring of its parts, and fit, validate, test and predict. The loop itself is fit.py's."""
+"""The Trainer: its arguments, and the calls fit, validate, test and predict. The training loop is in fit.py."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
 from trainwright.trainer.remote_call import call_remotely, changes
 from trainwright.trainer.request import Request, choose_checkpoint, find_validation, read_evaluation, read_fit
-from trainwright.trainer.resume import open_to_resume, open_with_hooks, restore, restore_weights, save_checkpoint
+from trainwright.trainer.resume import Resumption, open_with_hooks, restore_weights
 from trainwright.trainer.run import Parts, Run
+from trainwright.trainer.saving import save_checkpoint
 from trainwright.trainer.settings import Settings, refuse_unknown
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Status
@@ -48,61 +49,61 @@ from trainwright.trainer.training_run import TrainingRun
 
 
 class Trainer(Status):
-    """Runs the loop around a Module, and everything beside it as parts.
+    """Trains, validates, tests and predicts with a Module, and runs everything else as parts.
 
     Args:
-        accelerator: "auto" and "gpu" are whichever accelerator torch has here ("auto" the CPU where it has none); or its
-            name, "cuda" (ROCm too), "mps", "xpu" or that of a registered backend; or "cpu".
-        strategy: how processes share the work: "auto" (one: single_device, several: ddp), a name, or a Strategy.
-        devices: processes on this node, one a device; a list of GPUs; -1 for all (of the CPU, one a core); "auto" is what
-            was launched, else every GPU, else one.
-        num_nodes: nodes of the job. More than one are started by torchrun, srun or `trainwright launch`, or by the script
-            itself on each node, with NODE_RANK, MASTER_ADDR and MASTER_PORT in its environment.
-        precision: "32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true", their short forms 32, 16, "bf16",
+        accelerator: "auto" (whichever accelerator torch has here, else the CPU), "gpu", "cpu", or a torch device type such as
+            "cuda" (ROCm too), "mps", "xpu" or a registered backend's.
+        strategy: how processes share the work: "auto" (single_device, or ddp on several processes), a name, or a Strategy.
+        devices: number of processes on this node, one per device; a list of device numbers; -1 for all devices (CPU: all
+            cores). "auto": the launcher's number if launched, otherwise all GPUs, otherwise 1.
+        num_nodes: nodes of the job. torchrun, srun or `trainwright launch` starts more than one, or the script on each node
+            with NODE_RANK, MASTER_ADDR and MASTER_PORT in its environment.
+        precision: "32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true" or "64-true", the short forms 32, 16, "bf16" and
             64, or a Precision.
         logger: True for the CSV logger, False for none, a Logger or a list of them.
         callbacks: a Callback or a list of them.
-        fast_dev_run: a trial run of that many batches (True: one) in each loop, that writes nothing.
-        max_epochs: epochs to train; None is 1000 unless max_steps or max_time is given, -1 is without end.
+        fast_dev_run: run this many batches (True: one) in each loop, and write nothing.
+        max_epochs: epochs to train; None is 1000 unless max_steps or max_time is given, -1 no limit.
         min_epochs, min_steps: what is trained even if should_stop is set before.
-        max_steps: optimizer steps to train; -1 is without end.
+        max_steps: optimizer steps to train; -1 for no limit.
         max_time: time to train: "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
-        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: batches of an epoch on each rank:
-            a number (int), or a fraction (float); None for all.
-        overfit_batches: train and validate on that many batches, or on that fraction of them, without shuffling.
-        val_check_interval: when to validate within an epoch: each such fraction of it (float), each so many training batches
-            (int), or each such time (as max_time); None for the epoch's end.
+        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: batches of an epoch on each rank, as
+            a number (int) or a fraction (float); None for all.
+        overfit_batches: train and validate on this number or fraction of batches, without shuffling.
+        val_check_interval: validate within an epoch after each such fraction of it (float), number of training batches (int)
+            or time (as max_time); None to validate at its end.
         check_val_every_n_epoch: epochs between two validations; None lets val_check_interval count across epochs.
         num_sanity_val_steps: validation batches to run before training; -1 for all, None for 2.
-        log_every_n_steps: steps between two rows of step values in the loggers; None for 50, 0 for none.
+        log_every_n_steps: steps between two rows of step values in the loggers; None for 50, 0 for no rows.
         enable_checkpointing, enable_progress_bar, enable_model_summary: add the default callback.
         accumulate_grad_batches: batches of one optimizer step.
         gradient_clip_val: the limit of the gradients; None for no limit.
         gradient_clip_algorithm: "norm" (the total norm) or "value" (each element).
-        deterministic: torch's deterministic algorithms: True, or "warn" where there is none.
+        deterministic: use torch's deterministic algorithms: True, or "warn" to only warn if an operation has none.
         benchmark: let cuDNN try which algorithm is the fastest.
-        inference_mode: validate, test and predict under torch.inference_mode rather than torch.no_grad. What a module or a
-            metric makes there cannot be trained with afterwards.
-        use_distributed_sampler: share the data out over the ranks; False where the loaders do so themselves.
+        inference_mode: validate, test and predict under torch.inference_mode instead of torch.no_grad. Tensors that the module
+            or a metric makes there cannot be trained with later.
+        use_distributed_sampler: shard the data over the ranks; False if the loaders do that themselves.
         profiler: "simple", "advanced", "pytorch", or a Profiler.
-        detect_anomaly: let autograd say which operation made a NaN.
-        barebones: leave out all that costs time beside the loop.
+        detect_anomaly: have autograd name the operation that made a NaN.
+        barebones: disable everything that adds overhead: logging, checkpoints, progress bar, summary, sanity check.
         plugins: a Precision.
         sync_batchnorm: compute batch norm over all ranks.
-        reload_dataloaders_every_n_epochs: call the loader hooks again each so many epochs; 0 for never.
-        default_root_dir: where logs and checkpoints go, a path or an fsspec URL; the working directory by default.
+        reload_dataloaders_every_n_epochs: epochs after which the loader hooks are called again; 0 for never.
+        default_root_dir: the folder of logs and checkpoints, a path or an fsspec URL; None for the working directory.
         enable_autolog_hparams: write the hyper-parameters to the loggers.
-        compile: True, or a dict of torch.compile's options: compile in place what the steps call of the module.
-        fused_optimizers: let optimizers whose `fused` and `foreach` were left alone run fused, where torch can.
+        compile: True, or a dict of torch.compile's options: compile in place the submodules that the steps call.
+        fused_optimizers: run optimizers fused if torch can and their `fused` and `foreach` were not set.
 
     Raises:
-        ValueError, TypeError: a setting is wrong; said here, before any process is started.
+        ValueError, TypeError: a wrong setting, before any process is started.
         LaunchError: the processes of the job could not be started.
-        WorkerFailed: by a call that hands its work over, where a rank has failed.
+        WorkerFailed: by a call that starts processes, if a rank fails.
 
-    The first Trainer of a plain script that asks for several devices replaces the process by a launcher that runs the same
+    The first Trainer of a plain script that asks for several devices replaces the process by a launcher, which runs the same
     script in that many processes. In a notebook, a REPL, a test and `python -c`, and with strategy="ddp_spawn" or
-    "ddp_notebook", each call starts the processes, hands its work over, and brings back what it has changed.
+    "ddp_notebook", each call starts processes instead, runs in them, and brings back what changed.
 
     >>> trainer = tw.Trainer(max_epochs=2, enable_model_summary=False)
     >>> trainer.fit(module, loader)
@@ -188,25 +189,24 @@ class Trainer(Status):
         weights_only: bool | None = None,
         verify: Verify = "full",
     ) -> None:
-        """Train a module. Collective: every rank of the job calls it.
+        """Train a module. Collective: call on every rank.
 
         Args:
-            model: has training_step and configure_optimizers; to be validated validation_step too.
-            train_dataloaders: a DataLoader or an iterable of batches, several of them in a list, a dict or a CombinedLoader,
-                or a DataModule; without it the module's train_dataloader hook.
+            model: has training_step and configure_optimizers, and validation_step to be validated.
+            train_dataloaders: a DataLoader or an iterable of batches; several in a list, a dict or a CombinedLoader; or a
+                DataModule. None: the module's train_dataloader hook.
             val_dataloaders: the same for validation; a dict's keys name the loaders.
-            datamodule: a DataModule, in place of the loaders.
-            ckpt_path: the checkpoint to go on from: a path; "last", the newest of ModelCheckpoint's folder, which has to be
-                whole; "auto", the newest that is whole, or none: so a job can be run again until it has come to its end;
-                or "best". From the newest one the loggers go on in its run folder.
+            datamodule: a DataModule, instead of the loaders.
+            ckpt_path: the checkpoint to resume from: a path; "best"; "last", the newest of ModelCheckpoint's folder, which
+                must be whole; or "auto", the newest whole one if any, so that the same command can be repeated until the run
+                is finished. From the newest checkpoint the loggers continue in its run folder.
             weights_only: accepted and not needed: a checkpoint holds nothing but plain data and tensors.
-            verify: how the checkpoint is looked at before anything is changed: "full" (the digest of every file), "size"
-                (their sizes) or "off".
+            verify: how the checkpoint is checked before anything changes: "full" (every file's digest), "size" or "off".
 
         Raises:
             TypeError, ValueError: a module or a loader that cannot be trained.
-            CheckpointError: no such checkpoint, or one that is damaged or of another model; or another run holds the folder.
-            RunStopped: SIGTERM, SIGUSR1 or Ctrl-C has stopped it, and it is saved; it ends the process.
+            CheckpointError: the checkpoint is missing, damaged or another model's, or another run holds the folder.
+            RunStopped: SIGTERM, SIGUSR1 or Ctrl-C has stopped the run, which is saved; it ends the process.
         """
         self._refuse_nested("fit")
         request = read_fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, verify)
@@ -220,11 +220,14 @@ class Trainer(Status):
         self.run = run = TrainingRun(parts, model, request.datamodule, choice, self.run, request.source, validation)
         with run.stop, run.opened(), torch.autograd.set_detect_anomaly(self._settings.detect_anomaly):
             run.stop.open()
-            opened = open_to_resume(run, choice.checkpoint) if choice.checkpoint is not None else None
+            resumption = None if choice.checkpoint is None else Resumption(run, choice.checkpoint)
+            if resumption is not None:
+                resumption.parts()
             prepare_fit(run)
             run.hooks.call("on_fit_start")
-            generators = restore(run, opened) if opened is not None else None
-            fit(run, generators)
+            if resumption is not None:
+                resumption.state()
+            fit(run, resumption)
             if choice.is_rerunnable:
                 run.stop.save_end()
             run.hooks.call("on_fit_end")
@@ -255,18 +258,17 @@ class Trainer(Status):
         """Evaluate a module with test_step, print its metrics on rank 0 and return them. Collective.
 
         Args:
-            model: the module; None is the one of the latest call, with the weights of its best checkpoint if it has one.
-            dataloaders: a DataLoader or an iterable of batches, several in a list or a dict of names, or a DataModule;
-                without it the module's test_dataloader hook.
-            ckpt_path: the weights to take: a path, "best", "last" (the newest) or "auto" (the newest that is whole); None takes
-                a given module as it is.
+            model: the module; None for the latest run's, with the weights of its best checkpoint if there is one.
+            dataloaders: a DataLoader or an iterable of batches, several in a list or a dict of names, or a DataModule. None:
+                the module's test_dataloader hook.
+            ckpt_path: the weights to load: a path, "best", "last" (the newest) or "auto" (the newest that is whole); None
+                leaves a given module as it is.
             verbose: print the table of metrics.
-            datamodule: a DataModule, in place of the loaders.
-            weights_only: accepted and not needed: a checkpoint holds nothing but plain data and tensors.
-            verify: "full", "size" or "off", as in `fit`.
+            datamodule: a DataModule, instead of the loaders.
+            weights_only, verify: as in `fit`.
 
         Returns:
-            A list of dicts, each loader's metrics by name, over all ranks and each sample counted once.
+            A list of dicts, each loader's metrics by name, over all ranks with each sample counted once.
         """
         return self._evaluate("test", "test", verbose, model, dataloaders, ckpt_path, datamodule, verify)
 
@@ -280,11 +282,10 @@ class Trainer(Status):
         weights_only: bool | None = None,
         verify: Verify = "full",
     ) -> list[Any]:
-        """Return what predict_step returns for each batch, on the host, in the order of the dataset. Collective.
+        """Return what predict_step returns for each batch, on the host, in the dataset's order. Collective.
 
-        On several ranks each of them gets the outputs of all; the arguments are those of `test`. With
-        return_predictions=False nothing is kept: a TensorPredictionWriter writes the outputs, or a callback of your own takes
-        them in on_predict_batch_end.
+        Every rank gets the outputs of all. The arguments are those of `test`. With return_predictions=False nothing is kept: a
+        TensorPredictionWriter writes the outputs, or your callback's on_predict_batch_end takes them.
 
         Returns:
             A list with an entry for each batch; with several loaders a list of such lists.
@@ -308,32 +309,36 @@ class Trainer(Status):
         blocking: bool = True,
         overwrite: bool = False,
     ) -> bool:
-        """Write a checkpoint and return whether it is there, or, with blocking=False, begun. Collective: call on every rank.
+        """Write a checkpoint; return whether it is written, or begun with blocking=False. Collective: call on every rank.
 
-        With blocking=False the loop goes on once all is copied to host memory, and a thread writes and commits. One such save
-        is in flight at a time: the next save, the end of a run, a load and the program's end wait for it, and raise its error.
+        Args:
+            filepath: a path or an fsspec URL that does not exist yet.
+            weights_only: save the weights alone, from which no fit resumes.
+            storage_options: not accepted; put them into the URL or fsspec's configuration.
+            blocking: False copies everything to host memory and lets a thread write it while training continues. One such save
+                is in flight at a time: the next save or load, the end of the run and the program's end wait for it and raise
+                its error.
+            overwrite: replace a whole checkpoint at this path, even the one that the run was resumed from, so that a script can
+                be repeated. The new one is committed beside it as `-v1` first, so a kill at any moment leaves one of the two
+                whole. Anything else at the path is refused, and on a file system without rename (object stores) any path that
+                exists.
 
-        A path that exists is refused. With overwrite=True a whole checkpoint there, also the one that the run was resumed from,
-        is replaced, so that a script can be run again: the new one is committed first, as `-v1` beside it, and then takes its
-        place. Whenever the process is killed, one of the two is there, whole. Anything else at that path is refused, and so is
-        any path that exists on a file system without a rename (object stores).
-
-        Within an accumulation window it is written when the window ends, since gradients are not part of it, and between an
-        epoch's last batch, or the one after which the run stops, and its end (the validation, on_train_epoch_end) when that is
-        done and all schedulers have stepped; False then.
+        Within an accumulation window the save waits for its end, since gradients are not part of a checkpoint; between an
+        epoch's last batch and the end of its validation, hooks and schedulers it waits for that. It returns False then.
 
         Raises:
-            CheckpointError: on every rank alike.
-            RuntimeError: there is nothing to save, or no run that could go on from it.
+            CheckpointError: on every rank.
+            RuntimeError: nothing to save, or nothing that a run could resume from.
         """
         if storage_options is not None:
             raise ValueError("storage_options is not accepted; put them into the fsspec URL or its configuration.")
         return save_checkpoint(self.run, str(filepath), weights_only, blocking, overwrite)
 
     def stop_soon(self) -> None:
-        """Ask, on any rank and from any thread, that all ranks stop at one and the same optimizer step of this fit.
+        """Stop all ranks at the same optimizer step of this fit; call it on any rank and from any thread.
 
-        On several ranks that needs steps that average gradients; under manual optimization without any, set should_stop alike.
+        On several ranks that needs steps that average gradients; under manual optimization without any, set should_stop on
+        every rank.
         """
         self.run.stop.request_soon()
 
@@ -342,7 +347,7 @@ class Trainer(Status):
         return self.engine.connection.sync_point(name)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Return a context in which modules are made in the dtype and on the device that they are trained on."""
+        """Return a context that makes modules in the run's dtype and on its device, without values if `empty_init`."""
         return making_modules(self.engine, bool(empty_init))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -367,7 +372,7 @@ class Trainer(Status):
     def should_stop(self) -> bool:
         """Set it to True, on any rank, to end the run.
 
-        On one process it ends after this optimizer step; on several after this validation or epoch if it is set there, else
+        One process ends after this optimizer step; several after this validation or epoch if it is set there, otherwise
         within the next two steps.
         """
         return self.run.stop.requested
@@ -460,7 +465,7 @@ class Trainer(Status):
             run.trained.drop_optimizers()
 
     def _call_workers(self, run: Run, options: dict[str, Any]) -> Any:
-        """Make a call in processes that are started for it; return its result."""
+        """Make a call in processes started for it; return its result."""
         self.run.stop.note_end(None)
         others = (run.call, run.ckpt_path, self._callbacks_of_module, self.run.module is run.module, self.state.plain())
         try:
@@ -480,7 +485,7 @@ class Trainer(Status):
         module: Module | None,
         state: dict[str, Any],
     ) -> None:
-        """Go on from the Trainer of another process: with copies of its parts, its module and its counters."""
+        """Continue the work of a Trainer of another process, with copies of its parts, its module and its counters."""
         self.callbacks, self.loggers, self.profiler = callbacks, loggers, profiler
         self._callbacks_of_module = callbacks_of_module
         self.run = Run(self._parts(self.run.root), "fit", module, None, Choice(), None, TrainerState.of_plain(state))

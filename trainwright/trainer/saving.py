@@ -1,0 +1,263 @@
+"""Saving: what a checkpoint holds of a run beside the model, the optimizers and the precision, which are the engine's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from trainwright.callbacks.base import Callback, stop_themselves
+from trainwright.checkpoint.contents import extra_states
+from trainwright.checkpoint.editing import Edit
+from trainwright.checkpoint.foreign_formats import is_plain
+from trainwright.checkpoint.shards import check_storable
+from trainwright.checkpoint.store import encode_state
+from trainwright.data.datamodule import DataModule
+from trainwright.data.loader_state import LoaderState
+from trainwright.data.seeding import rng_state
+from trainwright.engine.gradients import held_gradients
+from trainwright.engine.named_state import model_pieces
+from trainwright.errors import CheckpointError
+from trainwright.hyperparameters import HyperParameters, stored_hyper_parameters
+from trainwright.module import Module, is_overridden
+from trainwright.plain_forms import LEFT_OUT
+from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.base import UNSAVED_KEYS
+from trainwright.strategies.optimizer_proxy import unwrap_optimizer
+from trainwright.strategies.sparse_gradients import sparse_weights
+from trainwright.strategies.state_entries import computed_entries
+from trainwright.strategies.state_probe import state_of_a_step
+from trainwright.trainer.run import Run
+from trainwright.trainer.state import OpenEpoch
+from trainwright.trainer.training_run import TrainingRun
+
+SAVE_HOOK = "on_save_checkpoint"
+
+
+def check_save(run: Run, weights_only: bool) -> bool:
+    """Return whether a save can hold the weights only; RuntimeError where there is nothing to save."""
+    if not run.engine.modules:
+        raise RuntimeError("there is nothing to save: save_checkpoint works from fit's beginning on.")
+    if not weights_only and run.engine.num_workers:
+        rank_zero_warn(
+            "the optimizers have ended with the processes that the run was handed over to: save_checkpoint writes the "
+            "weights alone, from which no fit goes on; ModelCheckpoint saves all, within the run.",
+            stacklevel=3,
+        )
+        weights_only = True
+    if not weights_only and run.stage != "fit" and not run.engine.optimizers:
+        raise RuntimeError(
+            "the latest run was an evaluation, which has no optimizer to save; pass weights_only=True, or save after fit."
+        )
+    return weights_only
+
+
+def run_state(run: Run, data: LoaderState | None) -> dict[str, Any]:
+    """Return what a checkpoint holds beside tensors: counters, schedulers, callbacks, data module and hyper-parameters.
+
+    `data` is the position in the training data; None where the checkpoint holds the weights only.
+    """
+    from trainwright import __version__
+
+    module, datamodule = run.module, run.datamodule
+    state: dict[str, Any] = {"trainwright_version": __version__}
+    state |= _hyper_parameters(module, "", "module") if module is not None else {}
+    if datamodule is not None:
+        state |= _hyper_parameters(datamodule, "datamodule_", "datamodule")
+        if is_overridden("state_dict", datamodule, DataModule):
+            state["datamodule"] = datamodule.state_dict()
+    if data is None:
+        return state
+    epoch = run.state.open_epoch
+    saving = run.callbacks if epoch is None else [each for each in run.callbacks if each.runs_last]
+    return {
+        **state,
+        "position": {**run.state.state_dict(), "places": data["places"]},
+        "metrics": run.logbook.state_dict() if epoch is None else epoch.metrics,
+        "lr_schedulers": [config.scheduler.state_dict() for config in run.trained.schedulers],
+        "callbacks": {**(epoch.callbacks if epoch is not None else {}), **callback_states(saving)},
+        "loggers": run.logbook.logger_states() if epoch is None else epoch.loggers,
+    }
+
+
+def position_in_data(run: Run) -> LoaderState:
+    """Return the position in the training data of the present or the latest fit."""
+    assert run.trained.data is not None
+    return run.trained.data.state_dict()
+
+
+def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
+    """Return the state of each callback that has any, by its key."""
+    return {each.state_key: state for each in callbacks if (state := each.state_dict())}
+
+
+def check_state(run: Run) -> None:
+    """Refuse, before anything is trained, state that no checkpoint can hold, where checkpoints are to be written. Collective.
+
+    Raises:
+        CheckpointError: on every rank alike; the text says where it stands and of what kind it is.
+    """
+    engine = run.engine
+    if run.settings.fast_dev_run or not any(each.keeps_any for each in run.checkpoint_callbacks):
+        return
+
+    sparse = {id(weight) for _, _, weight in sparse_weights(engine.modules)}
+    stepped = [unwrap_optimizer(each) for each in engine.optimizers]
+    others = [each for each in stepped if _makes_own_state(each) or _steps_any(each, sparse)]
+
+    def look() -> None:
+        for optimizer in engine.optimizers:
+            for group in optimizer.param_groups:
+                stored = {key: value for key, value in group.items() if key not in UNSAVED_KEYS}
+                encode_state(stored, f"a parameter group of {type(optimizer).__name__}")
+        for optimizer in others:
+            for key, tensor in state_of_a_step(optimizer, sparse):
+                _check_dense(optimizer, key, tensor)
+                check_storable(f"{key} of {type(optimizer).__name__}", tensor)
+        try:
+            state = {
+                **run_state(run, position_in_data(run)),
+                "extra": [extra_states(module) for module in engine.modules],
+            }
+        except Exception:  # what tells it may not be ready before the first batch; the save says what is wrong
+            return
+        encode_state(state, "state")
+        for module in engine.modules:
+            computed_entries(engine.strategy, module)
+        # A hook may yet change what is no tensor that a checkpoint can hold.
+        for piece in model_pieces(engine.strategy, engine.modules) if edit_with_hooks(run, SAVE_HOOK) is None else ():
+            check_storable(piece.name, piece.tensor)
+
+    for optimizer in others:
+        _check_first_step(optimizer)
+    subject = "checkpoints of this run could not be written"
+    engine.ranks.run_on_all(look, "the start of fit", subject=subject)
+
+
+def _check_dense(optimizer: Optimizer, key: str, tensor: Tensor) -> None:
+    """Refuse sparse state, with the optimizers that keep none (CheckpointError)."""
+    if tensor.layout is torch.sparse_coo:
+        raise CheckpointError(
+            f"tensor '{key} of {type(optimizer).__name__}' is sparse, as the gradients of a layer with sparse=True are; a "
+            "checkpoint stores dense tensors. Use torch.optim.SparseAdam, or SGD without momentum, or leave sparse out."
+        )
+
+
+def _steps_any(optimizer: Optimizer, parameters: Collection[int]) -> bool:
+    """Return whether an optimizer steps any of the parameters, given by their ids."""
+    return bool(parameters) and any(
+        id(each) in parameters for group in optimizer.param_groups for each in group["params"]
+    )
+
+
+def _makes_own_state(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is none of torch's or DeepSpeed's own, whose state is plain tensors, and steps by itself."""
+    is_known = type(optimizer).__module__.startswith(("torch.optim", "deepspeed.ops."))
+    return not is_known and hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
+def _check_first_step(optimizer: Optimizer) -> None:
+    """Have the state that an optimizer makes in its first step looked at there, once: no checkpoint may be able to hold it."""
+
+    def look(stepped: Optimizer, *_: Any) -> None:
+        handle.remove()
+        for state in stepped.state.values():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                local = value._local_tensor if isinstance(value, DTensor) else value
+                if isinstance(local, Tensor):
+                    check_storable(f"{key} of {type(stepped).__name__}", local)
+
+    handle = optimizer.register_step_post_hook(look)
+
+
+def save_run(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> None:
+    """Write a checkpoint of the run as it stands; see Trainer.save_checkpoint. Collective: call on every rank."""
+    run.state.count_save()
+    data = None if weights_only else position_in_data(run)
+    run.engine.save(
+        path,
+        step=run.state.step,
+        epoch=run.state.epoch,
+        state=run_state(run, data),
+        rank_state=None if data is None else rank_state(run, data),
+        weights_only=weights_only,
+        number=run.state.saves,
+        edit=edit_with_hooks(run, SAVE_HOOK),
+        blocking=blocking,
+        overwrite=overwrite,
+    )
+
+
+def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> bool:
+    """Write a checkpoint, now or, returning False, once the run may be saved; see Trainer.save_checkpoint. Collective."""
+    weights_only = check_save(run, weights_only)
+    if isinstance(run, TrainingRun) and not run.may_save(weights_only):
+        run.waiting_saves.append((path, weights_only, blocking, overwrite))
+        return False
+    if run.logbook.owes_row:
+        run.logbook.log_step()  # no resumed run would write it
+    save_run(run, path, weights_only, blocking, overwrite)
+    return True
+
+
+def save_waiting(run: TrainingRun) -> None:
+    """Write the checkpoints that were requested within the window or epoch's end that is over. Collective."""
+    while run.waiting_saves:
+        save_checkpoint(run, *run.waiting_saves.pop(0))
+
+
+def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:
+    """Return what a checkpoint holds of this rank alone: within an epoch, what was logged in it and where its data stands."""
+    assert run.module is not None
+    own_stop = run.stop.requested and not stop_themselves(run.callbacks)
+    epoch = run.state.open_epoch
+    return {
+        "rng": epoch.generators if epoch is not None else run.state.loaded_generators or rng_state(),
+        "metrics": epoch.unfinished if epoch is not None else run.logbook.epoch_state(),
+        "sources": [data["sources"]],
+        "epoch_rng": None if run.state.epoch_ended else run.state.epoch_generators,
+        "should_stop": own_stop,
+        "gradients": held_gradients(run.engine.modules) if run.state.holds_gradients else [],
+    }
+
+
+def open_epoch(run: Run) -> OpenEpoch:
+    """Return what a checkpoint holds of an epoch that the run stops within, where it stands."""
+    logbook = run.logbook
+    callbacks = copy.deepcopy(callback_states(each for each in run.callbacks if not each.runs_last))
+    return OpenEpoch(logbook.state_dict(), run.logbook.epoch_state(), logbook.logger_states(), callbacks, rng_state())
+
+
+def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[str, Any]:
+    plain, forms = stored_hyper_parameters(owner, is_plain)
+    left_out = [name for name, form in forms.items() if form["form"] == LEFT_OUT]
+    if left_out and not owner.__dict__.get("_has_warned_of_hyper_parameters"):
+        owner.__dict__["_has_warned_of_hyper_parameters"] = True
+        rank_zero_warn(
+            f"the hyper-parameters {', '.join(left_out)} of the {kind} have no plain form, so checkpoints and loggers are "
+            f"without them, and load_from_checkpoint wants them as arguments. Call save_hyperparameters(ignore={left_out!r}) "
+            "where the constructor's defaults are right.",
+            stacklevel=2,
+        )
+    if not plain and not forms:
+        return {}
+    stored = {f"{prefix}hyper_parameters": plain, f"{prefix}hparams_name": owner._hparams_name}
+    return {**stored, f"{prefix}hyper_parameter_forms": forms} if forms else stored
+
+
+def edit_with_hooks(run: Run, name: str) -> Edit | None:
+    """Return what lets the hooks change a checkpoint's contents; None where nobody overrides them."""
+    module = run.module
+    own = module is not None and is_overridden(name, module, Module)
+    if not own and not any(is_overridden(name, each, Callback) for each in run.callbacks):
+        return None
+
+    def edit(contents: dict[str, Any]) -> None:
+        run.hooks.call(name, contents)
+
+    return edit
