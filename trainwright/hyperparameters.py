@@ -162,6 +162,22 @@ def stored_hyper_parameters(
     return plain, forms
 
 
+def hyper_parameter_entries(
+    owner: HyperParameters, prefix: str, is_plain: Callable[[Any], bool]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return a checkpoint's entries for an owner, and, at the first call only, the names that they leave out."""
+    plain, forms = stored_hyper_parameters(owner, is_plain)
+    left_out = [name for name, form in forms.items() if form["form"] == LEFT_OUT]
+    if owner.__dict__.get("_has_warned_of_hyper_parameters"):
+        left_out = []
+    elif left_out:
+        owner.__dict__["_has_warned_of_hyper_parameters"] = True
+    if not plain and not forms:
+        return {}, left_out
+    stored = {f"{prefix}hyper_parameters": plain, f"{prefix}hparams_name": owner._hparams_name}
+    return {**stored, f"{prefix}hyper_parameter_forms": forms} if forms else stored, left_out
+
+
 def logged_hyper_parameters(
     owners: Iterable[HyperParameters | None], is_plain: Callable[[Any], bool]
 ) -> tuple[dict[str, Any], list[str]]:

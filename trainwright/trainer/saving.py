@@ -23,9 +23,8 @@ from trainwright.data.seeding import rng_state
 from trainwright.engine.gradients import held_gradients
 from trainwright.engine.named_state import model_pieces
 from trainwright.errors import CheckpointError
-from trainwright.hyperparameters import HyperParameters, stored_hyper_parameters
+from trainwright.hyperparameters import HyperParameters, hyper_parameter_entries
 from trainwright.module import Module, is_overridden
-from trainwright.plain_forms import LEFT_OUT
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import UNSAVED_KEYS
 from trainwright.strategies.optimizer_proxy import unwrap_optimizer
@@ -40,13 +39,13 @@ SAVE_HOOK = "on_save_checkpoint"
 
 
 def check_save(run: Run, weights_only: bool) -> bool:
-    """Return whether a save can hold the weights only; RuntimeError where there is nothing to save."""
+    """Return whether a save can hold the weights only; RuntimeError if there is nothing to save."""
     if not run.engine.modules:
         raise RuntimeError("there is nothing to save: save_checkpoint works from fit's beginning on.")
     if not weights_only and run.engine.num_workers:
         rank_zero_warn(
-            "the optimizers have ended with the processes that the run was handed over to: save_checkpoint writes the "
-            "weights alone, from which no fit goes on; ModelCheckpoint saves all, within the run.",
+            "the optimizers ended with the processes of the run, so save_checkpoint writes the weights only, from which no fit "
+            "resumes; a ModelCheckpoint saves everything, within the run.",
             stacklevel=3,
         )
         weights_only = True
@@ -58,9 +57,9 @@ def check_save(run: Run, weights_only: bool) -> bool:
 
 
 def run_state(run: Run, data: LoaderState | None) -> dict[str, Any]:
-    """Return what a checkpoint holds beside tensors: counters, schedulers, callbacks, data module and hyper-parameters.
+    """Return what a checkpoint holds apart from tensors: counters, schedulers, callbacks, datamodule, hyper-parameters.
 
-    `data` is the position in the training data; None where the checkpoint holds the weights only.
+    `data` is the position in the training data; None for a checkpoint of the weights only.
     """
     from trainwright import __version__
 
@@ -97,10 +96,10 @@ def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
 
 
 def check_state(run: Run) -> None:
-    """Refuse, before anything is trained, state that no checkpoint can hold, where checkpoints are to be written. Collective.
+    """Refuse, before anything is trained, state that the run's checkpoints could not hold. Collective.
 
     Raises:
-        CheckpointError: on every rank alike; the text says where it stands and of what kind it is.
+        CheckpointError: on every rank; the text names the state and its type.
     """
     engine = run.engine
     if run.settings.fast_dev_run or not any(each.keeps_any for each in run.checkpoint_callbacks):
@@ -124,12 +123,12 @@ def check_state(run: Run) -> None:
                 **run_state(run, position_in_data(run)),
                 "extra": [extra_states(module) for module in engine.modules],
             }
-        except Exception:  # what tells it may not be ready before the first batch; the save says what is wrong
+        except Exception:  # a state_dict may not be ready before the first batch; the save will report what is wrong
             return
         encode_state(state, "state")
         for module in engine.modules:
             computed_entries(engine.strategy, module)
-        # A hook may yet change what is no tensor that a checkpoint can hold.
+        # on_save_checkpoint may still replace tensors that a checkpoint cannot hold.
         for piece in model_pieces(engine.strategy, engine.modules) if edit_with_hooks(run, SAVE_HOOK) is None else ():
             check_storable(piece.name, piece.tensor)
 
@@ -140,7 +139,7 @@ def check_state(run: Run) -> None:
 
 
 def _check_dense(optimizer: Optimizer, key: str, tensor: Tensor) -> None:
-    """Refuse sparse state, with the optimizers that keep none (CheckpointError)."""
+    """Refuse sparse state, and name optimizers without it (CheckpointError)."""
     if tensor.layout is torch.sparse_coo:
         raise CheckpointError(
             f"tensor '{key} of {type(optimizer).__name__}' is sparse, as the gradients of a layer with sparse=True are; a "
@@ -156,13 +155,13 @@ def _steps_any(optimizer: Optimizer, parameters: Collection[int]) -> bool:
 
 
 def _makes_own_state(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is none of torch's or DeepSpeed's own, whose state is plain tensors, and steps by itself."""
+    """Return whether an optimizer is not torch's or DeepSpeed's, whose state is plain tensors, and steps by itself."""
     is_known = type(optimizer).__module__.startswith(("torch.optim", "deepspeed.ops."))
     return not is_known and hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
 def _check_first_step(optimizer: Optimizer) -> None:
-    """Have the state that an optimizer makes in its first step looked at there, once: no checkpoint may be able to hold it."""
+    """Check, once, the state that an optimizer makes in its first step."""
 
     def look(stepped: Optimizer, *_: Any) -> None:
         handle.remove()
@@ -175,8 +174,14 @@ def _check_first_step(optimizer: Optimizer) -> None:
     handle = optimizer.register_step_post_hook(look)
 
 
-def save_run(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> None:
-    """Write a checkpoint of the run as it stands; see Trainer.save_checkpoint. Collective: call on every rank."""
+def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> bool:
+    """Write a checkpoint, now or, returning False, once the run may be saved; see Trainer.save_checkpoint. Collective."""
+    weights_only = check_save(run, weights_only)
+    if isinstance(run, TrainingRun) and not run.may_save(weights_only):
+        run.waiting_saves.append((path, weights_only, blocking, overwrite))
+        return False
+    if run.logbook.owes_row:
+        run.logbook.log_step()  # no resumed run would write it
     run.state.count_save()
     data = None if weights_only else position_in_data(run)
     run.engine.save(
@@ -191,17 +196,6 @@ def save_run(run: Run, path: str, weights_only: bool, blocking: bool, overwrite:
         blocking=blocking,
         overwrite=overwrite,
     )
-
-
-def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> bool:
-    """Write a checkpoint, now or, returning False, once the run may be saved; see Trainer.save_checkpoint. Collective."""
-    weights_only = check_save(run, weights_only)
-    if isinstance(run, TrainingRun) and not run.may_save(weights_only):
-        run.waiting_saves.append((path, weights_only, blocking, overwrite))
-        return False
-    if run.logbook.owes_row:
-        run.logbook.log_step()  # no resumed run would write it
-    save_run(run, path, weights_only, blocking, overwrite)
     return True
 
 
@@ -212,7 +206,7 @@ def save_waiting(run: TrainingRun) -> None:
 
 
 def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:
-    """Return what a checkpoint holds of this rank alone: within an epoch, what was logged in it and where its data stands."""
+    """Return what a checkpoint holds of this rank alone, such as what it has logged in the epoch and its data's sources."""
     assert run.module is not None
     own_stop = run.stop.requested and not stop_themselves(run.callbacks)
     epoch = run.state.open_epoch
@@ -227,31 +221,26 @@ def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:
 
 
 def open_epoch(run: Run) -> OpenEpoch:
-    """Return what a checkpoint holds of an epoch that the run stops within, where it stands."""
+    """Return what a checkpoint holds of an epoch that the run stops within."""
     logbook = run.logbook
     callbacks = copy.deepcopy(callback_states(each for each in run.callbacks if not each.runs_last))
     return OpenEpoch(logbook.state_dict(), run.logbook.epoch_state(), logbook.logger_states(), callbacks, rng_state())
 
 
 def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[str, Any]:
-    plain, forms = stored_hyper_parameters(owner, is_plain)
-    left_out = [name for name, form in forms.items() if form["form"] == LEFT_OUT]
-    if left_out and not owner.__dict__.get("_has_warned_of_hyper_parameters"):
-        owner.__dict__["_has_warned_of_hyper_parameters"] = True
+    stored, left_out = hyper_parameter_entries(owner, prefix, is_plain)
+    if left_out:
         rank_zero_warn(
-            f"the hyper-parameters {', '.join(left_out)} of the {kind} have no plain form, so checkpoints and loggers are "
-            f"without them, and load_from_checkpoint wants them as arguments. Call save_hyperparameters(ignore={left_out!r}) "
-            "where the constructor's defaults are right.",
+            f"the hyper-parameters {', '.join(left_out)} of the {kind} have no plain form, so checkpoints and loggers leave "
+            f"them out, and load_from_checkpoint needs them as arguments. Call save_hyperparameters(ignore={left_out!r}) "
+            "if the constructor's defaults are right.",
             stacklevel=2,
         )
-    if not plain and not forms:
-        return {}
-    stored = {f"{prefix}hyper_parameters": plain, f"{prefix}hparams_name": owner._hparams_name}
-    return {**stored, f"{prefix}hyper_parameter_forms": forms} if forms else stored
+    return stored
 
 
 def edit_with_hooks(run: Run, name: str) -> Edit | None:
-    """Return what lets the hooks change a checkpoint's contents; None where nobody overrides them."""
+    """Return what lets the hooks change a checkpoint's contents; None if no hook does."""
     module = run.module
     own = module is not None and is_overridden(name, module, Module)
     if not own and not any(is_overridden(name, each, Callback) for each in run.callbacks):
