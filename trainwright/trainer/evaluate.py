@@ -27,7 +27,7 @@ from trainwright.trainer.steps import StepArguments, read_step
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.uneven_round import Communication, UnevenRound
 
-Share = ShardedLoader | ShardedCombination
+Shard = ShardedLoader | ShardedCombination
 LIMITS = {
     "validation": "limit_val_batches",
     "test": "limit_test_batches",
@@ -47,8 +47,8 @@ class Evaluation:
     shown: Stage = field(init=False)
     """What the Trainer shows of its data."""
     arguments: StepArguments = field(default_factory=StepArguments)
-    loaders: list[tuple[str | None, Share]] = field(default_factory=list)
-    """This rank's share of each loader, and the name that the user gave it."""
+    loaders: list[tuple[str | None, Shard]] = field(default_factory=list)
+    """The user's name of each loader, and this rank's shard of it."""
     is_loaded: bool = False
     communication: Communication = field(default_factory=Communication)
     generators: dict[str, Any] | None = None
@@ -58,6 +58,11 @@ class Evaluation:
         self.transfer = find_transfer(self.run.engine, self.module, self.run.datamodule)
         self.shown = getattr(self.run.stages, self.stage)
         self.run.close_at_end(self.close)
+
+    def begin_communication(self) -> Communication:
+        """Forget what the step communicated with the loader before: that says nothing of the next one."""
+        self.communication = Communication(in_hooks=self.stage != "predict")
+        return self.communication
 
     def draw_from(self, generators: dict[str, Any]) -> None:
         """Let the loaders' hook draw from these generators when it is called first."""
@@ -103,12 +108,12 @@ class Evaluation:
             return self.source.load(is_read_once)
 
     def _refuse_empty(self) -> None:
-        """Refuse a loader that was given and has no batch on any rank (ValueError); a hook may return one."""
-        for place, (name, loader) in enumerate(self.loaders):
+        """Refuse a loader that was given and has no batch on any rank (ValueError); a hook may return an empty one."""
+        for index, (name, loader) in enumerate(self.loaders):
             if not isinstance(loader, ShardedLoader) or (loader.world_size > 1 and not loader.is_sharded):
                 continue
             if loader.shard.source_length == 0:
-                which = f" {place if name is None else name!r}" if len(self.loaders) > 1 else ""
+                which = f" {index if name is None else name!r}" if len(self.loaders) > 1 else ""
                 raise ValueError(
                     f"the {self.stage} loader{which} has no batch (its dataset is empty, or drop_last dropped all); give it "
                     "data, or leave it out."
@@ -120,8 +125,8 @@ class Evaluation:
             self.is_loaded, self.generators = False, None
             self.load()
 
-    def limit_of(self, loader: Share, most: int | None = None) -> int | None:
-        """Return how many of a loader's batches are run, `most` of them at most; None to the loader's end."""
+    def limit_of(self, loader: Shard, most: int | None = None) -> int | None:
+        """Return the number of a loader's batches to run, at most `most`; None for all until its end."""
         limit = getattr(self.run.settings, LIMITS[self.stage])
         count = limited(loader.length, limit)
         return count if most is None else limited(count, most)
@@ -161,9 +166,9 @@ def evaluate(
         collector = logbook.start(module, training=False, stage=stage)
         hooks.call(f"on_{stage}_start")
         hooks.call(f"on_{stage}_epoch_start")
-        for place, (name, loader) in enumerate(evaluation.loaders):
-            collector.begin_loader((place, name) if len(evaluation.loaders) > 1 or name is not None else None)
-            run_loader(evaluation, collector, place, loader, most, keep, abandonment)
+        for index, (name, _) in enumerate(evaluation.loaders):
+            collector.begin_loader((index, name) if len(evaluation.loaders) > 1 or name is not None else None)
+            run_loader(evaluation, collector, index, most, keep, abandonment)
             collector.end_batches()
             if abandonment is not None:
                 run.stop.after_loader()
@@ -185,63 +190,62 @@ def evaluate(
 def run_loader(
     evaluation: Evaluation,
     collector: MetricCollector,
-    place: int,
-    loader: Share,
+    loader_index: int,
     most: int | None,
     keep: Callable[[int, int, Any], None] | None,
     abandonment: SyncPoint | None,
 ) -> None:
-    """Run the stage's step on each batch of this rank's share of one loader, until all ranks abandon it."""
-    engine, hooks, stage = evaluation.run.engine, evaluation.run.hooks, evaluation.stage
-    step, transfer, module = f"{stage}_step", evaluation.transfer, evaluation.module
-    several = (place,) if len(evaluation.loaders) > 1 else ()
+    """Run the stage's step on each batch of this rank's shard of one loader, until all ranks abandon it."""
+    run, stage, module = evaluation.run, evaluation.stage, evaluation.module
+    engine, hooks, loader = run.engine, run.hooks, evaluation.loaders[loader_index][1]
+    step, transfer = f"{stage}_step", evaluation.transfer
     loader.set_epoch(engine.seed, 0)
     length = loader.exact_length
-    is_limited = most is not None or getattr(evaluation.run.settings, LIMITS[stage]) is not None
-    count = evaluation.limit_of(loader, most) if is_limited else None  # else to its end, whatever it says of its length
+    is_limited = most is not None or getattr(run.settings, LIMITS[stage]) is not None
+    count = evaluation.limit_of(loader, most) if is_limited else None  # without a limit its length does not matter
     evaluation.shown.note_indices(None)
-    # What the step does with the loader before says nothing of this one.
-    told = evaluation.communication = Communication(in_hooks=stage != "predict")
+    communication = evaluation.begin_communication()
     is_own = engine.world_size > 1 and not loader.is_sharded
-    source = OwnRounds(loader, count, told, engine.strategy.forward_is_collective) if is_own else loader
+    source = OwnRounds(loader, count, communication, engine.strategy.forward_is_collective) if is_own else loader
     if evaluation.arguments.pulls:
-        run_pulled(evaluation, collector, place, source, count, keep, abandonment)
+        run_pulled(evaluation, collector, loader_index, source, count, keep, abandonment)
         return
+    several = (loader_index,) if len(evaluation.loaders) > 1 else ()
     noted = loader.note_indices() if stage == "predict" and isinstance(loader, ShardedLoader) else None
     batches: Iterator[Any] = islice(source, None if is_own else count)
-    if is_measuring(evaluation.run.profiler):
-        batches = evaluation.run.profiler.timed_iterator(batches, f"{stage}_dataloader_next")
+    if is_measuring(run.profiler):
+        batches = run.profiler.timed_iterator(batches, f"{stage}_dataloader_next")
     for index, batch in enumerate(batches):
-        is_ghost = source.real_length is not None and index >= source.real_length
+        is_dummy = source.real_length is not None and index >= source.real_length
         if length is not None and index >= length and not is_own:
             refuse_length(length)
-        if abandonment is not None and abandonment.is_pending and evaluation.run.stop.is_left(place, index):
+        if abandonment is not None and abandonment.is_pending and run.stop.is_left(loader_index, index):
             break
         if noted:
             evaluation.shown.note_indices(noted.popleft())
         if transfer is not None:
-            batch = transfer(batch, place)
+            batch = transfer(batch, loader_index)
         collector.begin_batch(batch, step, is_own or length is None or index == length - 1)
-        arguments = evaluation.arguments.of(batch, index, place)
-        if is_ghost:
-            run_ghost(evaluation, collector, batch, arguments, (index, *several))
+        arguments = evaluation.arguments.of(batch, index, loader_index)
+        if is_dummy:
+            run_dummy(evaluation, collector, batch, arguments, (index, *several))
             continue
-        counts = [collectives.count_issued()] if index == 0 else []
+        is_first = index == 0
+        counts = [collectives.count_issued()] if is_first else []
         hooks.call(f"on_{stage}_batch_start", batch, index, *several)
-        counts += [collectives.count_issued()] if index == 0 else []
+        counts += [collectives.count_issued()] if is_first else []
         outputs = engine.run(module, step, *arguments)
-        counts += [collectives.count_issued()] if index == 0 else []
+        counts += [collectives.count_issued()] if is_first else []
         if keep is not None:
-            keep(place, index, outputs)
+            keep(loader_index, index, outputs)
         hooks.call(f"on_{stage}_batch_end", outputs, batch, index, *several)
-        if index == 0:
-            counts.append(collectives.count_issued())
-            evaluation.communication.learn(counts, engine.strategy.forward_is_collective)
-        evaluation.run.logbook.log_evaluation_step(index)
+        if is_first:
+            communication.learn([*counts, collectives.count_issued()], engine.strategy.forward_is_collective)
+        run.logbook.log_evaluation_step(index)
     evaluation.shown.note_indices(None)
 
 
-def run_ghost(
+def run_dummy(
     evaluation: Evaluation,
     collector: MetricCollector,
     batch: Any,
@@ -249,53 +253,51 @@ def run_ghost(
     indices: tuple[int, ...] = (),
     pulled: tuple[PulledBatches, tuple[int, ...]] | None = None,
 ) -> None:
-    """Run what communicates of a batch that is no longer this rank's: other ranks wait for it. Nothing of it counts.
+    """Run what communicates of a batch that is not this rank's own, because other ranks wait for it. Its results are dropped.
 
-    Of a step that takes batches itself `pulled` says from where, and the loader's place for its hook.
+    `pulled` is where a step takes its batches from itself, and the loader's index for its hook.
     """
-    engine, hooks, stage = evaluation.run.engine, evaluation.run.hooks, evaluation.stage
-    told = evaluation.communication
-    uneven = UnevenRound(collector, evaluation.module, evaluation.run.callbacks, is_ghost=True)
-    if told.in_hooks and indices:
-        hooks.call(f"on_{stage}_batch_start", batch, *indices)
-    outputs = engine.run(evaluation.module, f"{stage}_step", *arguments) if told.in_step or told.in_hooks else None
-    if told.in_hooks and pulled is not None and pulled[0].count:
+    run, stage, communication = evaluation.run, evaluation.stage, evaluation.communication
+    uneven = UnevenRound(collector, evaluation.module, run.callbacks, is_ghost=True)
+    if communication.in_hooks and indices:
+        run.hooks.call(f"on_{stage}_batch_start", batch, *indices)
+    outputs = None
+    if communication.in_step or communication.in_hooks:
+        outputs = run.engine.run(evaluation.module, f"{stage}_step", *arguments)
+    if communication.in_hooks and pulled is not None and pulled[0].count:
         batch, indices = pulled[0].latest, (pulled[0].count - 1, *pulled[1])
-    if told.in_hooks and indices:
-        hooks.call(f"on_{stage}_batch_end", outputs, batch, *indices)
+    if communication.in_hooks and indices:
+        run.hooks.call(f"on_{stage}_batch_end", outputs, batch, *indices)
     uneven.end()
 
 
 def run_pulled(
     evaluation: Evaluation,
     collector: MetricCollector,
-    place: int,
-    loader: Share | OwnRounds,
+    loader_index: int,
+    loader: Shard | OwnRounds,
     count: int | None,
     keep: Callable[[int, int, Any], None] | None,
     abandonment: SyncPoint | None,
 ) -> None:
-    """Let the stage's step take its batches from an iterator until there are none left."""
-    stage = evaluation.stage
-    step = f"{stage}_step"
-    several = (place,) if len(evaluation.loaders) > 1 else ()
-    engine, length = evaluation.run.engine, loader.exact_length
+    """Let the stage's step take its batches from an iterator until none is left."""
+    run, stage = evaluation.run, evaluation.stage
+    engine, step, length = run.engine, f"{stage}_step", loader.exact_length
+    several = (loader_index,) if len(evaluation.loaders) > 1 else ()
     is_own = isinstance(loader, OwnRounds)
     pairs = with_last(loader, 0, None if is_own else length if count is None else count)
 
-    def is_ghost(number: int) -> bool:
+    def is_dummy(number: int) -> bool:
         return loader.real_length is not None and number >= loader.real_length
 
-    batches = PulledBatches(
-        pairs, evaluation.transfer, 0, evaluation.run.logbook, engine.precision.step_context, is_ghost
-    )
+    batches = PulledBatches(pairs, evaluation.transfer, 0, run.logbook, engine.precision.step_context, is_dummy)
     while not batches.is_at_end:
         taken = batches.begin_step()
-        if abandonment is not None and abandonment.is_pending and evaluation.run.stop.is_left(place, taken):
+        if abandonment is not None and abandonment.is_pending and run.stop.is_left(loader_index, taken):
             break
         collector.begin_batch(collector.batch, step, length is None or taken >= length - 1)
-        if is_ghost(taken):
-            run_ghost(evaluation, collector, batches, (batches,), pulled=(batches, several))
+        if is_dummy(taken):
+            run_dummy(evaluation, collector, batches, (batches,), pulled=(batches, several))
             if batches.count == taken:
                 break
             continue
@@ -305,12 +307,12 @@ def run_pulled(
         if batches.count == taken:
             raise RuntimeError(f"{step} took no batch from its dataloader_iter; call next(dataloader_iter) in it.")
         if keep is not None:
-            keep(place, batches.count - 1, outputs)
-        evaluation.run.hooks.call(f"on_{stage}_batch_end", outputs, batches.latest, batches.count - 1, *several)
+            keep(loader_index, batches.count - 1, outputs)
+        run.hooks.call(f"on_{stage}_batch_end", outputs, batches.latest, batches.count - 1, *several)
         if taken == 0:
             counts = [before, before, after, collectives.count_issued()]
             evaluation.communication.learn(counts, engine.strategy.forward_is_collective)
-        evaluation.run.logbook.log_evaluation_step(batches.count - 1)
+        run.logbook.log_evaluation_step(batches.count - 1)
 
 
 def sanity_check(evaluation: Evaluation) -> None:

@@ -19,7 +19,7 @@ from trainwright.distributed import collectives
 from trainwright.trainer.uneven_round import Communication
 
 if TYPE_CHECKING:
-    from trainwright.trainer.evaluate import Share
+    from trainwright.trainer.evaluate import Shard
 
 END: Any = object()
 
@@ -38,7 +38,7 @@ class OwnRounds:
 
     exact_length = None
 
-    def __init__(self, loader: Share, count: int | None, told: Communication, is_collective: bool) -> None:
+    def __init__(self, loader: Shard, count: int | None, told: Communication, is_collective: bool) -> None:
         self._loader, self._count, self._told, self._is_collective = loader, count, told, is_collective
         self.real_length: int | None = None
         """How many of the batches count; None while all that have come do."""
