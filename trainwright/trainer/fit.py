@@ -71,7 +71,7 @@ def fit(run: TrainingRun, generators: dict[str, Any] | None) -> None:
     if stop.number:  # it came in the sanity check
         stop.commit()
         return
-    trainer.logbook.start(run.module, training=True, stage="train")
+    trainer.logbook.start(run.module)
     hooks.call("on_train_start")  # it draws what it drew in the run's first start
     if is_resumed:
         resume_generators(run, generators)
@@ -130,7 +130,7 @@ def begin_epoch(run: TrainingRun) -> None:
 def fit_epoch(run: TrainingRun) -> None:
     """Train one epoch, or what is left of it. Collective."""
     trainer, state, hooks, logbook = run.trainer, run.state, run.hooks, run.trainer.logbook
-    collector = logbook.collector or logbook.start(run.module, training=True, stage="train")
+    collector = logbook.collector or logbook.start(run.module)
     begin_epoch(run)
     batch_start, batch_end = hooks["on_train_batch_start"], hooks["on_train_batch_end"]
     window, progress = run.window, run.progress

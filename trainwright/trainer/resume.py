@@ -34,7 +34,7 @@ from trainwright.strategies.optimizer_proxy import unwrap_optimizer
 from trainwright.strategies.sparse_gradients import sparse_weights
 from trainwright.strategies.state_entries import computed_entries
 from trainwright.strategies.state_probe import state_of_a_step
-from trainwright.trainer.metric_merging import merged
+from trainwright.trainer.metrics import merged
 from trainwright.trainer.state import OpenEpoch
 
 if TYPE_CHECKING:
