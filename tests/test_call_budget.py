@@ -85,7 +85,7 @@ def test_a_batch_reads_nothing_from_the_device(monkeypatch: Any) -> None:
     for name in ("item", "tolist", "numpy", "cpu", "__float__", "__bool__"):
         inner = getattr(Tensor, name)
         monkeypatch.setattr(Tensor, name, lambda self, *a, n=name, f=inner: (read.append(n), f(self, *a))[1])
-    collector = MetricCollector(torch.nn.Module(), training=True)
+    collector = MetricCollector(torch.nn.Module())
     collector.batch, collector.hook = torch.zeros(4), "training_step"
     for _ in range(200):
         value = torch.zeros((), device="meta")

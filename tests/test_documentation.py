@@ -285,7 +285,7 @@ def test_trainwright_launch_accepts_what_is_shown(
     if "train.py" not in arguments:  # an option alone
         arguments = [*arguments, "60", "train.py"]
     assert cli.main(["launch", *arguments], command_line.check_names) == 0
-    assert "train.py" in started[0][0]
+    assert "train.py" in started[0][0].command
     capsys.readouterr()
 
 

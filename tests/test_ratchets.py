@@ -176,7 +176,7 @@ FLOORS = [
     "checkpoint_choice clock inputs locks log_rules phase settings stage steps table uneven_round",
     "hooks logged_value optimization own_rounds parts state stop",
     "metric_objects",
-    "metric_merging metrics",
+    "metrics",
     "reduction",
     "logbook",
     "remote_call sources",

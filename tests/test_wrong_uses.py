@@ -472,7 +472,7 @@ RUNNING = [
     ("a batch size that is none", {"training_step": logs("a", 1.0, on_epoch=True, batch_size=0)}, ValueError,
      r"batch_size=0"),
     ("a metric of nobody", {"training_step": logs("a", torchmetrics.MeanMetric())}, ValueError,
-     r"a Metric that is no attribute of the module; assign it in __init__"),
+     r"a Metric that is not an attribute of the module; assign it in __init__"),
     ("a metric of another path", {"training_step": logs("a", torchmetrics.MeanMetric(), metric_attribute="b")}, ValueError,
      r"metric_attribute='b'\) got a Metric that Classifier does not hold there"),
     ("one name, two settings", {"training_step": lambda self, batch, index: self.log("a", 1.0, prog_bar=bool(index))

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 import trainwright as tw
 from trainwright.errors import WorkerFailed
-from trainwright.launch.relay import run_beside
+from trainwright.launch.relay import run_launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 GONE_SECONDS = 20.0  # four times the goal of 5 s
@@ -255,7 +255,7 @@ def test_an_interrupted_wait_ends_the_child(tmp_path: Path) -> None:
     with pytest.MonkeyPatch().context() as patch:
         patch.setattr(sys, "stdout", Interrupting())
         with pytest.raises(KeyboardInterrupt):
-            run_beside([sys.executable, "-c", program])
+            run_launcher([sys.executable, "-c", program])
     wait_until(lambda: not psutil.pid_exists(int(Path("pid").read_text())), GONE_SECONDS)
 
 

@@ -93,8 +93,7 @@ class Measured(nn.Module):
 
 
 def collector_in(hook: str, module: nn.Module | None = None, rank: int = 0) -> MetricCollector:
-    training = "train" in hook
-    collector = MetricCollector(module or nn.Module(), training, "train" if training else "validation", rank)
+    collector = MetricCollector(module or nn.Module(), "train" if "train" in hook else "validation", rank)
     collector.hook, collector.batch = hook, torch.zeros(4, 2)
     return collector
 
@@ -148,7 +147,7 @@ def test_names(loader: Any, levels: tuple[bool, bool], add: bool, names: tuple[s
     collector.loader = loader
     logged = log(collector, "w", 1.0, on_step=levels[0], on_epoch=levels[1], add_dataloader_idx=add)
     assert logged is not None
-    assert (logged.base_name, logged.step_name, logged.epoch_name) == names
+    assert (logged.base_name, logged.step_name, logged.key.epoch_name) == names
 
 
 def test_a_flat_dict_and_a_collection_are_logged_by_part() -> None:
@@ -164,7 +163,7 @@ def test_a_flat_dict_and_a_collection_are_logged_by_part() -> None:
         "all/val_MulticlassAccuracy",
         "all/val_MulticlassPrecision",
     ]
-    assert collector.values["validation_step", "all/val_MulticlassAccuracy", None].attribute == (
+    assert collector.values["validation_step", "all/val_MulticlassAccuracy", None].key.attribute == (
         "several.MulticlassAccuracy"
     )
     assert [name for name, _ in flat_items({"a": 1, "b": 2})] == ["a", "b"]
@@ -237,7 +236,7 @@ def test_a_hook_may_log_a_name_of_another_hook_with_other_settings() -> None:
         ("x", 1.0, {"on_epoch": True, "batch_size": 0}, ValueError, "batch_size=0; accepted is a positive number"),
         ("x", 1.0, {"on_epoch": True, "batch_size": "4a"}, TypeError, "batch_size='4a', a str"),
         ("x", 1.0, {"on_epoch": True, "batch_size": torch.tensor(4)}, TypeError, "a tensor as batch_size.*waits for"),
-        ("x", MeanMetric(), {}, ValueError, "no attribute of the module.*metric_attribute="),
+        ("x", MeanMetric(), {}, ValueError, "not an attribute of the module.*metric_attribute="),
         ("x", MeanMetric(), {"metric_attribute": "mean"}, ValueError, "Measured does not hold there"),
         ("x", MeanMetric(), {"metric_attribute": "nowhere.x"}, ValueError, "Measured does not hold there"),
         ("x", MeanMetric(), {"rank_zero_only": True}, ValueError, "gathers its state over all ranks"),

@@ -49,7 +49,7 @@ def make_logbook(*loggers: tw.Logger, rank: int = 0, world_size: int = 1) -> tup
 
 def start(logbook: Logbook, hook: str, module: nn.Module | None = None) -> MetricCollector:
     as_module: Any = module if module is not None else nn.Module()
-    collector = logbook.start(as_module, training="train" in hook, stage="train" if "train" in hook else "validation")
+    collector = logbook.start(as_module, "train" if "train" in hook else "validation")
     collector.hook, collector.batch = hook, torch.zeros(4, 2)
     return collector
 

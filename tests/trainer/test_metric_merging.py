@@ -10,8 +10,7 @@ from torch import nn
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, PearsonCorrCoef
 from torchmetrics.classification import MulticlassAccuracy
 
-from trainwright.trainer.metric_merging import merged
-from trainwright.trainer.metrics import MetricCollector
+from trainwright.trainer.metrics import MetricCollector, merged
 
 
 class Measures(nn.Module):
@@ -29,7 +28,7 @@ class Measures(nn.Module):
 
 
 def collected(numbers: list[float], module: nn.Module) -> MetricCollector:
-    collector = MetricCollector(module, training=True)
+    collector = MetricCollector(module)
     collector.hook = "training_step"
     for number in numbers:
         for name, reduce_fx in (("mean", "mean"), ("sum", "sum"), ("least", "min"), ("most", "max")):
@@ -54,7 +53,7 @@ def test_three_ranks_become_one() -> None:
     whole.see([number for share in shares for number in share])
     state, left_out = merged(states, together)
     assert left_out == []
-    taken = MetricCollector(together, training=True)
+    taken = MetricCollector(together)
     taken.load_state_dict(state or {}, torch.device("cpu"))
     assert totals(taken) == totals(collected([number for share in shares for number in share], whole))
     for name in ("accuracy", "mean", "most", "all"):

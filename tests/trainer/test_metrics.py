@@ -125,7 +125,7 @@ def test_rows_of_the_csv_logger(tmp_path: Path) -> None:
             ValueError,
             "prog_bar=False and then True",
         ),
-        (lambda m, b, i, loss: m.log("x", MeanMetric()), ValueError, "no attribute of the module"),
+        (lambda m, b, i, loss: m.log("x", MeanMetric()), ValueError, "not an attribute of the module"),
         (lambda m, b, i, loss: m.log(3, 1), TypeError, "name is a str"),
     ],
 )
@@ -186,5 +186,5 @@ def test_numbers_of_other_kinds_and_batches_without_tensors() -> None:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("x", 1.0)
 
-    with pytest.warns(UserWarning, match="no tensor was found in this batch, a object"):
+    with pytest.warns(UserWarning, match="found no tensor in this batch .a object"):
         tw.Trainer(**QUIET).validate(Opaque(), [object()])

@@ -266,7 +266,7 @@ def test_what_cannot_be_stored_is_left_out_and_what_has_changed_begins_anew(tmp_
             self.log("count", 1, on_step=False, on_epoch=True, reduce_fx="sum" if self.loss else "max")
             return loss
 
-    with pytest.warns(UserWarning, match="metric 'words', a Words, is no plain data") as told:
+    with pytest.warns(UserWarning, match="metric 'words', a Words, is not plain data") as told:
         whole, trainer = train(callbacks=[keep_all(tmp_path, every_n_train_steps=5)], module=Logs({}, True))
     assert len(told) == 1
     resumed, trainer = train(tmp_path / "15.ckpt", module=Logs({"prog_bar": True}, False), enable_checkpointing=False)
@@ -286,7 +286,7 @@ def test_values_that_wait_on_the_device_go_on_waiting(reduce_fx: str, even: bool
         collector.hook = "training_step"
         collector.log("x", value, False, True, False, True, reduce_fx, True, False, None, True, size, None, False)
 
-    whole, part = (MetricCollector(torch.nn.Module(), training=True) for _ in range(2))
+    whole, part = (MetricCollector(torch.nn.Module()) for _ in range(2))
     for number, value in enumerate(values):
         size = 4 if even else 1 + number % 3
         log(whole, value, size)
@@ -295,7 +295,7 @@ def test_values_that_wait_on_the_device_go_on_waiting(reduce_fx: str, even: bool
             before = part.state_dict()
             assert len(before["values"][0]["pending"]) == (number + 1) % 64
             assert part.state_dict() == before
-            part = MetricCollector(torch.nn.Module(), training=True)
+            part = MetricCollector(torch.nn.Module())
             part.load_state_dict(decode(*encode(before)), torch.device("cpu"))
             assert part.state_dict() == before
     results = [next(iter(each.values.values())).total() for each in (whole, part)]

@@ -540,7 +540,7 @@ def test_a_ghost_leaves_no_trace(is_ghost: bool) -> None:
     follower.counts_rounds = True
     module.leave()
     before, rows, nested = module.traces(), module.rows, module.nested
-    collector = MetricCollector(module, training=True)
+    collector = MetricCollector(module)
     uneven = UnevenRound(collector, module, [callback, follower], is_ghost)
     assert (collector.is_uneven, collector.silent) == (True, is_ghost)
     for _ in range(2):  # in the step, and in the hooks after it

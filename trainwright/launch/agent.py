@@ -23,30 +23,21 @@ from trainwright.distributed.failures import LOST_PEER_TEXTS, PEER_FAILED_EXIT_C
 from trainwright.distributed.signals import STOPPED_EXIT_CODE
 from trainwright.errors import LaunchError
 from trainwright.launch.graceful_shutdown import GracefulShutdown
-from trainwright.launch.nodes import Nodes
+from trainwright.launch.nodes import Job
 from trainwright.launch.output import PrefixedOutput
 from trainwright.launch.rendezvous import StaticRendezvous
 
-LEAVE_SECONDS = 1.0
-"""How long the other ranks have to flush their output and leave by themselves once a failure is posted."""
-END_SECONDS = 2.0
-"""How long a rank that has posted its failure has to end."""
-CLOSE_SECONDS = 3.0
-"""How long a rank has between SIGTERM and SIGKILL."""
-TIDY_SECONDS = 5.0
-"""How long the loader workers of a rank that has ended have between the two."""
-REPORT_SECONDS = 5.0
-"""How long a node waits for the report of another node whose rank failed first."""
+LEAVE_SECONDS = 1.0  # for the other ranks to flush their output and leave by themselves once a failure is posted
+END_SECONDS = 2.0  # for a rank to end after posting its failure
+CLOSE_SECONDS = 3.0  # between SIGTERM and SIGKILL to a rank
+TIDY_SECONDS = 5.0  # between SIGTERM and SIGKILL to the loader workers of a rank that has ended
+REPORT_SECONDS = 5.0  # to wait for the report of another node whose rank failed first
 GONE = (RuntimeError, OSError)
 """What an attempt to reach the main node raises once it has gone."""
 
 
 class PipeLogs(LogsSpecs):
-    """Rank 0 inherits the terminal; the other ranks write into pipes. Files are written only if a log folder is given.
-
-    Args:
-        folder: where to keep each rank's output, in one file a rank; None for nowhere.
-    """
+    """Rank 0 inherits the terminal; the other ranks write into pipes. With a folder, each rank's output is kept in a file."""
 
     def __init__(self, folder: str | None = None) -> None:
         super().__init__()
@@ -55,8 +46,7 @@ class PipeLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Elastic's own log folder is not used."""
-        return os.devnull
+        return os.devnull  # elastic's own log folder is not used
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Return where each rank's streams go; an empty path is the launcher's own stream."""
@@ -80,53 +70,55 @@ class PipeLogs(LogsSpecs):
 
 
 class JobAgent(LocalElasticAgent):
-    """Elastic's agent for one node, which ends a failed job in seconds and knows which rank failed first.
+    """Elastic's agent for one node, which ends a failed job in seconds and knows which rank failed first."""
 
-    Args:
-        command: what each worker runs.
-        num_processes: how many workers this node runs.
-        nodes: the job's nodes, and which of them this is.
-        max_restarts: how often all ranks are restarted after a failure; for a job of one node.
-        logs: the folder for each rank's output; None for none.
-        grace_seconds: how long the ranks have to save and leave after a signal.
-    """
-
-    def __init__(
-        self,
-        command: list[str],
-        num_processes: int,
-        nodes: Nodes | None = None,
-        *,
-        max_restarts: int = 0,
-        logs: str | None = None,
-        grace_seconds: float = 120.0,
-    ) -> None:
-        self.shutdown = GracefulShutdown(self._send, grace_seconds)
-        self.stopped_code: int | None = None
-        """The exit code of ranks that a signal has stopped, once all have left."""
-        self.rendezvous = StaticRendezvous(nodes or Nodes(), num_processes)
+    def __init__(self, job: Job) -> None:
+        self.shutdown = GracefulShutdown(self._send, job.grace_seconds)
+        self.rendezvous = StaticRendezvous(job.nodes, job.num_processes)
         self.failures = self.rendezvous.failures(0)
-        self.logs = PipeLogs(logs)
+        self.logs = PipeLogs(job.logs)
         bootstrap = str(Path(__file__).with_name("bootstrap.py"))
         spec = WorkerSpec(
             role="trainwright",
-            local_world_size=num_processes,
+            local_world_size=job.num_processes,
             rdzv_handler=self.rendezvous,
             entrypoint=sys.executable,
-            args=("-I", "-S", bootstrap, str(os.getpid()), *command),
-            max_restarts=max_restarts,
+            args=("-I", "-S", bootstrap, str(os.getpid()), *job.command),
+            max_restarts=job.max_restarts,
             monitor_interval=0.05,
         )
         super().__init__(spec, self.logs)
+        self._report = job.report
+        self._stopped_code: int | None = None
+        """The exit code of ranks that a signal has stopped, once all have left."""
         self._ended_before: list[int] = []
         self._first_codes: dict[int, int] = {}
         self._reported_at: float | None = None
         self._has_lost_main = False
 
-    @property
-    def output(self) -> PrefixedOutput:
-        """Return what prints the workers' lines."""
-        return self.logs.output
+    def run_job(self) -> tuple[int, str]:
+        """Run the job to its end; return its exit code and a text to print once the workers' output is."""
+        try:
+            result = self.run()
+        except SignalException as error:
+            number = signal.Signals(error.sigval)
+            self._fail_other_nodes(f"its launcher was killed by {number.name}")
+            return 128 + number, self.shutdown.describe() if self.shutdown.has_timed_out else ""
+        if self._stopped_code is not None:
+            return self._stopped_code, ""
+        if (result is not None and result.is_failed()) or self._first_codes or self._job_has_failed():
+            code, text = self._summarize()
+            if self._report is not None:
+                Path(self._report).write_text(text.partition("\n")[0].removeprefix("trainwright: "), encoding="utf-8")
+            return code, text
+        return 0, ""
+
+    def close(self) -> None:
+        """Kill the workers that still run, print the rest of their output, and leave the other nodes."""
+        self._kill_all()
+        self.logs.output.finish()
+        with contextlib.suppress(*GONE):
+            self.rendezvous.leave()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self.shutdown.number:  # it came between two starts
@@ -142,17 +134,15 @@ class JobAgent(LocalElasticAgent):
             for stream in (handler._stdout, handler._stderr):
                 if stream is not None:
                     stream.close()
-        self.output.start()
+        self.logs.output.start()
         return pids
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._stop_workers(worker_group)
-        self.kill_all()
-        self.output.finish()
+        self._kill_all()
+        self.logs.output.finish()
         most = worker_group.spec.max_restarts
-        restart = most - self._remaining_restarts
-        sys.stderr.write(self.summarize(f"restarting all ranks, restart {restart} of {most}")[1])
-        sys.stderr.flush()
+        _print(self._summarize(f"restarting all ranks, restart {most - self._remaining_restarts} of {most}")[1])
         super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -177,7 +167,7 @@ class JobAgent(LocalElasticAgent):
         Raises:
             SignalException: the signal has killed a rank, or the ranks' time is over.
         """
-        codes, number = self.exit_codes(), self.shutdown.number
+        codes, number = self._exit_codes(), self.shutdown.number
         announced = self._announced_codes() if any(codes.values()) else set()
         if not number and not any(code and code in announced for code in codes.values()):
             return None
@@ -189,28 +179,27 @@ class JobAgent(LocalElasticAgent):
             self._remaining_restarts *= not number
             return None
         if len(codes) == len(self._handlers()):
-            self.stopped_code = max(codes.values())
+            self._stopped_code = max(codes.values())
             workers = self._worker_group.workers
             return RunResult(WorkerState.SUCCEEDED, return_values={each.global_rank: None for each in workers})
         if self.shutdown.has_timed_out:
             ending = signal.Signals(number or signal.SIGTERM)
-            self.tell_others(f"its launcher received {ending.name}, and its ranks did not leave in time")
-            self.kill_all()
+            self._fail_other_nodes(f"its launcher received {ending.name}, and its ranks did not leave in time")
+            self._kill_all()
             raise SignalException("the time of the ranks is over", sigval=ending)
         return RunResult(state=WorkerState.HEALTHY)
 
     def _announced_codes(self) -> set[int]:
-        """Return the exit codes of ranks that a signal has stopped."""
+        """Return the exit codes that ranks stopped by a signal have agreed on."""
         if self.rendezvous.nodes.count == len(self._handlers()) == 1:
             return {STOPPED_EXIT_CODE, 128 + signal.SIGINT}  # a single rank has no store to announce it in
-        try:
-            code = self.failures.stop_code()
-        except GONE:
-            code = None
-        return set() if code is None else {code}
+        with contextlib.suppress(*GONE):
+            if (code := self.failures.stop_code()) is not None:
+                return {code}
+        return set()
 
     def _job_has_failed(self) -> bool:
-        """Return whether a rank of any node has failed; the main node posts other nodes whose launcher has gone."""
+        """Return whether a rank of any node has failed; the main node also posts a failure for a node whose launcher ended."""
         try:
             if self.failures.count() > 0:
                 return True
@@ -218,8 +207,7 @@ class JobAgent(LocalElasticAgent):
             if self.rendezvous.nodes.rank > 0:
                 self._has_lost_main = bool(lost) and not self.rendezvous.has_left(0)
             elif lost and not all(self.rendezvous.has_left(node) for node in lost):
-                self.failures.post(self.rendezvous.first_rank(lost[0]), "the launcher of its node has ended")
-                self.failures.mark_printed()  # no traceback to wait for
+                self._post(self.rendezvous.first_rank(lost[0]), "the launcher of its node has ended")
                 return True
         except GONE:
             self._has_lost_main = True
@@ -241,16 +229,16 @@ class JobAgent(LocalElasticAgent):
     def _handlers(self) -> dict[int, Any]:
         return cast("dict[int, Any]", getattr(self._pcontext, "subprocess_handlers", {}))
 
-    def exit_codes(self) -> dict[int, int]:
-        """Return the exit codes of the ended workers, by rank; negative for a signal."""
+    def _exit_codes(self) -> dict[int, int]:
+        """Return the exit codes of the ended workers by local rank; negative for a signal."""
         codes = {rank: handler.proc.poll() for rank, handler in self._handlers().items()}
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def _close_workers(self, death_sig: signal.Signals | None = None, timeout: float = 0.0) -> None:
         """End the running ranks: after a failure they may first leave by themselves, then SIGTERM, then SIGKILL."""
-        codes = self.exit_codes()
+        codes = self._exit_codes()
         failed = {rank: code for rank, code in codes.items() if code != 0}
-        if self.stopped_code is not None:
+        if self._stopped_code is not None:
             self._kill_groups(failed)
             return
         if len(codes) == len(self._handlers()) and not failed:
@@ -262,12 +250,12 @@ class JobAgent(LocalElasticAgent):
             with contextlib.suppress(*GONE):
                 self._post_first_failure()
             deadline = time.monotonic() + LEAVE_SECONDS
-            while len(self.exit_codes()) < len(self._handlers()) and time.monotonic() < deadline:
+            while len(self._exit_codes()) < len(self._handlers()) and time.monotonic() < deadline:
                 time.sleep(0.01)
         elif not failed:
             with contextlib.suppress(*GONE):
                 self.failures.announce_end()
-        running = set(self._handlers()) - set(self.exit_codes())
+        running = set(self._handlers()) - set(self._exit_codes())
         assert self._pcontext is not None
         self._pcontext._close(death_sig or signal.SIGTERM, cast(int, CLOSE_SECONDS))
         self._kill_groups(running)
@@ -279,10 +267,13 @@ class JobAgent(LocalElasticAgent):
         if self.rendezvous.nodes.count > 1 and set(self._first_codes.values()) == {PEER_FAILED_EXIT_CODE}:
             return  # they left because a rank of another node failed
         local_rank = min(self._first_codes, key=lambda rank: (_order(self._first_codes[rank]), rank))
-        self.failures.post(self._own_first_rank() + local_rank, describe_exit(self._first_codes[local_rank]))
-        self.failures.mark_printed()  # no traceback to wait for
+        self._post(self._first_rank() + local_rank, _describe_exit(self._first_codes[local_rank]))
 
-    def _own_first_rank(self) -> int:
+    def _post(self, rank: int, summary: str) -> None:
+        self.failures.post(rank, summary)
+        self.failures.mark_printed()  # there is no traceback to wait for
+
+    def _first_rank(self) -> int:
         return self.rendezvous.first_rank(self.rendezvous.nodes.rank)
 
     def _kill_groups(self, ranks: Any) -> None:
@@ -303,22 +294,15 @@ class JobAgent(LocalElasticAgent):
                     break
                 time.sleep(0.01)
 
-    def kill_all(self) -> None:
-        """Kill every running worker."""
-        self._kill_groups(set(self._handlers()) - set(self.exit_codes()))
+    def _kill_all(self) -> None:
+        self._kill_groups(set(self._handlers()) - set(self._exit_codes()))
 
-    def tell_others(self, summary: str) -> None:
-        """Post a failure of this node, so that the other nodes end."""
+    def _fail_other_nodes(self, summary: str) -> None:
         if self.rendezvous.nodes.count > 1:
             with contextlib.suppress(*GONE):
-                self.failures.post(self._own_first_rank(), summary)
-                self.failures.mark_printed()
+                self._post(self._first_rank(), summary)
 
-    def has_failed(self) -> bool:
-        """Return whether a rank of any node has failed."""
-        return bool(self._first_codes) or self._job_has_failed()
-
-    def summarize(self, consequence: str = "the job was ended") -> tuple[int, str]:
+    def _summarize(self, consequence: str = "the job was ended") -> tuple[int, str]:
         """Return the exit code of the job, and a text about the rank that failed first."""
         world = sum(member.num_processes for member in self.rendezvous.members)
         try:
@@ -327,7 +311,7 @@ class JobAgent(LocalElasticAgent):
             return 1, f"trainwright: the launcher of node 0, the main node, has ended; {consequence}.\n"
         if report is None:
             return 1, f"trainwright: a rank of {world} failed, but left no report; {consequence}.\n"
-        local_rank = report.rank - self._own_first_rank()
+        local_rank = report.rank - self._first_rank()
         code = self._first_codes.get(local_rank, 1)
         if code < 0:
             # A rank that had posted its error and was killed while it was ending counts as an error.
@@ -340,7 +324,7 @@ class JobAgent(LocalElasticAgent):
             where = f", on node {node} ({self.rendezvous.members[node].host}),"
         text = f"trainwright: rank {report.rank} of {world}{where} failed first ({report.summary}); {consequence}.\n"
         if self._ended_before and any(each in report.summary.lower() for each in LOST_PEER_TEXTS):
-            ended = ", ".join(str(self._own_first_rank() + rank) for rank in self._ended_before)
+            ended = ", ".join(str(self._first_rank() + rank) for rank in self._ended_before)
             text += f"trainwright: before that, rank {ended} had reached the end of its script or exited with code 0.\n"
         # A rank of another node has printed its traceback there only.
         is_shown = report.was_printed and local_rank in self._handlers()
@@ -363,7 +347,7 @@ def _order(code: int) -> int:
     return 2 if code == PEER_FAILED_EXIT_CODE else 1
 
 
-def describe_exit(code: int) -> str:
+def _describe_exit(code: int) -> str:
     """Return how a process ended, in words."""
     if code >= 0:
         return f"exit code {code}"
@@ -375,54 +359,21 @@ def describe_exit(code: int) -> str:
     return f"killed by {name}{hint}"
 
 
-def run(
-    command: list[str],
-    num_processes: int,
-    nodes: Nodes | None = None,
-    *,
-    max_restarts: int = 0,
-    logs: str | None = None,
-    report: str | None = None,
-    grace_seconds: float = 120.0,
-) -> int:
-    """Run a command in that many workers until all have ended or one has failed; return the exit code.
-
-    `report` is a file for the line about the rank that failed first.
-    """
+def run(job: Job) -> int:
+    """Run a job's workers on this node until all have ended or one has failed; return the exit code."""
     for name in ("torch.distributed.elastic", "torchelastic"):
         logger = logging.getLogger(name)
         logger.addHandler(logging.NullHandler())  # without a handler, Python prints its warnings
         logger.propagate = False
     try:
-        agent = JobAgent(
-            command, num_processes, nodes, max_restarts=max_restarts, logs=logs, grace_seconds=grace_seconds
-        )
-    except LaunchError as error:
-        return _say(1, f"trainwright: {error}\n")
-    code, text = 0, ""
-    try:
-        result = agent.run()
-        if agent.stopped_code is not None:
-            code = agent.stopped_code
-        elif (result is not None and result.is_failed()) or agent.has_failed():
-            code, text = agent.summarize()
-            if report is not None:
-                Path(report).write_text(text.partition("\n")[0].removeprefix("trainwright: "), encoding="utf-8")
-    except SignalException as error:
-        code = 128 + int(error.sigval)
-        text = agent.shutdown.describe() if agent.shutdown.has_timed_out else ""
-        agent.tell_others(f"its launcher was killed by {signal.Signals(error.sigval).name}")
+        with contextlib.closing(JobAgent(job)) as agent:
+            code, text = agent.run_job()
     except LaunchError as error:
         code, text = 1, f"trainwright: {error}\n"
-    finally:
-        agent.kill_all()
-        agent.output.finish()
-        with contextlib.suppress(*GONE):
-            agent.rendezvous.leave()
-    return _say(code, text)
+    _print(text)
+    return code
 
 
-def _say(code: int, text: str) -> int:
+def _print(text: str) -> None:
     sys.stderr.write(text)
     sys.stderr.flush()
-    return code

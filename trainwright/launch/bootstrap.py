@@ -17,7 +17,7 @@ def main(launcher_pid: int, command: list[str]) -> None:
 
         # The setting survives exec.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher_pid:  # the launcher ended before the kernel was asked
+    if os.getppid() != launcher_pid:  # the launcher ended before the prctl took effect
         sys.exit(1)
     os.execv(command[0], command)
 

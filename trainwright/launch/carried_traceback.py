@@ -1,7 +1,4 @@
-"""Carried tracebacks: sent from one process to another, and printed where the source of their lines is known.
-
-Workers run functions of notebook cells, whose source only the notebook's process has.
-"""
+"""Tracebacks sent from a worker to the notebook, the only process that has the source of functions in its cells."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ CONTEXT = "\nDuring handling of the above exception, another exception occurred:
 
 
 def carry(error: BaseException) -> list[dict[str, Any]]:
-    """Return an exception and those that led to it, the first one first, as plain data."""
+    """Return an exception and its causes as plain data, the first cause first."""
     parts: list[dict[str, Any]] = []
     seen: set[int] = set()
     current: BaseException | None = error

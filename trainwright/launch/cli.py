@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 from trainwright.distributed.clusters import main_port, read_number
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
-from trainwright.launch.nodes import Nodes
+from trainwright.launch.nodes import Job, Nodes
 from trainwright.launch.output import refuse_links
 from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE, grace_seconds, num_cores, supervise
 
@@ -37,7 +37,6 @@ class Parser(argparse.ArgumentParser):
     """Prints an error in one line, with where to find help."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and exit with 2."""
         self.exit(2, f"{self.prog}: {message}\nSee `{self.prog} --help`.\n")
 
 
@@ -59,7 +58,6 @@ def main(arguments: Sequence[str], check_names: NameCheck, others: Mapping[str, 
 
 
 def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
-    """Run a script in several processes; see `trainwright launch --help`."""
     parser, actions = _launch_parser()
     own, command = _split(parser, actions, arguments)
     options = parser.parse_args(own)
@@ -72,7 +70,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
             raise ValueError(
                 f"file {command[0]!r} does not exist; pass the path of a script, or -m and the name of a module."
             )
-        nodes = _nodes(settings)
+        nodes = Nodes(*(settings[name].value for name in ("num_nodes", "node_rank", "main_address", "main_port")))
         if options.logs is not None:
             os.makedirs(options.logs, exist_ok=True)
             refuse_links(options.logs)
@@ -80,19 +78,16 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         parser.error(str(error))
     sys.stderr.write(_describe(command, settings))
     sys.stderr.flush()
-    return supervise(
+    job = Job(
         [sys.executable, *command],
         settings["devices"].value,
         nodes,
         max_restarts=settings["max_restarts"].value,
         logs=options.logs,
-        grace=settings["grace_seconds"].value,
-        defaults={
-            "strategy": options.strategy,
-            "precision": options.precision,
-            "accelerator": "cpu" if options.cpu else None,
-        },
+        grace_seconds=settings["grace_seconds"].value,
     )
+    accelerator = "cpu" if options.cpu else None
+    return supervise(job, {"strategy": options.strategy, "precision": options.precision, "accelerator": accelerator})
 
 
 COMMANDS: dict[str, Command] = {
@@ -131,24 +126,24 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
 def _split(parser: Parser, actions: Sequence[argparse.Action], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return our options, and the script or module with its arguments, which may look like our options."""
     flags = {flag: action for action in actions for flag in action.option_strings}
-    place = 0
-    while place < len(arguments):
-        flag, is_joined, joined = arguments[place].partition("=")
+    index = 0
+    while index < len(arguments):
+        flag, is_joined, joined = arguments[index].partition("=")
         if flag in ("-m", "--module"):
-            command = [joined, *arguments[place + 1 :]] if is_joined else list(arguments[place + 1 :])
+            command = [joined, *arguments[index + 1 :]] if is_joined else list(arguments[index + 1 :])
             if not command or not command[0]:
                 parser.error(f"{flag} needs the name of a module after it.")
-            return list(arguments[:place]), ["-m", *command]
-        if arguments[place] == "--":
-            return list(arguments[:place]), list(arguments[place + 1 :])
+            return list(arguments[:index]), ["-m", *command]
+        if arguments[index] == "--":
+            return list(arguments[:index]), list(arguments[index + 1 :])
         if not flag.startswith("-") or flag == "-":
-            return list(arguments[:place]), list(arguments[place:])
+            return list(arguments[:index]), list(arguments[index:])
         if flag not in flags:
             parser.error(
                 f"{flag!r} is not an option of trainwright launch.{_hint(flag, flags)} Put options of the script after its "
                 "name."
             )
-        place += 1 if is_joined or flags[flag].nargs == 0 else 2
+        index += 1 if is_joined or flags[flag].nargs == 0 else 2
     return list(arguments), []
 
 
@@ -158,11 +153,7 @@ def _hint(word: str, known: Mapping[str, Any]) -> str:
 
 
 def resolve(options: argparse.Namespace, variables: Mapping[str, str]) -> dict[str, Setting]:
-    """Return all settings with the source of each.
-
-    Raises:
-        ValueError: one of them is wrong, or they exclude each other.
-    """
+    """Return all settings with the source of each (ValueError if one is wrong, or two exclude each other)."""
     if JOB_VARIABLE in variables or "RANK" in variables:
         raise ValueError(
             "this process is itself a rank of a job (the environment has RANK); start one launcher on each machine. Run the "
@@ -174,16 +165,13 @@ def resolve(options: argparse.Namespace, variables: Mapping[str, str]) -> dict[s
     kind = (accelerator.built_for() if num_gpus else None) or "cpu"
     settings = {
         "devices": _devices(options.devices, num_gpus, kind),
-        "accelerator": Setting(
-            kind,
-            "--cpu" if options.cpu else f"default: {num_gpus} GPU(s) here",
-        ),
+        "accelerator": Setting(kind, "--cpu" if options.cpu else f"default: {num_gpus} GPU(s) here"),
         "strategy": _given(options.strategy, "--strategy", "auto"),
         "precision": _given(options.precision, "--precision", None),
         "num_nodes": _number(options.num_nodes, "--num-nodes", default=1, least=1),
     }
     num_nodes = settings["num_nodes"].value
-    settings |= _place(options, variables, num_nodes)
+    settings |= _node(options, variables, num_nodes)
     settings["max_restarts"] = _number(options.max_restarts, "--max-restarts", default=0)
     if settings["max_restarts"].value and num_nodes > 1:
         raise ValueError(
@@ -212,18 +200,18 @@ def _devices(given: str | None, num_gpus: int, kind: str) -> Setting:
     return Setting(number, "--devices")
 
 
-def _place(options: argparse.Namespace, variables: Mapping[str, str], num_nodes: int) -> dict[str, Setting]:
-    """Return which of the job's machines this is, and where they meet."""
+def _node(options: argparse.Namespace, variables: Mapping[str, str], num_nodes: int) -> dict[str, Setting]:
+    """Return which of the job's machines this is, and the address and port at which they meet."""
     if num_nodes == 1:
         if options.main_address is not None:
             raise ValueError(
                 f"--main-address {options.main_address} is for several machines; add --num-nodes N, or leave it out."
             )
-        place = {
+        return {
             "node_rank": _number(options.node_rank, "--node-rank", default=0),
             "main_address": Setting(LOOPBACK, "default"),
+            "main_port": _number(options.main_port, "--main-port", default=0),
         }
-        return {**place, "main_port": _number(options.main_port, "--main-port", default=0)}
     rank = _number(options.node_rank, "--node-rank", default=-1)
     if rank.source == "default" and variables.get("NODE_RANK"):
         rank = Setting(read_number(variables, "NODE_RANK", "trainwright launch --node-rank"), "NODE_RANK")
@@ -256,10 +244,6 @@ def _number(given: str | None, flag: str, *, default: int, least: int = 0, more:
     if not given.isdigit() or int(given) < least:
         raise ValueError(f"{flag} {given}: expected a whole number from {least}{more}.")
     return Setting(int(given), flag)
-
-
-def _nodes(settings: Mapping[str, Setting]) -> Nodes:
-    return Nodes(*(settings[name].value for name in ("num_nodes", "node_rank", "main_address", "main_port")))
 
 
 def _describe(command: Sequence[str], settings: Mapping[str, Setting]) -> str:

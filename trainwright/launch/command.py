@@ -5,8 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from dataclasses import dataclass
-from types import FrameType
+import traceback
 from typing import NamedTuple
 
 from trainwright.distributed.environment import JOB_VARIABLE
@@ -16,33 +15,23 @@ from trainwright.errors import LaunchError
 TEST_RUNNERS = ("_pytest", "unittest.case", "unittest.suite", "unittest.main", "doctest")
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command line and the directory in which it was started."""
-
-    arguments: list[str]
-    directory: str
-
-
 class Obstacle(NamedTuple):
-    """Why this process's command cannot be run again.
-
-    `can_call_workers` tells whether calls can be made in fresh interpreters instead.
-    """
+    """Why this process's command cannot be run again."""
 
     found: str
     advice: str
     can_call_workers: bool = False
+    """Whether calls can be made in fresh interpreters instead."""
 
 
-def own_command(reason: str) -> Command:
-    """Return the command that started this process; raise LaunchError if it cannot be run again."""
+def own_command(reason: str) -> tuple[list[str], str]:
+    """Return the command that started this process and its directory; raise LaunchError if it cannot be run again."""
     if (obstacle := _find_obstacle()) is not None:
         raise LaunchError(
             f"{reason} needs several processes, and this process was started {obstacle.found}; only a script, a module (-m) or "
             f"-c code can be run again in each of them. {obstacle.advice}"
         )
-    return Command([sys.executable, *sys.orig_argv[1:]], _start_directory())
+    return [sys.executable, *sys.orig_argv[1:]], _start_directory()
 
 
 def calls_workers() -> bool:
@@ -64,7 +53,6 @@ def check_worker_calls(reason: str) -> None:
 
 
 def _find_obstacle() -> Obstacle | None:
-    """Return why the command cannot be run again; None if it can."""
     script = "Put the code into a script, or start it with torchrun."
     function = f"Call trainwright.notebook_launcher(function, num_processes=...) to run your own loop. {script}"
     if multiprocessing.parent_process() is not None:
@@ -90,18 +78,16 @@ def _find_obstacle() -> Obstacle | None:
 
 
 def _find_test_runner() -> str | None:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        module = f"{frame.f_globals.get('__name__', '')}."
         for runner in TEST_RUNNERS:
-            if module == runner or module.startswith(f"{runner}."):
+            if module.startswith(f"{runner}."):
                 return runner.strip("_").split(".")[0]
-        frame = frame.f_back
     return None
 
 
 def _start_directory() -> str:
-    """Return the directory in which the command was started, even if the script has changed it since."""
+    """Return the directory in which the command was started, even if the script has left it since."""
     main = sys.modules["__main__"]
     main_file = getattr(main, "__file__", None)
     if main_file is None or not os.path.isabs(main_file) or getattr(main, "__spec__", None) is not None:

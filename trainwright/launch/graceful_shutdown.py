@@ -1,7 +1,4 @@
-"""Graceful shutdown: the launcher passes a signal on to the ranks and gives them time to save and leave.
-
-Importing this module imports torch elastic, so only the launcher process does it.
-"""
+"""Graceful shutdown: the launcher passes a signal on to the ranks and gives them time to save and leave."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from trainwright.distributed.signals import STOP_SIGNALS
 
 
 class GracefulShutdown:
-    """Passes the first SIGTERM, SIGUSR1 or Ctrl-C on to the ranks; a second Ctrl-C ends their time at once.
+    """Passes the first SIGTERM, SIGUSR1 or Ctrl-C on to the ranks; a second Ctrl-C kills them at once.
 
     Args:
         send: sends a signal to each running rank and returns how many there are.
@@ -32,23 +29,21 @@ class GracefulShutdown:
         self._interrupts = 0
 
     def install(self) -> None:
-        """Replace elastic's handlers, each time that it has installed them; ignored signals stay ignored."""
+        """Replace elastic's handlers, which each start of the workers installs; ignored signals stay ignored."""
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
     def start_timer(self) -> None:
-        """Start the ranks' time, unless it has started."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self.seconds
 
     @property
     def has_timed_out(self) -> bool:
-        """Return whether the ranks' time is over."""
         return self._deadline is not None and time.monotonic() >= self._deadline
 
     def describe(self) -> str:
-        """Return what happened to ranks that have not left in time."""
+        """Return what happened to ranks that did not leave in time."""
         if self._interrupts > 1:
             return "trainwright: second Ctrl-C; the ranks were killed.\n"
         why = f" after {signal.Signals(self.number).name}" if self.number else ""

@@ -14,12 +14,7 @@ _RANK = struct.Struct("!I")
 
 
 class Heartbeat:
-    """This node's connections: the main node's to each other node, another node's to the main one.
-
-    Args:
-        node_rank: this node's number; 0 is the main one.
-        address: the main node's address.
-    """
+    """This node's connections: on the main node (rank 0) one to each other node, on another node one to the main node."""
 
     def __init__(self, node_rank: int, address: str) -> None:
         self._node_rank = node_rank
@@ -29,18 +24,16 @@ class Heartbeat:
 
     @property
     def port(self) -> int:
-        """Return the port that the main node listens on."""
         assert self._listener is not None
         return int(self._listener.getsockname()[1])
 
     def connect(self, port: int) -> None:
-        """Connect to the main node."""
         peer = socket.create_connection((self._address, port), timeout=CONNECT_SECONDS)
         peer.sendall(_RANK.pack(self._node_rank))
         self._keep(0, peer)
 
     def accept(self, num_peers: int) -> None:
-        """Accept the connections of all other nodes, which have connected by now, and no others."""
+        """Accept the connections of all other nodes, which have connected by now, and refuse any other."""
         assert self._listener is not None
         self._listener.settimeout(CONNECT_SECONDS)
         while len(self._peers) < num_peers:
@@ -64,7 +57,6 @@ class Heartbeat:
         self._peers[rank] = peer
 
     def close(self) -> None:
-        """Close the connections."""
         for connection in (self._listener, *self._peers.values()):
             if connection is not None:
                 connection.close()

@@ -1,4 +1,4 @@
-"""Which of a job's machines this is, and the address at which they meet."""
+"""What a launcher runs, which of the job's machines it runs on, and the address at which these meet."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 class Nodes:
     """The machines of a job, and which of them this is.
 
-    Args:
-        count: the number of machines.
-        rank: this machine's number, from 0; node 0 is the main node.
-        address: the main node's name or IP address, as all nodes reach it.
-        port: the main node's port; 0 is a free one, for a job of one node.
+    Node 0 is the main one; `address` and `port` are its name or IP address, as all nodes reach it, and its port. Port 0
+    chooses a free one, for a job of one node.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is out of range.
     """
 
     count: int = 1
@@ -42,12 +39,25 @@ class Nodes:
             raise ValueError(f"main_port={self.port} is not a port; pass one from 1 to 65535, the same on every node.")
 
 
-def nodes_of(num_nodes: int, variables: Mapping[str, str]) -> Nodes:
-    """Return the nodes of a job, read from NODE_RANK, MASTER_ADDR and MASTER_PORT.
+@dataclass(frozen=True)
+class Job:
+    """What one launcher runs on its machine: `num_processes` workers, each with the same command."""
 
-    Raises:
-        ValueError: one of them is missing or wrong.
-    """
+    command: list[str]
+    num_processes: int
+    nodes: Nodes = Nodes()
+    max_restarts: int = 0
+    """How often all ranks are restarted after a failure, in a job of one node."""
+    logs: str | None = None
+    """The folder that keeps each rank's output, in a file of its own."""
+    report: str | None = None
+    """A file to which the launcher writes the line about the rank that failed first."""
+    grace_seconds: float = 120.0
+    """How long the ranks have to save and leave after a signal."""
+
+
+def nodes_of(num_nodes: int, variables: Mapping[str, str]) -> Nodes:
+    """Return the nodes that NODE_RANK, MASTER_ADDR and MASTER_PORT describe (ValueError if one is missing or wrong)."""
     if not isinstance(num_nodes, int) or num_nodes < 2:
         return Nodes(num_nodes)  # refuses other values
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not variables.get(name)]

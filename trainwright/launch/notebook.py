@@ -1,7 +1,7 @@
-"""Worker calls: a function runs in every worker of a new job, and what it returned on rank 0 comes back.
+"""Worker calls: run a function in every worker of a new job and return rank 0's result.
 
-For a process whose own command cannot be run again: a notebook, a REPL, a test runner. The workers are fresh interpreters under
-the same launcher as a script's (never forks: a device may be in use here), and do not run the user's script.
+For a process whose own command cannot be run again: a notebook, a REPL, a test runner. The same launcher as a script's starts
+the workers, as fresh interpreters: a fork could not use a device that is in use here.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from trainwright.errors import LaunchError, RunStopped, WorkerFailed
 from trainwright.launch.carried_traceback import carry, render
 from trainwright.launch.packing import pack, read_result, unpack, write_result
 from trainwright.launch.processes import launcher_command
-from trainwright.launch.relay import run_beside
+from trainwright.launch.relay import run_launcher
 
-WORK, PLACE, RESULT, REPORT = "work", "place.json", "result", "report"
+WORK, SEARCH_PATH, RESULT, REPORT = "work", "search_path.json", "result", "report"
 
 
 def run_in_workers(
@@ -34,24 +34,22 @@ def run_in_workers(
 
     Args:
         function: imported by the workers, or copied to them if they cannot; returns plain data and tensors.
-        named: its arguments, by the names that an error about them uses.
-        num_processes: how many workers.
+        named: its arguments, by the names that errors use for them.
         folder: an empty folder for this job only.
         asked: the call that needs the job, for errors.
 
     Raises:
-        TypeError: an argument that cannot be copied.
-        WorkerFailed: a rank has failed.
-        LaunchError: the job could not be started.
-        RunStopped: a signal has stopped it.
+        TypeError: an argument cannot be copied.
+        WorkerFailed, LaunchError: a rank failed, or the job could not be started.
+        RunStopped: a signal stopped it.
     """
     pack(folder / WORK, {**named, "the function": function}, asked)
-    place = {"path": [str(entry) for entry in sys.path], "argv": [str(each) for each in sys.argv]}
-    (folder / PLACE).write_text(json.dumps(place), encoding="utf-8")
+    paths = {"path": [str(entry) for entry in sys.path], "argv": [str(each) for each in sys.argv]}
+    (folder / SEARCH_PATH).write_text(json.dumps(paths), encoding="utf-8")
     worker = str(Path(__file__).with_name("worker.py"))
     flags = cast("list[str]", cast(Any, subprocess)._args_from_interpreter_flags())
     command = [sys.executable, *flags, worker, str(folder)]
-    code = run_beside(launcher_command(num_processes, command, report=str(folder / REPORT)))
+    code = run_launcher(launcher_command(num_processes, command, report=str(folder / REPORT)))
     result = folder / RESULT
     stopped = (STOPPED_EXIT_CODE, *(128 + number for number in STOP_SIGNALS))
     if code in stopped and not (folder / REPORT).exists():
@@ -63,25 +61,24 @@ def run_in_workers(
 
 def work(folder: str) -> None:
     """Do the work in a worker, and write what rank 0 returned."""
-    place, environment = Path(folder), Environment.detect()
+    path, environment = Path(folder), Environment.detect()
     rank = environment.rank
     try:
-        named = unpack(place / WORK)
-        (place / f"taken-{rank}").touch()
-        if len(list(place.glob("taken-*"))) == environment.world_size:
-            (place / WORK).unlink(missing_ok=True)  # may be large, and stays if this process is killed
-        result = named.pop("the function")(place, **named)
+        named = unpack(path / WORK)
+        (path / f"taken-{rank}").touch()
+        if len(list(path.glob("taken-*"))) == environment.world_size:
+            (path / WORK).unlink(missing_ok=True)  # may be large, and would stay if this process were killed
+        result = named.pop("the function")(path, **named)
         if rank == 0:
-            write_result(place / f"{RESULT}.part", result)
-            os.rename(place / f"{RESULT}.part", place / RESULT)
+            write_result(path / f"{RESULT}.part", result)
+            os.rename(path / f"{RESULT}.part", path / RESULT)
     except Exception as error:
         carried = {"summary": summarize(error), "traceback": carry(error)}
-        (place / f"error-{rank}").write_text(json.dumps(carried), encoding="utf-8")
+        (path / f"error-{rank}").write_text(json.dumps(carried), encoding="utf-8")
         raise
 
 
 def _failed(folder: Path, code: int, asked: str) -> Exception:
-    """Return the error of a job that has failed."""
     report = folder / REPORT
     if code == 0:
         return WorkerFailed(f"{asked}: a worker exited before its work was done; do not call sys.exit() in it.")

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TextIO
 
 LOG_NAME = re.compile(r"rank\d+\.log")
-"""The name of a rank's log."""
 MAX_LINE_BYTES = 1 << 20  # longer lines are split, so that a rank that prints no newline cannot fill the memory
 
 
@@ -47,21 +46,21 @@ class PrefixedOutput:
         self._thread = threading.Thread(target=self._run, name="trainwright-output", daemon=True)
 
     def open_pipe(self, prefix: str, target: TextIO, log: str | None = None) -> str:
-        """Return a path to open a worker's stream on; its lines are appended to the file `log` too."""
+        """Return a path for a worker's stream; the file `log` gets its lines too, without the prefix."""
         read_fd, write_fd = os.pipe()
         self._write_fds.append(write_fd)
         self._selector.register(read_fd, selectors.EVENT_READ, _Source(prefix.encode(), target, log))
         return f"/dev/fd/{write_fd}"
 
     def start(self) -> None:
-        """Start printing, and close the launcher's own write ends, so that a pipe ends with its worker."""
+        """Start printing; close the launcher's own write ends, so that a pipe ends with its worker."""
         for fd in self._write_fds:
             os.close(fd)
         self._write_fds.clear()
         self._thread.start()
 
     def finish(self, timeout_seconds: float = 1.0) -> None:
-        """Print the rest and stop; the time is limited because a process that outlives its rank may hold a pipe."""
+        """Print the rest and stop, within a limit: a process that outlives its rank may hold a pipe open."""
         self._deadline = time.monotonic() + timeout_seconds
         if self._thread.is_alive():
             self._thread.join(timeout_seconds + 1.0)
@@ -70,28 +69,19 @@ class PrefixedOutput:
         while self._selector.get_map() and time.monotonic() < self._deadline:
             for key, _ in self._selector.select(timeout=0.1):
                 chunk = os.read(key.fd, 1 << 16)
-                if chunk:
-                    self._take(key.data, chunk)
-                    continue
-                self._selector.unregister(key.fd)
-                os.close(key.fd)
-                self._end(key.data)
+                self._print(key.data, chunk)
+                if not chunk:
+                    self._selector.unregister(key.fd)
+                    os.close(key.fd)
         for key in list(self._selector.get_map().values()):
-            self._end(key.data)
+            self._print(key.data, b"")
 
-    def _take(self, source: _Source, chunk: bytes) -> None:
+    def _print(self, source: _Source, chunk: bytes) -> None:
+        """Print the lines that a chunk completes; an empty one is the end of the stream."""
         *lines, source.pending = (source.pending + chunk).split(b"\n")
-        if len(source.pending) > MAX_LINE_BYTES:
+        if source.pending and (not chunk or len(source.pending) > MAX_LINE_BYTES):
             lines.append(source.pending)
             source.pending = b""
-        self._write(source, lines)
-
-    def _end(self, source: _Source) -> None:
-        if source.pending:
-            self._write(source, [source.pending])
-            source.pending = b""
-
-    def _write(self, source: _Source, lines: list[bytes]) -> None:
         if not lines:
             return
         # A progress bar redraws its line after each carriage return: only the last state is printed.

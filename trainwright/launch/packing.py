@@ -1,7 +1,7 @@
 """Packing of work for another process of the same user with cloudpickle, and the name of what cannot be packed.
 
 Classes and functions that the other process could not import are packed too: those of a notebook, of `__main__`, and of
-modules that a test runner has made. Tensors are written from their own memory, without a copy.
+modules that a test runner made. Tensors are written from their own memory, without a copy.
 """
 
 from __future__ import annotations
@@ -73,35 +73,23 @@ def _is_large_array(value: Any) -> bool:
 
 def is_importable(module: types.ModuleType) -> bool:
     """Return whether a fresh interpreter with this search path would find this very module."""
-    path: Any = None
-    spec: ModuleSpec | None = None
+    spec, file = None, getattr(module, "__file__", None)
     parts = module.__name__.split(".")
     for count in range(1, len(parts) + 1):
-        spec = _find_spec(".".join(parts[:count]), path)
-        if spec is None:
+        # Not importlib.util.find_spec: it returns the spec of a module that is already imported, wherever that came from.
+        spec = _find_spec(".".join(parts[:count]), spec.submodule_search_locations if spec else None)
+        if spec is None or (spec.submodule_search_locations is None and count < len(parts)):
             return False
-        path = spec.submodule_search_locations
-        if path is None and count < len(parts):
-            return False
-    own = getattr(module, "__file__", None)
-    return spec is not None and (own is None or spec.origin == own)
+    return spec is not None and (file is None or spec.origin == file)
 
 
 def _find_spec(name: str, path: Any) -> ModuleSpec | None:
-    for finder in sys.meta_path:
-        find = getattr(finder, "find_spec", None)
-        spec: ModuleSpec | None = find(name, path) if find is not None else None
-        if spec is not None:
-            return spec
-    return None
+    specs = (finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    return next((spec for spec in specs if spec is not None), None)
 
 
 def pack(path: Path, work: Mapping[str, Any], asked: str) -> None:
-    """Write the work to a file.
-
-    Raises:
-        TypeError: something in it cannot be copied; the message says where it is.
-    """
+    """Write the work to a file (TypeError if something in it cannot be copied; the message says where it is)."""
     try:
         torch.save(dict(work), path, pickle_module=sys.modules[__name__], pickle_protocol=5)
     except Exception as error:  # whatever an object's __reduce__ or __getstate__ raises
@@ -116,18 +104,17 @@ def pack(path: Path, work: Mapping[str, Any], asked: str) -> None:
 
 
 def unpack(path: Path) -> dict[str, Any]:
-    """Read the work that `pack` has written, onto the CPU. It is trusted: another process of this user wrote it."""
+    """Read what `pack` has written, onto the CPU. It is trusted: another process of this user wrote it."""
     work: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
     return work
 
 
 def write_result(path: Path, result: Any) -> None:
-    """Write plain data and tensors."""
     torch.save(result, path)
 
 
 def read_result(path: Path) -> Any:
-    """Read what `write_result` has written: only plain data and tensors."""
+    """Read what `write_result` has written; `weights_only` admits plain data and tensors only."""
     return torch.load(path, map_location="cpu", weights_only=True)
 
 

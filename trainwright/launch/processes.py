@@ -1,7 +1,7 @@
 """The launcher: replaces a script by a supervisor that runs the same script in several workers.
 
-A Trainer or an Accelerator calls `launch`; `main` is the supervisor. Workers get their settings by their environment, which
-`distributed/environment.py` reads.
+A Trainer or an Accelerator calls `launch`; `main` is the supervisor. Workers read their settings from the environment
+(`distributed/environment.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NoReturn
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.network import LOOPBACK, loopback_interface
 from trainwright.launch.command import own_command
-from trainwright.launch.nodes import Nodes, nodes_of
+from trainwright.launch.nodes import Job, Nodes, nodes_of
 
 HANDLED_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGQUIT")
 
@@ -43,41 +43,32 @@ def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script
         raise ValueError(f"num_processes={num_processes}; 2 or more are accepted. One process needs no launcher.")
     nodes = nodes_of(num_nodes, os.environ)
     grace_seconds(os.environ)
-    command = own_command(reason)
+    command, directory = own_command(reason)
     for child in multiprocessing.active_children():
         child.terminate()
         child.join(timeout=5)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.chdir(command.directory)
-    os.execv(sys.executable, launcher_command(num_processes, command.arguments, nodes))
+    os.chdir(directory)
+    os.execv(sys.executable, launcher_command(num_processes, command, nodes))
 
 
 def launcher_command(
     num_processes: int, command: list[str], nodes: Nodes | None = None, report: str | None = None
 ) -> list[str]:
-    """Return the command line of a launcher that runs a command in several workers.
-
-    `report` is a file to which it writes which rank failed first.
-    """
-    start = str(Path(__file__).with_name("start.py"))
+    """Return the command line of a launcher, as `main` reads it; `report` is that of `Job`."""
     flags = [flag for flag, is_set in (("-E", sys.flags.ignore_environment), ("-s", sys.flags.no_user_site)) if is_set]
-    options = ["--num-processes", str(num_processes), *_node_options(nodes or Nodes()), *_torch_place()]
-    return [sys.executable, *flags, start, *options, *(["--report", report] if report else []), "--", *command]
-
-
-def _node_options(nodes: Nodes) -> list[str]:
-    if nodes.count == 1:
-        return []
-    options = {"--num-nodes": nodes.count, "--node-rank": nodes.rank, "--main-address": nodes.address}
-    return [str(each) for pair in {**options, "--main-port": nodes.port}.items() for each in pair]
-
-
-def _torch_place() -> list[str]:
-    """Return the options that tell the launcher where torch is, for scripts that have changed the search path."""
-    torch = sys.modules.get("torch")
-    place = getattr(torch, "__file__", None)
-    return ["--add-path", str(Path(place).parent.parent)] if place else []
+    options: dict[str, object] = {"--num-processes": num_processes}
+    if nodes is not None and nodes.count > 1:
+        options |= {"--num-nodes": nodes.count, "--node-rank": nodes.rank}
+        options |= {"--main-address": nodes.address, "--main-port": nodes.port}
+    # The script may have found torch on a search path that it changed itself.
+    if torch_file := getattr(sys.modules.get("torch"), "__file__", None):
+        options["--add-path"] = Path(torch_file).parent.parent
+    if report is not None:
+        options["--report"] = report
+    start = str(Path(__file__).with_name("start.py"))
+    return [sys.executable, *flags, start, *(str(each) for pair in options.items() for each in pair), "--", *command]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -87,44 +78,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num-nodes", type=int, default=1, help="how many machines the job has")
     parser.add_argument("--node-rank", type=int, default=0, help="this machine's number")
     parser.add_argument("--main-address", default=LOOPBACK, help="the address of machine 0")
-    parser.add_argument("--main-port", type=int, default=0, help="the port there; 0 is a free one")
-    parser.add_argument("--add-path", action="append", default=[], help="another place to look for torch")
+    parser.add_argument("--main-port", type=int, default=0, help="the port there; 0 chooses a free one")
+    parser.add_argument("--add-path", action="append", default=[], help="another folder to search for torch")
     parser.add_argument("--report", help="a file for which rank failed first")
     parser.add_argument("command", nargs="+", help="after --: the command, which begins with the interpreter")
     options = parser.parse_args(arguments)
     sys.path.extend(path for path in options.add_path if path not in sys.path)
     nodes = Nodes(options.num_nodes, options.node_rank, options.main_address, options.main_port)
-    return supervise(options.command, options.num_processes, nodes, report=options.report)
+    grace = grace_seconds(os.environ)
+    return supervise(Job(options.command, options.num_processes, nodes, report=options.report, grace_seconds=grace), {})
 
 
-def supervise(
-    command: list[str],
-    num_processes: int,
-    nodes: Nodes | None = None,
-    *,
-    max_restarts: int = 0,
-    logs: str | None = None,
-    defaults: dict[str, str | None] | None = None,
-    report: str | None = None,
-    grace: int | None = None,
-) -> int:
-    """Run a command in that many workers on this node and return the job's exit code.
-
-    `defaults` are settings that the script may leave open: see `Environment`. `report` is a file for which rank failed first.
-    `grace` is how many seconds the ranks have to leave after a signal; None is the environment's value.
-    """
-    grace = grace_seconds(os.environ) if grace is None else grace
+def supervise(job: Job, defaults: dict[str, str | None]) -> int:
+    """Run a job's workers on this node and return its exit code; `defaults` are settings that the script may leave open."""
     warnings.simplefilter("ignore")  # the job's output is the workers'
-    nodes = nodes or Nodes()
     _prepare_signals()
-    _prepare_environment(num_processes, nodes, defaults or {})
+    _prepare_environment(job, defaults)
     from trainwright.launch.agent import run
 
-    return run(command, num_processes, nodes, max_restarts=max_restarts, logs=logs, report=report, grace_seconds=grace)
+    return run(job)
 
 
 def grace_seconds(variables: Mapping[str, str]) -> int:
-    """Return how long the ranks have to leave after a signal (ValueError)."""
+    """Return how long the ranks have to leave after a signal (ValueError if the variable is wrong)."""
     given = variables.get(GRACE_VARIABLE) or str(GRACE_SECONDS)
     if not (given.isascii() and given.isdigit()):
         raise ValueError(
@@ -135,7 +111,7 @@ def grace_seconds(variables: Mapping[str, str]) -> int:
 
 
 def _prepare_signals() -> None:
-    """Exit quietly on a signal until elastic's handlers are installed; ignored signals stay ignored (nohup)."""
+    """Exit quietly on a signal until elastic installs its handlers; ignored signals stay ignored (nohup)."""
     handled = [name for name in HANDLED_SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
     for name in handled:
         signal.signal(signal.Signals[name], _leave_on_signal)
@@ -146,27 +122,24 @@ def _leave_on_signal(number: int, _: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-def _prepare_environment(num_processes: int, nodes: Nodes, defaults: dict[str, str | None]) -> None:
+def _prepare_environment(job: Job, defaults: dict[str, str | None]) -> None:
     """Set the variables of all workers of this node; elastic adds those of each rank."""
-    job = {"version": 1, "launcher_pid": os.getpid(), "num_processes": num_processes, "loopback": nodes.count == 1}
-    os.environ[JOB_VARIABLE] = json.dumps(
-        {**job, **{name: value for name, value in defaults.items() if value is not None}}
-    )
+    is_alone = job.nodes.count == 1
+    settings = {"version": 1, "launcher_pid": os.getpid(), "num_processes": job.num_processes, "loopback": is_alone}
+    given = {name: value for name, value in defaults.items() if value is not None}
+    os.environ[JOB_VARIABLE] = json.dumps({**settings, **given})
     loopback = loopback_interface()
-    if loopback is not None and nodes.count == 1:
+    if loopback is not None and is_alone:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     if "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_processes))
+        os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores() // job.num_processes))
     for name in ("TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_HEALTH_CHECK_PORT"):
         os.environ.pop(name, None)  # they would open a file and a port
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 if __name__ == "__main__":

@@ -17,15 +17,13 @@ from typing import Any, TextIO
 
 from trainwright.distributed.signals import STOP_SIGNALS
 
-END_SECONDS = 4.5
-"""How long the launcher has to end its workers, to which it gives 3 s between the first signal and SIGKILL."""
+END_SECONDS = 4.5  # for the launcher to end its workers, to which it gives 3 s between the first signal and SIGKILL
 
 
-def run_beside(command: list[str]) -> int:
-    """Run the launcher and return its exit code.
+def run_launcher(command: list[str]) -> int:
+    """Run the launcher as a child and return its exit code; it ends with this process, however that ends.
 
-    It ends with this process, however that ends. Signals are passed on to it, after a Ctrl-C this raises KeyboardInterrupt
-    once it has ended, and an exception here ends it too.
+    Signals are passed on to it. After a Ctrl-C this raises KeyboardInterrupt once the launcher has ended.
     """
     # NOTE: the kernel kills the child when the *thread* that started it ends; that is this one, which waits for it.
     bootstrap = str(Path(__file__).with_name("bootstrap.py"))
@@ -53,12 +51,9 @@ def run_beside(command: list[str]) -> int:
 
 @contextlib.contextmanager
 def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Pass the first signal of each kind on to the launcher, and yield the list of those passed on.
-
-    A second Ctrl-C raises KeyboardInterrupt. Signals can only be handled in the main thread.
-    """
+    """Pass the first signal of each kind on to the launcher, and yield the list of those; a second Ctrl-C interrupts."""
     passed: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may install handlers
         yield passed
         return
 
@@ -69,8 +64,8 @@ def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
 
-    heard = [number for number in STOP_SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    previous = {number: signal.signal(number, pass_on) for number in heard}
+    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    previous = {number: signal.signal(number, pass_on) for number in handled}
     try:
         yield passed
     finally:
@@ -79,7 +74,7 @@ def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 
 def _target(stream: TextIO | None, original: TextIO | None, fd: int) -> int | None:
-    """Return where the launcher writes: this process's stream, or a pipe if a notebook or a test has replaced that."""
+    """Return None to inherit this process's stream, or a pipe if a notebook or a test has replaced the stream."""
     with contextlib.suppress(OSError, ValueError):
         if stream is not None and stream is original and stream.fileno() == fd:
             return None
@@ -95,7 +90,7 @@ def _relay(process: subprocess.Popen[bytes]) -> None:
                 decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
                 selector.register(pipe, selectors.EVENT_READ, (decoder, stream))
         while selector.get_map():
-            has_ended = process.poll() is not None
+            has_ended = process.poll() is not None  # before the select, so that nothing printed until then is missed
             ready = selector.select(timeout=0.1)
             for key, _ in ready:
                 chunk = os.read(key.fd, 1 << 16)
@@ -113,9 +108,8 @@ def _end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     """Make the launcher end its workers; they end with it in any case."""
     try:
         process.send_signal(number)
-        process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        pass
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
     finally:
         process.kill()
         process.wait()

@@ -1,7 +1,4 @@
-"""The rendezvous of a job's nodes: a store that the main node holds, and the nodes that have joined.
-
-Importing this module imports torch elastic, so only the launcher process does it.
-"""
+"""The rendezvous of a job's nodes: a store that the main node holds, and the nodes that have joined."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -21,22 +18,19 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from trainwright.distributed.failures import FailureLog
 from trainwright.distributed.network import is_own_name, listen_at, resolve
-from trainwright.distributed.store import STORE_PREFIX, Store, post
+from trainwright.distributed.store import STORE_PREFIX, Store, post, stores
 from trainwright.errors import LaunchError
 from trainwright.launch.heartbeat import Heartbeat
 from trainwright.launch.nodes import Nodes
 
-JOIN_SECONDS = 300.0
-"""How long the nodes wait for each other."""
-NOTICE_SECONDS = 5.0
-"""After how long a node prints what it is waiting for."""
-LEAVE_SECONDS = 10.0
-"""How long the main node keeps the store for the others at the end."""
+JOIN_SECONDS = 300.0  # that the nodes wait for each other
+NOTICE_SECONDS = 5.0  # after which a node prints what it is waiting for
+LEAVE_SECONDS = 10.0  # that the main node keeps the store for the others at the end
 
 
 @dataclass(frozen=True)
 class Member:
-    """One node of the job, as it has described itself."""
+    """A node of the job, as it describes itself to the others."""
 
     host: str
     num_processes: int
@@ -47,10 +41,6 @@ class StaticRendezvous(RendezvousHandler):
 
     For a job of one node it listens on the loopback interface, at a free port.
 
-    Args:
-        nodes: the nodes, and which of them this is.
-        num_processes: the number of processes on this node.
-
     Raises:
         LaunchError: the port is taken, the address is not the main node's, or the main node does not answer.
     """
@@ -58,24 +48,23 @@ class StaticRendezvous(RendezvousHandler):
     def __init__(self, nodes: Nodes, num_processes: int) -> None:
         self.nodes = nodes
         self.members = [Member(socket.gethostname(), num_processes)]
-        self._stores = cast(Any, dist)
         self._port = nodes.port
         self.store = self._hold_store() if nodes.rank == 0 else self._find_store()
         self.heartbeat = Heartbeat(nodes.rank, nodes.address) if nodes.count > 1 else None
-        self._agents = self._stores.PrefixStore("agent", self.store)
+        self._agents = stores().PrefixStore("agent", self.store)
         self._has_met = False
 
     def _hold_store(self) -> Any:
-        _, place = resolve(self.nodes.address)
-        if self.nodes.count > 1 and is_own_name(self.nodes.address, place):
+        _, number = resolve(self.nodes.address)
+        if self.nodes.count > 1 and is_own_name(self.nodes.address, number):
             raise LaunchError(
-                f"the main address {self.nodes.address!r} is {place} on this node, which no other node can reach; give this "
+                f"the main address {self.nodes.address!r} is {number} on this node, which no other node can reach; give this "
                 "node's IP address as the main address."
             )
         # TCPStore itself would listen on all interfaces, so it gets a bound socket.
         listener = listen_at(self.nodes.address, self.nodes.port)
         self._port = int(listener.getsockname()[1])
-        return self._stores.TCPStore(
+        return stores().TCPStore(
             self.nodes.address, self._port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
 
@@ -92,11 +81,11 @@ class StaticRendezvous(RendezvousHandler):
 
         _wait(answers, lambda: f"the main node at {address[0]} port {address[1]}")
         timeout = timedelta(seconds=JOIN_SECONDS)
-        return self._stores.TCPStore(*address, None, False, timeout=timeout, wait_for_workers=False)
+        return stores().TCPStore(*address, None, False, timeout=timeout, wait_for_workers=False)
 
     def failures(self, restart_count: int) -> FailureLog:
         """Return the failures of the job since its last start."""
-        return FailureLog(cast(Store, self._stores.PrefixStore(f"{STORE_PREFIX}/{restart_count}", self.store)))
+        return FailureLog(cast(Store, stores().PrefixStore(f"{STORE_PREFIX}/{restart_count}", self.store)))
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all nodes and return this node's rendezvous."""
@@ -109,8 +98,8 @@ class StaticRendezvous(RendezvousHandler):
                     f"({error}); see what its launcher has printed, and start the job on all nodes again."
                 ) from error
             self._has_met = True
-        place = RendezvousStoreInfo(self.nodes.address, self._port)
-        return RendezvousInfo(self._agents, self.nodes.rank, self.nodes.count, place)
+        store = RendezvousStoreInfo(self.nodes.address, self._port)
+        return RendezvousInfo(self._agents, self.nodes.rank, self.nodes.count, store)
 
     def _meet(self) -> None:
         assert self.heartbeat is not None
@@ -129,9 +118,7 @@ class StaticRendezvous(RendezvousHandler):
             )
         if own != 0:
             self.heartbeat.connect(main["heartbeat"])
-        self._agents.set(
-            keys[own], json.dumps({"host": self.members[0].host, "num_processes": self.members[0].num_processes})
-        )
+        self._agents.set(keys[own], json.dumps(asdict(self.members[0])))
 
         def missing() -> str:
             return f"node(s) {', '.join(str(rank) for rank, key in enumerate(keys) if not self._agents.check([key]))}"
@@ -142,11 +129,9 @@ class StaticRendezvous(RendezvousHandler):
             self.heartbeat.accept(self.nodes.count - 1)
 
     def first_rank(self, node: int) -> int:
-        """Return the number of the first rank on a node."""
         return sum(member.num_processes for member in self.members[:node])
 
     def node_of(self, rank: int) -> int:
-        """Return the number of the node that a rank runs on."""
         return max(node for node in range(len(self.members)) if self.first_rank(node) <= rank)
 
     def say_finished(self) -> None:
@@ -154,7 +139,6 @@ class StaticRendezvous(RendezvousHandler):
         post(self._agents, f"finished/{self.nodes.rank}", "1")  # this launcher may end right after
 
     def all_finished(self) -> bool:
-        """Return whether the processes of all nodes have succeeded."""
         return bool(self._agents.check([f"finished/{rank}" for rank in range(self.nodes.count)]))
 
     def has_left(self, node: int) -> bool:
@@ -178,40 +162,35 @@ class StaticRendezvous(RendezvousHandler):
         finally:
             self.heartbeat.close()
 
+    # What elastic asks of any rendezvous. The nodes are fixed and no other can join, so it never closes.
+
     @property
     def use_agent_store(self) -> bool:
-        """Return that the workers use this store too."""
-        return True
+        return True  # the workers use this store too
 
     def get_backend(self) -> str:
-        """Return the name for elastic's records."""
         return "static"
 
     def is_closed(self) -> bool:
-        """Return False: the nodes are fixed, and no other can join."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: see `is_closed`."""
+        pass
 
     def num_nodes_waiting(self) -> int:
-        """Return 0: see `is_closed`."""
         return 0
 
     def get_run_id(self) -> str:
-        """Return the job's name."""
         return f"trainwright-{os.getpid()}"
 
     def shutdown(self) -> bool:
-        """Return True: the store ends with the launcher."""
-        return True
+        return True  # the store ends with the launcher
 
 
 def _wait(is_there: Callable[[], bool], describe: Callable[[], str]) -> None:
-    """Wait until it is there, and print so after a while; polls, so that signals are handled."""
-    began = time.monotonic()
-    has_printed = False
-    while not is_there():
+    """Wait until it is there; say what is missing after a while."""
+    began, has_printed = time.monotonic(), False
+    while not is_there():  # polls rather than blocks, so that Python can run signal handlers
         waited = time.monotonic() - began
         if waited > JOIN_SECONDS:
             raise LaunchError(

@@ -8,10 +8,10 @@ import sys
 
 
 def main(folder: str) -> None:
-    """Take the calling process's search path and arguments, and do its work."""
-    with open(f"{folder}/place.json", encoding="utf-8") as file:
-        place = json.load(file)
-    sys.path[:], sys.argv[:] = place["path"], place["argv"]
+    """Take over the calling process's search path and arguments, and do its work."""
+    with open(f"{folder}/search_path.json", encoding="utf-8") as file:
+        paths = json.load(file)
+    sys.path[:], sys.argv[:] = paths["path"], paths["argv"]
     from trainwright.launch.notebook import work
 
     work(folder)

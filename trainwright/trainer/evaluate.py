@@ -163,7 +163,7 @@ def evaluate(
         evaluation_mode(module, stage),
         gradients_off(run.uses_inference_mode),
     ):
-        collector = logbook.start(module, training=False, stage=stage)
+        collector = logbook.start(module, stage)
         hooks.call(f"on_{stage}_start")
         hooks.call(f"on_{stage}_epoch_start")
         for index, (name, _) in enumerate(evaluation.loaders):

@@ -68,7 +68,7 @@ def fit(run: TrainingRun, resumption: Resumption | None) -> None:
     if stop.number:  # it came in the sanity check
         stop.commit()
         return
-    logbook.start(run.module, training=True, stage="train")
+    logbook.start(run.module)
     hooks.call("on_train_start")  # it draws what it drew in the run's first start
     if resumption is not None:
         resumption.generators()
@@ -109,7 +109,7 @@ def begin_epoch(run: TrainingRun) -> None:
 def fit_epoch(run: TrainingRun) -> None:
     """Train one epoch, or what is left of it. Collective."""
     state, hooks, logbook = run.state, run.hooks, run.logbook
-    collector = logbook.collector or logbook.start(run.module, training=True, stage="train")
+    collector = logbook.collector or logbook.start(run.module)
     begin_epoch(run)
     batch_start, batch_end = hooks["on_train_batch_start"], hooks["on_train_batch_end"]
     window, progress = run.window, run.progress

@@ -1,6 +1,6 @@
 """Rules of self.log: where it may be called, what it does there by default, and which settings it takes.
 
-All of it is checked at the first log of a name in a hook; later calls only have to repeat the settings.
+All of it is checked at the first log of a name in a hook; later calls must repeat the settings.
 """
 
 from __future__ import annotations
@@ -18,13 +18,21 @@ class LogRule(NamedTuple):
     on_epoch: bool
     """The default of on_epoch."""
     has_step: bool
-    """Whether there is a batch, so that both may be chosen; else only an epoch's value can be logged."""
+    """Whether a batch runs there, so that on_step may be chosen."""
 
 
 _IN_TRAINING = LogRule(on_step=True, on_epoch=False, has_step=True)
 _IN_EVALUATION = LogRule(on_step=False, on_epoch=True, has_step=True)
 _BETWEEN_BATCHES = LogRule(on_step=False, on_epoch=True, has_step=False)
 
+_OF_EVALUATION = {
+    "on_{}_start": _BETWEEN_BATCHES,
+    "on_{}_epoch_start": _BETWEEN_BATCHES,
+    "on_{}_batch_start": _IN_EVALUATION,
+    "{}_step": _IN_EVALUATION,
+    "on_{}_batch_end": _IN_EVALUATION,
+    "on_{}_epoch_end": _BETWEEN_BATCHES,
+}
 LOG_RULES: dict[str, LogRule] = {
     "on_train_start": _BETWEEN_BATCHES,
     "on_train_epoch_start": _BETWEEN_BATCHES,
@@ -41,27 +49,16 @@ LOG_RULES: dict[str, LogRule] = {
     "optimizer_step": _IN_TRAINING,
     "on_train_batch_end": _IN_TRAINING,
     "on_train_epoch_end": _BETWEEN_BATCHES,
-    "on_validation_start": _BETWEEN_BATCHES,
-    "on_validation_epoch_start": _BETWEEN_BATCHES,
-    "on_validation_batch_start": _IN_EVALUATION,
-    "validation_step": _IN_EVALUATION,
-    "on_validation_batch_end": _IN_EVALUATION,
-    "on_validation_epoch_end": _BETWEEN_BATCHES,
-    "on_test_start": _BETWEEN_BATCHES,
-    "on_test_epoch_start": _BETWEEN_BATCHES,
-    "on_test_batch_start": _IN_EVALUATION,
-    "test_step": _IN_EVALUATION,
-    "on_test_batch_end": _IN_EVALUATION,
-    "on_test_epoch_end": _BETWEEN_BATCHES,
+    **{name.format(stage): rule for stage in ("validation", "test") for name, rule in _OF_EVALUATION.items()},
 }
-"""Each step and hook that may log, in the order of a run. In the others nothing is collected."""
+"""Each step and hook that may log, in the order of a run. The others collect nothing."""
 
-_REDUCTIONS: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("mean", ("mean", "avg", torch.mean)),
-    ("sum", ("sum", sum, torch.sum)),
-    ("min", ("min", min, torch.min)),
-    ("max", ("max", max, torch.max)),
-)
+_REDUCTIONS: dict[str, tuple[Any, ...]] = {
+    "mean": ("mean", "avg", torch.mean),
+    "sum": ("sum", sum, torch.sum),
+    "min": ("min", min, torch.min),
+    "max": ("max", max, torch.max),
+}
 
 
 class LogSettings(NamedTuple):
@@ -81,26 +78,25 @@ class LogSettings(NamedTuple):
 
 
 def check_name(name: object) -> None:
-    """Refuse a name that is none (TypeError)."""
+    """Raise TypeError unless the name is a str."""
     if not isinstance(name, str):
         raise TypeError(f"a metric's name is a str; self.log got {name!r}, a {type(name).__name__}. Use str(...).")
 
 
-def rule_of(name: str, hook: str) -> LogRule:
-    """Return what holds in a step or hook; RuntimeError where nothing may be logged."""
+def choose_levels(name: str, hook: str, settings: LogSettings) -> tuple[bool, bool]:
+    """Return (on_step, on_epoch), by the hook's default unless given.
+
+    Raises:
+        RuntimeError: nothing may be logged in the hook.
+        ValueError: the hook cannot have these levels.
+    """
     rule = LOG_RULES.get(hook)
     if rule is None:
         raise RuntimeError(
             f"self.log({name!r}, ...) was called {f'in {hook}' if hook else 'outside of a step or hook'}, where nothing is "
-            "collected; log in training_step, validation_step, test_step, in the hooks of a batch, or in on_train_start, "
-            "on_train_epoch_start, on_train_epoch_end and their like of validation and test."
+            "collected; log in training_step, validation_step, test_step, in the hooks of a batch, in on_train_start, "
+            "on_train_epoch_start or on_train_epoch_end, or in those hooks of validation and test."
         )
-    return rule
-
-
-def choose_levels(name: str, hook: str, settings: LogSettings) -> tuple[bool, bool]:
-    """Return (on_step, on_epoch) as given or by the hook's default; ValueError where the hook cannot have them."""
-    rule = rule_of(name, hook)
     on_step = rule.on_step if settings.on_step is None else bool(settings.on_step)
     on_epoch = rule.on_epoch if settings.on_epoch is None else bool(settings.on_epoch)
     if not rule.has_step and (on_step or not on_epoch):
@@ -116,10 +112,10 @@ def choose_levels(name: str, hook: str, settings: LogSettings) -> tuple[bool, bo
 
 
 def reduction_named(reduce_fx: Any) -> str:
-    """Return "mean", "sum", "min" or "max" for what was given as reduce_fx; ValueError for another."""
+    """Return "mean", "sum", "min" or "max" for a name or a function; ValueError for any other."""
     wanted = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
-    for reduction, forms in _REDUCTIONS:
-        if any(wanted is form or (isinstance(wanted, str) and wanted == form) for form in forms):
+    for reduction, forms in _REDUCTIONS.items():
+        if wanted in forms:
             return reduction
     raise ValueError(
         f"reduce_fx={reduce_fx!r} is unknown; choose from mean, sum, min, max. For another reduction log a torchmetrics Metric."
@@ -127,7 +123,7 @@ def reduction_named(reduce_fx: Any) -> str:
 
 
 def check_settings(name: str, settings: LogSettings, *, is_metric: bool) -> None:
-    """Refuse settings that can not be kept (ValueError)."""
+    """Refuse settings that cannot be followed (ValueError)."""
     if settings.sync_dist_group is not None:
         raise ValueError(
             f"self.log({name!r}, ...) got sync_dist_group={settings.sync_dist_group!r}; only None is accepted, as epoch values "
@@ -141,7 +137,7 @@ def check_settings(name: str, settings: LogSettings, *, is_metric: bool) -> None
 
 
 def check_batch_size(name: str, batch_size: Any) -> float:
-    """Return a batch size as a number; TypeError or ValueError for what is none."""
+    """Return a batch size as a float; TypeError or ValueError unless it is a positive number."""
     if isinstance(batch_size, torch.Tensor):
         raise TypeError(
             f"self.log({name!r}, ...) got a tensor as batch_size; accepted is a positive number. Pass len(...) or a shape's "
@@ -156,7 +152,7 @@ def check_batch_size(name: str, batch_size: Any) -> float:
         ) from None
     if not 0 < size < float("inf"):
         raise ValueError(
-            f"self.log({name!r}, ...) got batch_size={batch_size!r}; accepted is a positive number. Where a batch has nothing "
-            "to average, leave the call out."
+            f"self.log({name!r}, ...) got batch_size={batch_size!r}; accepted is a positive number. If a batch has nothing to "
+            "average, leave the call out."
         )
     return size

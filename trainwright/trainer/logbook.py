@@ -1,4 +1,4 @@
-"""Logbook: the metrics of a run as its user sees them, and their rows in the loggers."""
+"""Logbook: the metrics of a run as the user sees them, and their rows in the loggers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainwright.engine.engine import Engine
@@ -13,7 +14,7 @@ from trainwright.loggers.base import Logger
 from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.position import logger_states
 from trainwright.module import Module
-from trainwright.trainer.logged_value import Key, Loader, as_tensor, expanded, to_numbers
+from trainwright.trainer.logged_value import Key, Loader, expanded, to_numbers
 from trainwright.trainer.metric_objects import metrics_in_use
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.reduction import end_loader, reduce_epoch
@@ -25,21 +26,20 @@ class Logbook:
 
     def __init__(self, loggers: Sequence[Logger], engine: Engine, state: TrainerState) -> None:
         self.collector: MetricCollector | None = None
-        """Where self.log puts its values now."""
+        """The target of self.log; None if nothing is collected."""
         self.training_collector: MetricCollector | None = None
-        """The one of the training epoch, also while a validation within the epoch has its own."""
+        """That of the training epoch, also during a validation within the epoch, which has its own."""
         self.unfinished: dict[str, Any] | None = None
         """What a checkpoint within an epoch holds of that epoch, until it is resumed."""
         self.owes_row = False
         """Whether the row of the latest step is still to be written."""
         self.has_begun = False
-        """Whether an epoch or an evaluation has begun, the sanity check aside."""
-        self._loggers = loggers if engine.rank == 0 else ()
-        self._engine = engine
-        self._state = state
-        self._is_silent = False
+        """Whether an epoch or an evaluation has begun; a sanity check does not count."""
         self.reductions = 0
-        """Reductions over the ranks that were begun, alike on every rank: what tells which rank is further on."""
+        """Reductions over the ranks that were begun; compared across ranks, they show which rank is behind."""
+        self._loggers = loggers if engine.rank == 0 else ()
+        self._engine, self._state = engine, state
+        self._is_silent = False
         self._warned: set[str] = set()
         self._batches: dict[tuple[str, Loader | None], int] = {}
         """Batches of the running evaluation, by stage and loader."""
@@ -47,36 +47,33 @@ class Logbook:
         self._callback: dict[str, Tensor | float] = {}
         self._logged: dict[str, Tensor | float] = {}
         self._shown: dict[str, Tensor | float] = {}
+        self._latest = {"callback": self._callback, "logged": self._logged, "shown": self._shown}
         self._scored_at: dict[str, int] = {}
-        """The optimizer step whose weights got a metric, for those that a validation gave last."""
+        """By metric of the latest validation, the optimizer step of the weights that it scored."""
         self._held_rows: list[tuple[dict[str, float], int]] = []
-        """Rows of the batches of a validation within fit, until it is over: a resumed run makes one anew that was left."""
+        """Rows of a validation within fit, held until it ends: a run that leaves it writes them when it is resumed."""
         self._outer: MetricCollector | None = None
-        """What collected when the running evaluation began."""
+        """The collector before the running evaluation."""
         self._not_of_evaluation: set[str] | None = None
-        """The Metric objects that were in use then; None while no evaluation runs."""
+        """The Metric objects in use before the running evaluation; None between evaluations."""
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Write no row in the block, a sanity check, and forget its numbers afterwards."""
+        """Write no rows in the block, a sanity check, and drop its values afterwards."""
         self._is_silent = True
         try:
             yield
         finally:
             self._is_silent = False
-            for kept in (self._callback, self._logged, self._shown):
-                kept.clear()
+            for values in self._latest.values():
+                values.clear()
 
-    def start(self, module: Module, *, training: bool, stage: str = "") -> MetricCollector:
-        """Begin an epoch of training, or an evaluation: from now on self.log collects there.
-
-        The stage is "train", "validation" or "test".
-        """
+    def start(self, module: Module, stage: str = "train") -> MetricCollector:
+        """Begin a training epoch or an evaluation ("train", "validation" or "test"), for which self.log then collects."""
         self._keep_steps()
         self.has_begun = self.has_begun or not self._is_silent
-        stage = stage or ("train" if training else "validation")
-        collector = MetricCollector(module, training, stage, self._engine.rank, self._warned)
-        if training:
+        collector = MetricCollector(module, stage, self._engine.rank, self._warned)
+        if stage == "train":
             self.training_collector = collector
         else:
             self._outer, self._not_of_evaluation = self.collector, metrics_in_use(module)
@@ -84,11 +81,11 @@ class Logbook:
         return collector
 
     def end_evaluation(self) -> None:
-        """End an evaluation: from now on self.log collects where it did before."""
+        """Return to the collector before the evaluation."""
         self.collector, self._outer, self._not_of_evaluation = self._outer, None, None
 
     def stop_collecting(self) -> None:
-        """Collect nothing until the next start; self.log says so."""
+        """Let self.log raise until the next start."""
         self.collector, self.owes_row = None, False
 
     @property
@@ -112,7 +109,7 @@ class Logbook:
     def log_evaluation_step(self, batch_idx: int) -> None:
         """Write a row with the step values of a batch of the current loader.
 
-        Its x value is the number of this loader's batches before it, those of earlier evaluations of the run included.
+        Its x value is the number of this loader's batches before it, those of the run's earlier evaluations included.
         """
         if not self._loggers or self._is_silent:
             return
@@ -127,14 +124,11 @@ class Logbook:
         }
         if values:
             self._held_rows.append((to_numbers(values), self._earlier_batches.get(counter, 0) + batch_idx))
-            if self.training_collector is None:  # no fit goes on from within
+            if self.training_collector is None:  # outside of fit no run resumes from within
                 self._write_held_rows()
 
     def end_loader(self, module: Module) -> None:
-        """End one of several evaluation loaders: its Metric objects are computed, and start anew with the next. Collective.
-
-        Call it on every rank, also on one without a batch, while `collector.loader` is still the one that ends.
-        """
+        """Compute and reset the Metric objects of the loader that ends. Collective: call it while `collector.loader` is set."""
         assert self.collector is not None
         self._keep_steps()
         end_loader(self.collector, module)
@@ -142,7 +136,7 @@ class Logbook:
     def reduce(self, module: Module) -> None:
         """Reduce what the epoch has logged so far, so that the hooks of its end can read it. Collective.
 
-        What they log themselves is reduced by `finish`; so an epoch with this call has two gathers, one without it one.
+        Values that those hooks log are reduced by `finish`, in a second gather.
         """
         collector = self.collector
         assert collector is not None
@@ -156,7 +150,7 @@ class Logbook:
     def finish(self, module: Module, num_loaders: int = 1) -> list[dict[str, float]]:
         """Reduce the epoch's values over the ranks, write them as a row and return them by loader. Collective.
 
-        A value that belongs to no loader stands in the dict of each. What is rank 0's alone is not returned.
+        A value without a loader is in the dict of each loader. A value of rank 0 alone is not returned.
         """
         self.reduce(module)
         assert self.collector is not None
@@ -171,21 +165,19 @@ class Logbook:
         self._batches.clear()
         row = {key.epoch_name: number for key, number in reduced.items() if key.logger}
         self._write(row, self._state.batches_that_stepped)
-        shared = [(key, number) for key, number in reduced.items() if not key.rank_zero_only]
+        common = [(key, number) for key, number in reduced.items() if not key.rank_zero_only]
         return [
-            {key.epoch_name: number for key, number in shared if key.loader in (-1, index)}
+            {key.epoch_name: number for key, number in common if key.loader in (-1, index)}
             for index in range(num_loaders)
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the latest value of every metric as numbers, for a checkpoint. NOTE: waits for the device."""
+        """Return the latest value of every metric, for a checkpoint. NOTE: waits for the device."""
         if self._is_silent:
             return {}
         self._keep_steps()
         return {
-            "callback": to_numbers(self._callback),
-            "logged": to_numbers(self._logged),
-            "shown": to_numbers(self._shown),
+            **{name: to_numbers(values) for name, values in self._latest.items()},
             "evaluation_batches": dict(self._earlier_batches),
             "scored_at": dict(self._scored_at),
         }
@@ -195,26 +187,26 @@ class Logbook:
         return {"callback": self.callback_metrics, "logged": self.logged_metrics, "shown": self.progress_bar_metrics}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the latest values from a checkpoint; one of another version may lack some."""
-        for name, values in (("callback", self._callback), ("logged", self._logged), ("shown", self._shown)):
+        """Take the latest values from a checkpoint; one of an older version may lack some."""
+        for name, values in self._latest.items():
             values.update(state.get(name, {}))
         self._earlier_batches.update(state.get("evaluation_batches", {}))
         self._scored_at.update(state.get("scored_at", {}))
 
     def logger_states(self) -> list[dict[str, Any]]:
-        """Return where the loggers stand, for a checkpoint; empty on ranks other than 0. Rows that wait are written first."""
+        """Return the loggers' positions for a checkpoint, after writing what they hold back; empty on ranks other than 0."""
         return logger_states(self._loggers)
 
     def drop_later_rows(self) -> None:
-        """Have the loggers of a resumed run drop the rows after its checkpoint, which the run writes again."""
+        """Let the loggers of a resumed run drop the rows after its checkpoint, which the run writes again."""
         for logger in self._loggers:
             if isinstance(logger, FolderLogger):
                 logger.drop_later_rows()
 
     def epoch_state(self) -> dict[str, Any] | None:
-        """Return what was logged so far in the epoch that is trained, for this rank's part of a checkpoint.
+        """Return what this rank has logged so far in the training epoch, for a checkpoint; None between two epochs.
 
-        None between two epochs. Metric objects that nobody had used when the running evaluation began are not the epoch's.
+        Metric objects that only the running evaluation has used are left out.
         """
         if self._state.batch == 0 or self._state.epoch_ended:
             return None
@@ -223,9 +215,10 @@ class Logbook:
         return self.training_collector.state_dict(self._not_of_evaluation)
 
     def forget_evaluation(self, latest: dict[str, Any]) -> None:
-        """Go back, where a run stops within an evaluation, to the latest values as they were before it."""
-        for kept in (self._callback, self._logged, self._shown, self._scored_at):
-            kept.clear()
+        """Restore the latest values from before an evaluation that the run leaves."""
+        for values in self._latest.values():
+            values.clear()
+        self._scored_at.clear()
         self.load_state_dict(latest)
         self._batches.clear()
         self._held_rows.clear()
@@ -245,55 +238,51 @@ class Logbook:
         self.unfinished = state
 
     def is_outdated(self, name: str) -> bool:
-        """Return whether a metric is a validation's, of other weights than the present ones."""
+        """Return whether a metric is a validation's of earlier weights."""
         return self._scored_at.get(name, self._state.step) != self._state.step
 
     def take_up_epoch(self) -> None:
-        """Go on with what a checkpoint holds of the epoch; what the hooks of its start have logged again gives way to it."""
+        """Resume the epoch's values from the checkpoint; they replace what the hooks of the epoch's start logged again."""
         state, self.unfinished = self.unfinished, None
         if state is not None:
             assert self.collector is not None
             self.collector.load_state_dict(state, self._engine.device)
 
     def note(self, values: Mapping[str, float]) -> None:
-        """Put values that a callback has read off, alike on every rank, among the callback metrics."""
+        """Add a callback's values, the same on every rank, to the callback metrics."""
         self._callback.update(values)
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Return every metric's latest value: training's by step and by epoch, an evaluation's by epoch.
-
-        An epoch's value is over all ranks, a step's this rank's own. What is rank 0's alone is not among them.
-        """
+        """Every metric's latest value: an epoch's over all ranks, a training step's of this rank. None of rank 0's alone."""
         self._keep_steps()
-        return {name: as_tensor(value) for name, value in self._callback.items()}
+        return _as_tensors(self._callback)
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """Return the metrics that go to the loggers, under the names they have there."""
+        """The loggers' metrics, under their names there."""
         self._keep_steps()
-        return {name: as_tensor(value) for name, value in self._logged.items()}
+        return _as_tensors(self._logged)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """Return the metrics that the progress bar shows. NOTE: reading step values waits for the device."""
+        """The progress bar's metrics. NOTE: reading step values waits for the device."""
         self._keep_steps()
         return to_numbers(self._shown)
 
     def flush(self) -> None:
-        """Have the loggers write what they hold back."""
+        """Let the loggers write what they hold back."""
         for logger in self._loggers:
             logger.flush()
 
     def _keep_steps(self) -> None:
-        """Take over the step values that are new; they outlive the epoch that they were logged in."""
+        """Keep new step values, which stay visible after the epoch that logged them."""
         collector = self.collector
         for each in collector.steps() if collector is not None else ():
-            value = each.last
-            if value is None or value is each.kept:
+            value = each.take_new()
+            if value is None:
                 continue
-            each.kept = value
-            if collector is not None and collector.training and not each.rank_zero_only:
+            if collector is not None and collector.stage == "train" and not each.rank_zero_only:
                 self._callback[each.base_name] = self._callback[each.step_name] = value
                 self._scored_at.pop(each.base_name, None)
                 self._scored_at.pop(each.step_name, None)
@@ -304,8 +293,8 @@ class Logbook:
 
     def _keep_epoch(self, key: Key, number: float) -> None:
         if not key.rank_zero_only:
-            self._callback[key.base_name] = self._callback[key.epoch_name] = number
             for name in (key.base_name, key.epoch_name):
+                self._callback[name] = number
                 self._scored_at.pop(name, None)
                 if self.collector is not self.training_collector:
                     self._scored_at[name] = self._state.step
@@ -320,9 +309,16 @@ class Logbook:
             self._write(numbers, step)
 
     def _write(self, numbers: dict[str, float], step: int) -> None:
-        """Write a row; a metric that is called step takes the place of its x value, one that is called epoch stays."""
+        """Write a row; a metric called step replaces its x value, and one called epoch the number of the epoch."""
         if not numbers or self._is_silent or not self._loggers:
             return
         step = int(numbers.pop("step", step))
         for logger in self._loggers:
             logger.log_metrics({"epoch": self._state.epoch, **numbers}, step)
+
+
+def _as_tensors(values: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
+    return {
+        name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        for name, value in values.items()
+    }

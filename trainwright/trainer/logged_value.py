@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 SUMMED_AT_ONCE = 64
-"""Values that wait on the device before they are summed up: one kernel for many values."""
+"""Values that are collected on the device before one kernel sums them."""
 
 Loader = tuple[int, str | None]
-"""An evaluation loader: its index and the name that it was given."""
+"""An evaluation loader: its index and the name that the user gave it."""
 
 
 class Key(NamedTuple):
@@ -33,16 +33,16 @@ class Key(NamedTuple):
     prog_bar: bool
     logger: bool
     attribute: str
-    """Where the module holds the Metric; empty for a plain value."""
+    """The module's attribute that holds the Metric; empty for a plain value."""
     rank_zero_only: bool
 
 
 Reduced = float | dict[str, float]
-"""An epoch value over all ranks; of a Metric that computes several numbers each of them, by what follows the name."""
+"""An epoch value over all ranks; for a Metric that computes several numbers, each by its suffix."""
 
 
 def expanded(reduced: Mapping[Key, Reduced]) -> dict[Key, float]:
-    """Return each number under a key of its own: those of one Metric as name_key (of a vector name_0, name_1, ...)."""
+    """Return each number under its own key: those of one Metric as name_key (of a vector name_0, name_1, ...)."""
     numbers: dict[Key, float] = {}
     for key, value in reduced.items():
         parts = {"": value} if isinstance(value, (int, float)) else {f"_{part}": each for part, each in value.items()}
@@ -54,15 +54,9 @@ def expanded(reduced: Mapping[Key, Reduced]) -> dict[Key, float]:
 class LoggedValue:
     """What one hook logs under one name for one loader.
 
-    `base_name` is the name with the loader's suffix. With on_step and on_epoch both, the two values go by `step_name` and
-    `epoch_name`; else these are the base name.
+    `base_name` is the name with the loader's suffix. With on_step and on_epoch both, the two values have the names
+    `step_name` and `key.epoch_name`, which are otherwise the base name.
     """
-
-    __slots__ = (
-        "_pending", "_total", "_weight", "_weights", "attribute", "base_name", "enable_graph", "epoch_name", "hook",
-        "is_ignored", "kept", "last", "loader", "logger", "metric", "name", "on_epoch", "on_step", "prog_bar",
-        "rank_zero_only", "reduce_fx", "settings", "step_name",
-    )  # fmt: skip
 
     def __init__(
         self,
@@ -72,6 +66,7 @@ class LoggedValue:
         settings: LogSettings,
         levels: tuple[bool, bool],
         reduce_fx: str,
+        rank: int = 0,
     ) -> None:
         self.hook, self.name, self.loader, self.settings = hook, name, loader, settings
         self.on_step, self.on_epoch = levels
@@ -79,41 +74,43 @@ class LoggedValue:
         self.prog_bar = bool(settings.prog_bar)
         self.logger = settings.logger is None or bool(settings.logger)
         self.enable_graph, self.rank_zero_only = bool(settings.enable_graph), bool(settings.rank_zero_only)
+        self.is_ignored = self.rank_zero_only and rank != 0
         suffix = _suffix(loader) if settings.add_dataloader_idx else ""
         is_forked = self.on_step and self.on_epoch
         self.base_name = name + suffix
         self.step_name = f"{name}_step{suffix}" if is_forked else self.base_name
-        self.epoch_name = f"{name}_epoch{suffix}" if is_forked else self.base_name
-        self.is_ignored = False
-        """True where another rank's value is the one that counts."""
+        epoch_name = f"{name}_epoch{suffix}" if is_forked else self.base_name
+        index = -1 if loader is None else loader[0]
+        self.key = Key(
+            hook, self.base_name, epoch_name, index, reduce_fx, self.prog_bar, self.logger, "", self.rank_zero_only
+        )
+        """The description that all ranks share."""
         self.metric: Metric | None = None
-        self.attribute = ""
         self.last: Tensor | float | None = None
-        """The latest value; None while there is none."""
-        self.kept: Tensor | float | None = None
-        """The latest value that the logbook has taken over."""
+        """The latest value; None before the first."""
+        self._shown: Tensor | float | None = None
+        """The latest value that `take_new` returned."""
         self._pending: list[Tensor] = []
         self._weights: list[float] = []
         self._total: Tensor | float | None = None
         self._weight = 0.0
 
-    @property
-    def key(self) -> Key:
-        """Return what the ranks know it by."""
-        return Key(
-            self.hook,
-            self.base_name,
-            self.epoch_name,
-            -1 if self.loader is None else self.loader[0],
-            self.reduce_fx,
-            self.prog_bar,
-            self.logger,
-            self.attribute,
-            self.rank_zero_only,
-        )
+    def show(self, value: Tensor | float | None) -> None:
+        """Keep a step's value."""
+        self.last = value
+
+    def take_new(self) -> Tensor | float | None:
+        """Return the latest value if it was not taken before, else None."""
+        value = None if self.last is self._shown else self.last
+        self._shown = self.last
+        return value
+
+    def follow(self, metric: Metric, attribute: str) -> None:
+        """Log this Metric, which the module holds as `attribute`."""
+        self.metric, self.key = metric, self.key._replace(attribute=attribute)
 
     def add(self, value: Tensor | float, weight: float) -> None:
-        """Add a value of an epoch; a tensor is kept on its device, not read."""
+        """Add a value to the epoch's; a tensor stays on its device and is not read."""
         self._weight += weight
         if isinstance(value, Tensor):
             self._pending.append(value)
@@ -124,28 +121,31 @@ class LoggedValue:
             self._combine(value * weight if self.reduce_fx == "mean" else value)
 
     def total(self) -> tuple[Tensor | float, float]:
-        """Return (reduced value, weight) of this rank: the weighted sum for a mean, else the sum, minimum or maximum."""
+        """Return this rank's (reduced value, weight): the weighted sum for a mean, else the sum, minimum or maximum."""
         self._sum_up()
         return (0.0 if self._total is None else self._total, self._weight)
 
     @property
     def is_restored(self) -> bool:
-        """Return whether it comes from a checkpoint, and has not been logged since."""
+        """Whether it comes from a checkpoint, and was not logged since."""
         return self.settings.reduce_fx is None
 
     def numbers(self) -> list[Tensor | float]:
-        """Return what `state_dict` wants as python numbers."""
+        """Return what `state_dict` needs as python numbers."""
         return [each for each in (self._total, self.last) if each is not None] + self._pending
 
     def state_dict(self, numbers: list[float]) -> dict[str, Any]:
-        """Return it as plain data; `numbers` are its own, read from the device. What waits to be summed up goes on waiting."""
+        """Return the state as plain data, given `numbers()` read from the device. Pending values stay pending.
+
+        Summing them here would change how the sums are rounded, compared with a run that does not save.
+        """
         given, rest = self.settings._asdict(), iter(numbers)
         flags = {name: None if value is None else bool(value) for name, value in given.items()}
         return {
             "hook": self.hook,
             "name": str.__str__(self.name),
             "settings": {**flags, "reduce_fx": self.reduce_fx, "metric_attribute": given["metric_attribute"]},
-            "attribute": self.attribute,
+            "attribute": self.key.attribute,
             "weight": self._weight,
             "total": None if self._total is None else next(rest),
             "last": None if self.last is None else next(rest),
@@ -155,33 +155,38 @@ class LoggedValue:
         }
 
     @classmethod
-    def restored(cls, state: dict[str, Any], device: torch.device) -> LoggedValue:
-        """Return what `state_dict` has described, for the same device, or for a host that has taken its place."""
+    def restored(cls, state: dict[str, Any], device: torch.device, rank: int = 0) -> LoggedValue:
+        """Return what `state_dict` described; its pending values go to `device` unless they were on the host."""
         settings = LogSettings(**{**state["settings"], "reduce_fx": None})  # unlike those of any call: see `take_over`
         levels = choose_levels(state["name"], state["hook"], settings)
-        logged = cls(state["hook"], state["name"], None, settings, levels, state["settings"]["reduce_fx"])
-        logged.attribute = state["attribute"]
-        logged.last = logged.kept = state["last"]
+        logged = cls(state["hook"], state["name"], None, settings, levels, state["settings"]["reduce_fx"], rank)
+        logged.key = logged.key._replace(attribute=state["attribute"])
+        logged.last = logged._shown = state["last"]
         logged._total, logged._weight, logged._weights = state["total"], state["weight"], list(state["weights"])
         if state["pending"]:
-            place = torch.device("cpu") if state["device"] == "cpu" else device
-            logged._pending = list(_on_device(state["pending"], place).unbind())
+            own_device = torch.device("cpu") if state["device"] == "cpu" else device
+            logged._pending = list(_on_device(state["pending"], own_device).unbind())
         return logged
 
     def take_over(self, restored: LoggedValue) -> None:
-        """Go on with what a checkpoint holds under this name, unless it was reduced in another way there."""
+        """Continue from a checkpoint's entry of this name, unless that was reduced in another way."""
         if restored.reduce_fx == self.reduce_fx:
-            self.last, self.kept = restored.last, restored.kept
+            self.last, self._shown = restored.last, restored._shown
             self._pending, self._weights = restored._pending, restored._weights
             self._total, self._weight = restored._total, restored._weight
 
-    def merge(self, other: LoggedValue) -> None:
-        """Add what another rank has of it."""
-        total, weight = other.total()
-        self._sum_up()
-        self._weight += weight
-        if weight:
-            self._combine(total)
+    @classmethod
+    def merged(cls, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Merge the states of several ranks; the latest value is the first rank's."""
+        empty: dict[str, Any] = {"total": None, "weight": 0.0, "pending": [], "weights": []}
+        whole = cls.restored({**states[0], **empty}, torch.device("cpu"))
+        for state in states:
+            total, weight = cls.restored(state, torch.device("cpu")).total()
+            whole._weight += weight
+            if weight:
+                whole._combine(total)
+        total, weight = whole.total()
+        return {**states[0], **empty, "total": float(total) if weight else None, "weight": weight}
 
     def _sum_up(self) -> None:
         pending, weights = self._pending, self._weights
@@ -190,13 +195,9 @@ class LoggedValue:
         self._pending, self._weights = [], []
         device = pending[0].device
         values = torch.stack([value.to(device) for value in pending]).to(widest_float(device.type))
-        if self.reduce_fx == "min":
-            self._combine(values.min())
-        elif self.reduce_fx == "max":
-            self._combine(values.max())
-        elif self.reduce_fx == "sum":
-            self._combine(values.sum())
-        elif len(set(weights)) == 1:  # the usual case, and the one where nothing goes to the device
+        if self.reduce_fx != "mean":
+            self._combine(getattr(values, self.reduce_fx)())
+        elif len(set(weights)) == 1:  # the usual case, in which nothing is copied to the device
             self._combine(values.sum() * weights[0])
         else:
             self._combine((values * _on_device(weights, device)).sum())
@@ -212,32 +213,27 @@ class LoggedValue:
             self._total = self._total + value
 
 
-def as_tensor(value: Tensor | float) -> Tensor:
-    """Return a python number as a float64 tensor, a tensor as it is."""
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-
-
 def to_numbers(values: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Return the values as python numbers, the tensors among them in one transfer from the device."""
+    """Return the values as python numbers. NOTE: waits for the device."""
     return dict(zip(values, read_all(list(values.values())), strict=True))
 
 
 def read_all(values: list[Tensor | float]) -> list[float]:
     """Return the values as python numbers, the tensors among them in one transfer. NOTE: waits for the device.
 
-    On a device without float64 it is one transfer a dtype, so that none is rounded.
+    On a device without float64 there is one transfer for each dtype, so that none is rounded.
     """
-    kinds: dict[torch.dtype, list[int]] = {}
-    for place, value in enumerate(values):
+    indices_of: dict[torch.dtype, list[int]] = {}
+    for index, value in enumerate(values):
         if isinstance(value, Tensor):
             has_float64 = computes_in(value.device.type, torch.float64)
-            kinds.setdefault(torch.float64 if has_float64 else value.dtype, []).append(place)
+            indices_of.setdefault(torch.float64 if has_float64 else value.dtype, []).append(index)
     read = dict(enumerate(values))
-    for dtype, places in kinds.items():
-        tensors = [values[place].detach().to(dtype) for place in places]  # type: ignore[union-attr]
+    for dtype, indices in indices_of.items():
+        tensors = [values[index].detach().to(dtype) for index in indices]  # type: ignore[union-attr]
         device = tensors[0].device
-        read.update(zip(places, torch.stack([each.to(device) for each in tensors]).tolist(), strict=True))
-    return [float(read[place]) for place in range(len(values))]
+        read.update(zip(indices, torch.stack([each.to(device) for each in tensors]).tolist(), strict=True))
+    return [float(read[index]) for index in range(len(values))]
 
 
 def _suffix(loader: Loader | None) -> str:
@@ -247,26 +243,23 @@ def _suffix(loader: Loader | None) -> str:
     return f"/dataloader_idx_{index}" if name is None else f"/{name}"
 
 
-def _on_device(weights: list[float], device: torch.device) -> Tensor:
-    tensor = torch.tensor(weights, dtype=widest_float(device.type))
+def _on_device(numbers: list[float], device: torch.device) -> Tensor:
+    tensor = torch.tensor(numbers, dtype=widest_float(device.type))
     if not has_pinned_memory(device.type):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)  # NOTE: from pageable memory the copy would wait
 
 
 def _extreme(one: Tensor | float, other: Tensor | float, is_minimum: bool) -> Tensor | float:
-    """Return the smaller or the larger of two values; a NaN among them stays one, and nothing is read."""
+    """Return the smaller or the larger of two values; NaN if one is NaN. No tensor is read."""
     device = next((each.device for each in (one, other) if isinstance(each, Tensor)), None)
-    if device is not None:
-        pair = [
-            each.to(device, widest_float(device.type))
-            if isinstance(each, Tensor)
-            else torch.full((), each, dtype=widest_float(device.type), device=device)
-            for each in (one, other)
-        ]
-        return torch.minimum(*pair) if is_minimum else torch.maximum(*pair)
-    assert not isinstance(one, Tensor)
-    assert not isinstance(other, Tensor)
-    if one != one or other != other:
-        return float("nan")
-    return min(one, other) if is_minimum else max(one, other)
+    if device is None:
+        numbers = torch.tensor([one, other], dtype=torch.float64)
+        return float(numbers.min() if is_minimum else numbers.max())
+    dtype = widest_float(device.type)
+    # `full` fills on the device, while `tensor` would copy from the host and wait.
+    pair = [
+        each.to(device, dtype) if isinstance(each, Tensor) else torch.full((), each, dtype=dtype, device=device)
+        for each in (one, other)
+    ]
+    return torch.minimum(*pair) if is_minimum else torch.maximum(*pair)

@@ -1,10 +1,10 @@
-"""Metric objects: what is done with the torchmetrics objects of a module: found, computed over all ranks, reset."""
+"""Metric objects: finds the torchmetrics objects of a module, computes them over all ranks, saves and resets them."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,22 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 
+COMBINATIONS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "dim_zero_sum": lambda values: torch.stack(values).sum(0),
+    "dim_zero_max": lambda values: torch.stack(values).amax(0),
+    "dim_zero_min": lambda values: torch.stack(values).amin(0),
+    "dim_zero_cat": torch.cat,
+}
+"""How to merge a Metric's states of several ranks, by the name of torchmetrics' reduction for them."""
+
+
 def paths_of_metrics(module: nn.Module) -> dict[int, str]:
-    """Return where the module holds its Metric objects, by id."""
+    """Return the paths of the module's Metric objects, by id."""
     return {id(child): path for path, child in module.named_modules() if is_metric(child)}
 
 
 def found_at(module: nn.Module, path: str) -> Any:
-    """Return what an attribute's path leads to; None where it leads nowhere."""
+    """Return the attribute at a dotted path, else None."""
     try:
         return reduce(getattr, path.split("."), module)
     except AttributeError:
@@ -34,23 +43,23 @@ def found_at(module: nn.Module, path: str) -> Any:
 
 
 def step_value(name: str, metric: Metric) -> Tensor | None:
-    """Return what a Metric's latest forward gave; None where it was only updated."""
+    """Return the result of a Metric's latest forward; None if it was only updated."""
     value: Any = metric._forward_cache
     if value is None:
         return None
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach().reshape(())
     raise ValueError(
-        f"self.log({name!r}, on_step=True) got a Metric whose value is no single number; log its parts under names of their "
-        "own."
+        f"self.log({name!r}, on_step=True) got a Metric whose value is not a single number; log each of its parts under its "
+        "own name."
     )
 
 
 def compute_metrics(module: nn.Module, keys: Iterable[Key]) -> dict[Key, Reduced]:
-    """Compute the Metric objects of some keys, each once. Collective: they gather their own state, in the keys' order.
+    """Compute the Metric objects of some keys, each once. Collective: they gather their states, in the keys' order.
 
     Raises:
-        ValueError: one computes what is no number, vector of numbers or dict of numbers.
+        ValueError: one computes something other than a number, a vector of numbers or a dict of numbers.
     """
     values: dict[str, Any] = {}
     numbers: dict[Key, Reduced] = {}
@@ -58,7 +67,7 @@ def compute_metrics(module: nn.Module, keys: Iterable[Key]) -> dict[Key, Reduced
         if key.attribute not in values:
             metric = found_at(module, key.attribute)
             with warnings.catch_warnings():
-                # A rank without a batch of its own computes too; that it had no update is no news to the user.
+                # A rank that had no batch computes too, and torchmetrics warns that its metric was not updated.
                 warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
                 values[key.attribute] = metric.compute()
         numbers[key] = _numbers(key, values[key.attribute])
@@ -66,9 +75,9 @@ def compute_metrics(module: nn.Module, keys: Iterable[Key]) -> dict[Key, Reduced
 
 
 def reset_metrics(module: nn.Module, keys: Iterable[Key]) -> None:
-    """Reset the Metric objects of some keys, each with the collection that it is in: its members share their state.
+    """Reset the Metric objects of some keys on every rank, each with its collection, whose members share their state.
 
-    On every rank: one without a batch of its own would keep what it computed, and not take part the next time.
+    A rank that had no batch would otherwise return its cached result the next time, without joining the gather.
     """
     for attribute in sorted({key.attribute for key in keys if key.attribute}):
         *parents, name = attribute.split(".")
@@ -77,12 +86,12 @@ def reset_metrics(module: nn.Module, keys: Iterable[Key]) -> None:
 
 
 def metrics_in_use(module: nn.Module) -> set[str]:
-    """Return where the module holds Metric objects that were updated since their reset."""
+    """Return the paths of the module's Metric objects that were updated since their reset."""
     return {path for path, child in module.named_modules() if is_metric(child) and child._update_count > 0}
 
 
 def states_of_metrics(module: nn.Module, paths: Iterable[str]) -> dict[str, Any]:
-    """Return the states of Metric objects by their paths, as plain data and tensors; nothing is copied."""
+    """Return the states of Metric objects by path, as plain data and tensors, not copied."""
     states: dict[str, Any] = {}
     for path in sorted(paths):
         metric: Any = module.get_submodule(path)
@@ -93,41 +102,52 @@ def states_of_metrics(module: nn.Module, paths: Iterable[str]) -> dict[str, Any]
         elif not metric.__dict__.get("_has_warned_of_its_state"):
             metric.__dict__["_has_warned_of_its_state"] = True
             rank_zero_warn(
-                f"the state of the metric {path!r}, a {type(metric).__name__}, is no plain data, so checkpoints are without "
-                "it: a run that goes on within an epoch begins it anew.",
+                f"the state of the metric {path!r}, a {type(metric).__name__}, is not plain data, so checkpoints leave it "
+                "out: a run that resumes within an epoch resets it.",
                 stacklevel=2,
             )
     return states
 
 
 def restore_metrics(module: nn.Module, states: dict[str, Any]) -> None:
-    """Give the module's Metric objects their states back, and reset those that had none.
+    """Restore the states of the module's Metric objects, and reset those that have none here.
 
-    The members of a collection that share a state get one each; torchmetrics lets them share again at the next update.
+    The members of a collection that shared a state get one each, and share again after their next update.
     """
     for path, metric in module.named_modules():
         if not is_metric(metric):
             continue
+        if path in states or metric._update_count > 0:
+            metric.reset()
         if path not in states:
-            if metric._update_count > 0:
-                metric.reset()
             continue
-        metric.reset()
-        host = torch.device("cpu") if metric.compute_on_cpu else metric.device
+        list_device = torch.device("cpu") if metric.compute_on_cpu else metric.device
         for name, value in states[path]["states"].items():
-            if name not in metric._defaults:
-                continue
-            if isinstance(value, Tensor):
+            if name in metric._defaults and isinstance(value, Tensor):
                 setattr(metric, name, value.to(metric.device))
-            else:
-                setattr(metric, name, [each.to(host) if isinstance(each, Tensor) else each for each in value])
+            elif name in metric._defaults:
+                setattr(metric, name, [each.to(list_device) if isinstance(each, Tensor) else each for each in value])
         metric._update_count = states[path]["updates"]
 
 
+def merge_states(metric: Any, states: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Merge a Metric's states of several ranks; None if one of its reductions is unknown."""
+    together: dict[str, Any] = {}
+    for name in states[0]["states"]:
+        parts = [state["states"][name] for state in states]
+        combine = COMBINATIONS.get(getattr(getattr(metric, "_reductions", {}).get(name), "__name__", ""))
+        if isinstance(parts[0], list):
+            together[name] = [item for part in parts for item in part]
+        elif combine is not None:
+            together[name] = combine(parts)
+        else:
+            return None
+    return {"updates": sum(state["updates"] for state in states), "states": together}
+
+
 def _numbers(key: Key, value: Any) -> Reduced:
-    number = _number(value)
-    if number is not None:
-        return number
+    if (whole := _number(value)) is not None:
+        return whole
     parts: Mapping[Any, Any] = {}
     if isinstance(value, Tensor) and value.dim() == 1:
         parts = dict(enumerate(value.tolist()))
@@ -136,10 +156,10 @@ def _numbers(key: Key, value: Any) -> Reduced:
     numbers = {str(name): number for name, each in parts.items() if (number := _number(each)) is not None}
     if numbers and len(numbers) == len(parts):
         return numbers
-    told = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise ValueError(
-        f"the metric logged as {key.base_name!r} computes {told}; accepted are one number, a vector of numbers (logged as "
-        f"{key.base_name}_0, ...) and a dict of numbers (logged as {key.base_name}_key). Log the rest under names of its own."
+        f"the metric logged as {key.base_name!r} computes {kind}; accepted are one number, a vector of numbers (logged as "
+        f"{key.base_name}_0, ...) and a dict of numbers (logged as {key.base_name}_key). Log the rest under other names."
     )
 
 

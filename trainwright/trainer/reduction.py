@@ -1,9 +1,9 @@
-"""Reduction: the epoch values of every rank into one exact number each.
+"""Reduction: turns the epoch values of every rank into one exact number each.
 
 One all_gather of a fixed-size float64 vector carries a hash of the key set, the number of keys and a (value, weight) pair
-for each. Only where the hashes differ (a rank without batches logged nothing) do the ranks exchange the key sets and
-gather once more; only where the pairs outgrow the vector do they follow in a second one. A torchmetrics object gathers
-its own state, in the same order on every rank.
+for each. Only if the hashes differ (a rank without batches logged nothing) do the ranks exchange the key sets and gather
+again; only if the pairs do not fit do they follow in a second gather. A torchmetrics object gathers its own state, in the
+same order on every rank.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def reduce_epoch(
     device: torch.device,
     done: Collection[Key] = (),
 ) -> dict[Key, Reduced]:
-    """Return each epoch value over all ranks, in the order in which they were logged; rank 0's own ones on rank 0.
+    """Return each epoch value over all ranks, in the order of logging; a value of rank 0 alone on rank 0 only.
 
-    What is `done` was reduced before. Metric objects are computed, not reset. Collective: call on every rank.
+    Values that are `done` are left out. Metric objects are computed, not reset. Collective: call on every rank.
     """
     values = {logged.key: logged for logged in collector.values.values() if logged.on_epoch and not logged.is_ignored}
     values = {key: logged for key, logged in values.items() if key not in done}
@@ -56,15 +56,14 @@ def reduce_epoch(
 
 
 def end_loader(collector: MetricCollector, module: nn.Module) -> None:
-    """Compute and reset the Metric objects that were logged with the collector's loader.
-
-    Collective: call on every rank, also where the loader had no batch.
-    """
+    """Compute and reset the Metric objects of the current loader. Collective: call on every rank, even one without a batch."""
     if collector.loader is None or not any(is_metric(child) for child in module.modules()):
         return
-    logged_values = [each for each in collector.values.values() if each.attribute and each.loader == collector.loader]
+    logged_values = [
+        each for each in collector.values.values() if each.key.attribute and each.loader == collector.loader
+    ]
     keys = union_of_keys([each.key for each in logged_values if each.on_epoch])
-    collector.computed |= compute_metrics(module, keys)
+    collector.keep_computed(compute_metrics(module, keys))
     reset_metrics(module, [*keys, *(each.key for each in logged_values)])
 
 
@@ -75,7 +74,7 @@ def union_of_keys(keys: list[Key]) -> list[Key]:
 
 
 def _totals(values: dict[Key, LoggedValue]) -> dict[Key, tuple[float, float]]:
-    """Return this rank's (value, weight) of each plain key, all read from the device at once."""
+    """Return this rank's (value, weight) of each plain key, read from the device in one transfer."""
     plain = {key: logged.total() for key, logged in values.items() if not key.attribute}
     numbers = read_all([total for total, _ in plain.values()])
     return {key: (number, weight) for (key, (_, weight)), number in zip(plain.items(), numbers, strict=True)}
@@ -96,11 +95,8 @@ def _gathered(
         rows = [row[2:] for row in rows]
     else:
         rows = _all_gather(body, len(body), device)
-    reduced = {}
-    for place, key in enumerate(keys):
-        if not key.attribute:
-            reduced[key] = _combine(key, [(row[2 * place], row[2 * place + 1]) for row in rows])
-    return reduced, keys
+    pairs = {key: [(row[2 * index], row[2 * index + 1]) for row in rows] for index, key in enumerate(keys)}
+    return {key: _combine(key, each) for key, each in pairs.items() if not key.attribute}, keys
 
 
 def _pairs(keys: list[Key], totals: dict[Key, tuple[float, float]]) -> list[float]:
@@ -110,7 +106,7 @@ def _pairs(keys: list[Key], totals: dict[Key, tuple[float, float]]) -> list[floa
 def _all_gather(numbers: list[float], length: int, device: torch.device) -> list[list[float]]:
     vector = torch.zeros(length, dtype=torch.float64)
     vector[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-    if not computes_in(device.type, torch.float64):  # its bytes travel as well
+    if not computes_in(device.type, torch.float64):  # a device without float64 can still gather its bytes
         return [
             row.cpu().view(torch.float64).tolist()
             for row in collectives.all_gather(vector.view(torch.uint8).to(device))
@@ -129,6 +125,6 @@ def _combine(key: Key, pairs: list[tuple[float, float]]) -> float:
         return float("nan")
     if key.reduce_fx in ("min", "max"):
         values = torch.tensor(totals, dtype=torch.float64)
-        return float(values.min() if key.reduce_fx == "min" else values.max())  # a NaN among them stays one
+        return float(values.min() if key.reduce_fx == "min" else values.max())  # NaN if one is NaN
     total = sum(totals)
     return total / sum(weight for _, weight in pairs) if key.reduce_fx == "mean" else total

@@ -14,7 +14,7 @@ from trainwright.engine.engine import OpenCheckpoint
 from trainwright.engine.gradients import hold_gradients
 from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.trainer.metric_merging import merged
+from trainwright.trainer.metrics import merged
 from trainwright.trainer.run import Run
 from trainwright.trainer.saving import edit_with_hooks
 from trainwright.trainer.training_run import TrainingRun

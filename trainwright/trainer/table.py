@@ -8,25 +8,19 @@ from collections.abc import Mapping, Sequence
 def format_table(
     title: str, metrics: Sequence[Mapping[str, float]], loaders: Sequence[str | None] | None = None
 ) -> str:
-    """Return a table with a row for each metric and a column for each loader.
+    """Return a table with a row for each metric and a column for each loader, whose suffix is cut off the metrics' names.
 
-    Args:
-        title: stands above the names.
-        metrics: the metrics of each loader, under their full names; of a loader's own ones the suffix goes to the column.
-        loaders: the names of the loaders; None, or a None among them, for those that have none.
+    `loaders` are the names of the loaders; None for a loader without a name, or if all are.
     """
     names = [*(loaders or ()), *[None] * len(metrics)][: len(metrics)]
-    suffixes = [f"/dataloader_idx_{place}" if name is None else f"/{name}" for place, name in enumerate(names)]
-    heads = [f"loader {place}" if name is None else name for place, name in enumerate(names)]
-    if names == [None]:
-        heads = ["value"]
+    suffixes = [f"/dataloader_idx_{index}" if name is None else f"/{name}" for index, name in enumerate(names)]
+    heads = ["value"] if names == [None] else [name or f"loader {index}" for index, name in enumerate(names)]
     rows: dict[str, list[str]] = {}
-    for place, (values, suffix) in enumerate(zip(metrics, suffixes, strict=True)):
+    for index, (values, suffix) in enumerate(zip(metrics, suffixes, strict=True)):
         for name, value in values.items():
-            cells = rows.setdefault(name.removesuffix(suffix), [""] * len(metrics))
-            cells[place] = f"{value:.6g}"
+            rows.setdefault(name.removesuffix(suffix), [""] * len(metrics))[index] = f"{value:.6g}"
     table = [[title, *heads], *([name, *cells] for name, cells in rows.items())]
-    widths = [max(len(line[place]) for line in table) for place in range(len(table[0]))]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  " + "  ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)) for line in table]
     lines = [line.rstrip() for line in lines]
     rule = "-" * max(len(line) for line in lines)
