@@ -22,12 +22,11 @@ from trainwright.trainer.own_rounds import OwnRounds
 from trainwright.trainer.phase import Phase
 from trainwright.trainer.run import Run
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches, find_transfer
-from trainwright.trainer.stage import Stage, limited
+from trainwright.trainer.stage import Shard, Stage, limited
 from trainwright.trainer.steps import StepArguments, read_step
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.uneven_round import Communication, UnevenRound
 
-Shard = ShardedLoader | ShardedCombination
 LIMITS = {
     "validation": "limit_val_batches",
     "test": "limit_test_batches",

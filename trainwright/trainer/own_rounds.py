@@ -10,16 +10,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, MutableMapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from trainwright.data.transfer import map_leaves
 from trainwright.distributed import collectives
+from trainwright.trainer.stage import Shard
 from trainwright.trainer.uneven_round import Communication
-
-if TYPE_CHECKING:
-    from trainwright.trainer.evaluate import Shard
 
 END: Any = object()
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainwright.data.combined import ShardedCombination
+from trainwright.data.loaders import ShardedLoader
+
+Shard = ShardedLoader | ShardedCombination
+"""This rank's part of one of the user's loaders."""
 Batches = int | float
 """A number of batches; math.inf where it shows only when the loader ends."""
 
