@@ -46,7 +46,7 @@ def check_save(run: Run, weights_only: bool) -> bool:
         rank_zero_warn(
             "the optimizers ended with the processes of the run, so save_checkpoint writes the weights only, from which no fit "
             "resumes; a ModelCheckpoint saves everything, within the run.",
-            stacklevel=3,
+            stacklevel=4,
         )
         weights_only = True
     if not weights_only and run.stage != "fit" and not run.engine.optimizers:
