@@ -331,7 +331,7 @@ def test_where_nothing_can_be_computed_again(settings: dict[str, Any]) -> None:
             optimizer_closure()
             optimizer_closure()
 
-    with pytest.raises(RuntimeError, match="asked for the loss once more"):
+    with pytest.raises(RuntimeError, match="calls for the loss again"):
         fit(Asking(), **settings)
 
 

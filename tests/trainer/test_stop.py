@@ -143,7 +143,7 @@ def test_it_is_saved_once_and_goes_on_bitwise(place: str, tmp_path: Path, whole:
     assert found.path == f"{tmp_path}/{name}.ckpt"
     said = capfd.readouterr().err
     assert said.count("trainwright: SIGTERM has stopped the run") == 1
-    assert f'it is saved as {found.path}. The same command with ckpt_path="auto" goes on from there.' in said
+    assert f'it is saved as {found.path}. Run the same command with ckpt_path="auto" to resume.' in said
     module, resumed, rest, code = fit(tmp_path, path=found.path)
     assert code is None
     assert not resumed.received_sigterm

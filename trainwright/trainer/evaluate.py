@@ -59,7 +59,7 @@ class Evaluation:
         self.run.close_at_end(self.close)
 
     def begin_communication(self) -> Communication:
-        """Forget what the step communicated with the loader before: that says nothing of the next one."""
+        """Start over: what the step communicated with one loader says nothing about the next one."""
         self.communication = Communication(in_hooks=self.stage != "predict")
         return self.communication
 

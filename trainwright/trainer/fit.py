@@ -2,10 +2,10 @@
 
     fit:         check a few validation batches
                  for each epoch: fit_epoch
-    fit_epoch:   for each batch of this rank's share, in the order of (seed, epoch):
+    fit_epoch:   for each batch of this rank's shard, in the order of (seed, epoch):
                      train_batch; log every n steps
-                     validate, where an interval within the epoch has passed and no window is open
-                 step the epoch-wise schedulers; validate, where due
+                     validate, if an interval within the epoch has passed and no window is open
+                 step the epoch-wise schedulers; validate, if due
                  reduce the epoch's metrics over the ranks; save a checkpoint (callbacks)
     train_batch: zero_grad         at a window's start
                  training_step
@@ -14,8 +14,8 @@
                  step the step-wise schedulers, unless the step was skipped
 
 A window is the batches of one optimizer step (`accumulate_grad_batches`); the last one of an epoch may be shorter. Under
-manual optimization training_step does all of train_batch itself. When which hook is called stands in hooks.py, what is
-done to the losses and gradients of a window in optimization.py.
+manual optimization training_step does all of train_batch itself. hooks.py has the order of the hooks, optimization.py what
+happens to the losses and gradients of a window.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from trainwright.data.seeding import rng_state
 from trainwright.engine.fused import use_fused
 from trainwright.trainer.evaluate import sanity_check
-from trainwright.trainer.hooks import JUDGED
+from trainwright.trainer.hooks import RUN_LAST
 from trainwright.trainer.optimization import (
     backward,
     clear_gradients,
@@ -88,7 +88,7 @@ def fit(run: TrainingRun, resumption: Resumption | None) -> None:
 
 
 def begin_epoch(run: TrainingRun) -> None:
-    """Do what comes before an epoch's first batch, or before the first one of what is left of it. Collective."""
+    """Do what comes before the first batch of an epoch, or of the rest of an epoch. Collective."""
     run.state.begin_epoch(rng_state())
     if run.data.is_to_reload:
         run.data.reload()
@@ -107,7 +107,7 @@ def begin_epoch(run: TrainingRun) -> None:
 
 
 def fit_epoch(run: TrainingRun) -> None:
-    """Train one epoch, or what is left of it. Collective."""
+    """Train one epoch, or the rest of it. Collective."""
     state, hooks, logbook = run.state, run.hooks, run.logbook
     collector = logbook.collector or logbook.start(run.module)
     begin_epoch(run)
@@ -166,12 +166,12 @@ def fit_epoch(run: TrainingRun) -> None:
         is_last = is_last or (run.data.num_batches is None and not is_stopped)  # no length: it is over
     collector.end_batches()
     progress.enter(Phase.BETWEEN_BATCHES)
-    if not stop.number:  # else the resumed run does what is left of the epoch
+    if not stop.number:  # after a signal the resumed run does the rest of the epoch
         finish_epoch(run, is_complete=is_last)
 
 
 def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
-    """End an epoch, or leave it where the run stops within it, and let callbacks judge and save. Collective."""
+    """End an epoch, or leave it because the run stops within it, and let callbacks score and save it. Collective."""
     refuse_empty_epoch(run)
     if run.is_manual:
         hold_over_end(run)
@@ -180,7 +180,7 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     with run.progress.during(Phase.EPOCH_END if is_complete else Phase.EPOCH_LEFT):
         reduce_epoch(run, is_complete)
     if is_complete:
-        run.hooks.call(JUDGED)
+        run.hooks.call(RUN_LAST)
     save_waiting(run)  # with what early stopping has made of the epoch
     run.stop.agree()
     run.logbook.flush()
@@ -194,7 +194,7 @@ def leave_epoch(run: TrainingRun) -> None:
     """
     run.state.leave_epoch(open_epoch(run))
     run.logbook.reduce(run.module)  # the score of a checkpoint may be a metric of this epoch
-    run.hooks.call(JUDGED)
+    run.hooks.call(RUN_LAST)
     if run.choice.is_rerunnable:
         run.stop.save_end()
 
@@ -247,22 +247,18 @@ def train_batch(run: TrainingRun, batch: Any, index: int, is_last: bool) -> Any:
 
 
 def agree_to_leave(run: TrainingRun) -> None:
-    """Leave an epoch at a hook's word, on every rank. Collective.
-
-    Raises:
-        RuntimeError: another rank trains on this batch.
-    """
+    """Meet the other ranks at the end of an epoch that a hook has ended (RuntimeError if one trains on this batch)."""
     run.progress.leave_batch()
     run.engine.ranks.wait("the end of an epoch by -1 from on_train_batch_start")
 
 
 def refuse_short_epoch(run: TrainingRun, is_last: bool) -> None:
-    """Raise where the loader gave no batch, or fewer than its length (RuntimeError)."""
+    """Refuse a loader that gave no batch, or fewer than its length (RuntimeError)."""
     length = run.data.num_batches
     if length is None and run.state.batch == 0 and not is_last:
         raise RuntimeError("the training loader gave no batch; give it data.")
     if length is not None and not is_last:
         raise RuntimeError(
-            f"the training loader gave {run.state.batch} batches, but its length is {length}; let the __len__ of its sampler "
-            "tell how many it yields."
+            f"the training loader gave {run.state.batch} batches, but its length is {length}; make the __len__ of its "
+            "sampler the number of batches that it yields."
         )

@@ -25,8 +25,8 @@
     an exception ends the run: on_exception > teardown
 
 Callbacks are called in list order and before the module; those that `runs_last` (checkpoints) come after the others, in
-on_train_batch_end and on_validation_end after the module too, and at an epoch's end also after the reduction: they judge and
-save what the others have made of it. Where a run stops within an epoch they come first, and save what the latest batch left.
+on_train_batch_end and on_validation_end after the module too, and at an epoch's end also after the reduction: they score and
+save the others' results. If a run stops within an epoch they come first, and save what the latest batch left.
 A hook that is not overridden is an empty tuple and costs nothing. Only callbacks and the datamodule have on_exception. Names
 without on_ are the module's or the datamodule's, except setup, teardown and state_dict, which callbacks have too.
 """
@@ -47,7 +47,7 @@ from trainwright.trainer.logbook import Logbook
 
 EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
 HOOKS = tuple(name for name in vars(Callback) if name in ("setup", "teardown") or name.startswith("on_"))
-JUDGED = "on_train_epoch_end, last"
+RUN_LAST = "on_train_epoch_end, last"
 """The hook table's name for the on_train_epoch_end of the callbacks that run last."""
 SAVED_AFTER = ("on_train_batch_end", "on_validation_end")
 """Hooks in which the callbacks that run last come after the module: they save what it has done there."""
@@ -58,7 +58,7 @@ class HookTable:
 
     Args:
         trainer, module, callbacks: what is called, and with what. Without a module nothing of one is called.
-        logbook: its collector is told which hook runs.
+        logbook: its collector notes which hook runs.
         profiler: times each call of a callback's hook; None for none.
     """
 
@@ -82,7 +82,7 @@ class HookTable:
             overriding = [callback for callback in ordered if is_overridden(name, callback, Callback)]
             if name == "on_train_epoch_end":
                 last = [callback for callback in overriding if callback.runs_last]
-                self._calls[JUDGED] = tuple(bound(each, name) for each in last)
+                self._calls[RUN_LAST] = tuple(bound(each, name) for each in last)
                 overriding = [callback for callback in overriding if not callback.runs_last]
             after = [each for each in overriding if each.runs_last] if name in SAVED_AFTER else []
             calls: list[Callable[..., Any]] = [bound(each, name) for each in overriding if each not in after]

@@ -1,4 +1,4 @@
-"""Optimization: what a window's losses and gradients go through, and how its optimizer and its schedulers step."""
+"""Optimization: the losses and gradients of a window, and the steps of the optimizer and the schedulers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trainwright.trainer.training_run import TrainingRun
 from trainwright.trainer.uneven_round import discarded
 
 TOO_MANY_EMPTY = 10
-"""Batches at a run's beginning after which it is said that nothing is trained."""
+"""Batches without a loss at a run's beginning after which a warning says that nothing is trained."""
 
 
 def read_loss(outputs: Any, world_size: int) -> Tensor | None:
-    """Return the loss in what training_step returned; None where the batch is to be skipped."""
+    """Return the loss in training_step's outputs; None to skip the batch."""
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):
@@ -36,19 +36,19 @@ def read_loss(outputs: Any, world_size: int) -> Tensor | None:
             f"training_step returned None on one of {world_size} ranks, which skips the batch there alone; return a loss on "
             "every rank (0.0 * the loss, to let it count for nothing)."
         )
-    told = f"a {type(outputs).__name__}"
+    given = f"a {type(outputs).__name__}"
     if isinstance(outputs, dict):
-        told = f"a dict with the keys {', '.join(map(repr, outputs)) or 'none'}"
+        given = f"a dict with the keys {', '.join(map(repr, outputs)) or 'none'}"
         if "loss" in outputs:
-            told = f"a dict whose 'loss' is a {type(outputs['loss']).__name__}"
+            given = f"a dict whose 'loss' is a {type(outputs['loss']).__name__}"
     raise TypeError(
-        f"training_step returned {told}; accepted are a loss tensor, a dict with one under 'loss', or None to "
+        f"training_step returned {given}; accepted are a loss tensor, a dict with one under 'loss', or None to "
         "skip the batch."
     )
 
 
 def count_empty(run: TrainingRun) -> None:
-    """Count a batch for which training_step returned None; say so where the run has begun with nothing else."""
+    """Count a batch for which training_step returned None, and warn if the run has begun with nothing else."""
     run.count_empty()
     if run.num_empty == run.state.total_batches + 1 and (run.num_empty == TOO_MANY_EMPTY or run.progress.is_last_batch):
         rank_zero_warn(
@@ -68,7 +68,7 @@ def refuse_empty_epoch(run: TrainingRun) -> None:
 
 
 def explain_second_backward(error: RuntimeError) -> None:
-    """Raise what torch says of a graph that was sent backward twice in this framework's words; do nothing of other errors."""
+    """Raise torch's error of a second backward through a graph with the likely causes; leave other errors alone."""
     if "backward through the graph a second time" in str(error):
         raise RuntimeError(
             "the loss that training_step returned leads to a graph that a backward has already freed. If training_step calls "
@@ -78,7 +78,7 @@ def explain_second_backward(error: RuntimeError) -> None:
 
 
 def read_outputs(outputs: Any) -> dict[str, Any]:
-    """Return what training_step returned as on_train_batch_end is given it: a dict without graphs, the loss under "loss"."""
+    """Return training_step's outputs as on_train_batch_end gets them: a dict without graphs, with the loss as "loss"."""
     if outputs is None:
         return {}
     if isinstance(outputs, Tensor):
@@ -87,7 +87,7 @@ def read_outputs(outputs: Any) -> dict[str, Any]:
 
 
 def clear_gradients(run: TrainingRun, index: int) -> None:
-    """Begin a window: drop the gradients of the one before."""
+    """Begin a window: clear the gradients of the previous one."""
     optimizer = run.optimizer
     if optimizer is None:
         return
@@ -139,11 +139,11 @@ def leave_window(run: TrainingRun) -> None:
 
 
 def hold_over_end(run: TrainingRun) -> None:
-    """Let what waits for a step under manual optimization wait over an epoch's end, where it is saved with its gradients."""
+    """Note gradients of manual optimization that wait for a step over an epoch's end: they are part of a checkpoint."""
     if run.window.is_open and not run.engine.strategy.gradients_are_parameters:
         rank_zero_warn(
             f"gradients wait over the end of epoch {run.state.epoch} for a step, and strategy={run.engine.strategy.name!r} "
-            "cannot save them: a run that goes on from there is without them. Step before the epoch ends "
+            "cannot save them, so a resumed run loses them. Step before the epoch ends "
             "(trainer.is_last_batch).",
             stacklevel=2,
         )
@@ -217,10 +217,9 @@ def clip_gradients(run: TrainingRun, optimizer: Optimizer) -> None:
 class StepClosure:
     """What an optimizer's step may call to know the loss and its gradients.
 
-    The first call returns the loss that was computed already, with its gradients where they are; each later one, and a first
-    one after the parameters or the gradients have changed (by other ways than `.data`, which torch does not count), runs
-    training_step and backward anew, with nothing logged and nothing counted. On several ranks it returns their mean, with each
-    rank's `weight` in a re-split last round.
+    The first call returns the loss that is computed already, and leaves its gradients. Each later call, or a first call after
+    parameters or gradients have changed (other than through `.data`, which torch does not count), repeats training_step and
+    backward without logging or counting. On several ranks it returns the mean, with each rank's `weight` in an uneven round.
     """
 
     def __init__(
@@ -237,7 +236,7 @@ class StepClosure:
         self._is_first = True
 
     def _fingerprint(self) -> list[tuple[int, int, int]]:
-        """Return what changes with the parameters and the gradients: their versions, and which gradients there are."""
+        """Return the versions of the parameters and the gradients, and which gradients there are."""
         parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
         return [
             (
@@ -253,36 +252,36 @@ class StepClosure:
             self._is_first = False
             return None if self._loss is None else self._mean(self._loss)
         self._is_first = False
-        return self._computed_anew()
+        return self._recompute()
 
-    def _computed_anew(self) -> Tensor:
+    def _recompute(self) -> Tensor:
         run = self._run
         if run.accumulate > 1 or not run.engine.precision.takes_closure or not run.engine.strategy.takes_closure:
             raise RuntimeError(
-                f"{type(self._optimizer).__name__} asked for the loss once more in its step, which cannot be computed anew "
-                "under accumulate_grad_batches > 1, a loss scale (16-mixed) or a strategy that steps by itself; leave that "
+                f"{type(self._optimizer).__name__} calls for the loss again within its step, which cannot be recomputed under "
+                "accumulate_grad_batches > 1, a loss scale (16-mixed) or a strategy that steps by itself; leave that "
                 "setting at its default, or choose an optimizer that looks at the gradients once."
             )
         self._optimizer.zero_grad()
         with torch.enable_grad(), discarded(run.module, run.logbook.collector):
             loss = read_loss(run.engine.run(run.module, "training_step", *self._arguments), run.engine.world_size)
             if loss is None:
-                raise RuntimeError("training_step returned None when the optimizer asked for the loss once more.")
+                raise RuntimeError("training_step returned None when the optimizer called for the loss again.")
             loss = loss * self._weight
             run.engine.backward(loss, run.own.get("backward"))
             clip_gradients(run, self._optimizer)
         return self._mean(loss.detach())
 
     def _mean(self, loss: Tensor) -> Tensor:
-        """Return the mean over the ranks, by which all of them take the same step. Collective."""
+        """Return the mean over the ranks, so that all of them take the same step. Collective."""
         return loss if self._run.engine.world_size == 1 else self._run.engine.reduce(loss, "mean")
 
 
 def closure_is_wanted(run_accumulate: int, engine: Any, optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's step gets a closure: it needs one, or is the user's own and may use one.
+    """Return whether an optimizer's step gets a closure: it needs one, or is the user's own class and may use one.
 
     Raises:
-        ValueError: it needs one where none can be given.
+        ValueError: it needs one, which these settings rule out.
     """
     can_be_given = run_accumulate == 1 and engine.precision.takes_closure and engine.strategy.takes_closure
     if needs_closure(optimizer) and not can_be_given:
@@ -316,7 +315,7 @@ def step_schedulers(run: TrainingRun, interval: str, count: int, *, plateau: boo
 
 
 def _monitored(run: TrainingRun, config: SchedulerConfig) -> float | None:
-    """Return rank 0's value of the metric that a scheduler follows; None, with a warning, where it need not be there.
+    """Return rank 0's value of the metric that a scheduler follows; None, with a warning, if it is optional and missing.
 
     Collective: call on every rank, whatever it has logged itself.
     """
@@ -328,5 +327,7 @@ def _monitored(run: TrainingRun, config: SchedulerConfig) -> float | None:
     ranks = run.engine.ranks
     found = value() if ranks.world_size == 1 else ranks.decide(value, "the score that a scheduler follows")
     if found is None:
-        rank_zero_warn(f"{asker} follows {name!r}, which was not logged; it is left out here.", stacklevel=2)
+        rank_zero_warn(
+            f"{asker} follows {name!r}, which was not logged; the scheduler does not step here.", stacklevel=2
+        )
     return found

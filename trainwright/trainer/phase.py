@@ -15,7 +15,7 @@ class Phase(Enum):
     SANITY_CHECK = auto()
     BETWEEN_BATCHES = auto()
     BATCH = auto()
-    """From a training batch's fetch until its on_train_batch_end hooks are done: no run can resume from there exactly."""
+    """From a training batch's fetch to the end of its on_train_batch_end hooks: no run can resume from there exactly."""
     VALIDATION_WITHIN = auto()
     """A validation within an epoch."""
     EPOCH_END = auto()
@@ -23,16 +23,16 @@ class Phase(Enum):
     VALIDATION_AT_END = auto()
     """The validation in it."""
     EPOCH_LEFT = auto()
-    """The run stops within an epoch, and reduces the metrics of what it has trained of it."""
+    """The run stops within an epoch, and reduces the epoch's metrics so far."""
     STOPPED = auto()
-    """The run is saved where a signal or an exception has stopped it; what is left of an epoch's end is a resumed run's."""
+    """The run is saved because a signal or an exception has stopped it; a resumed run does the rest of an epoch's end."""
     EVALUATION = auto()
     """validate, test or predict."""
 
 
 EVALUATING = frozenset({Phase.SANITY_CHECK, Phase.VALIDATION_WITHIN, Phase.VALIDATION_AT_END, Phase.EVALUATION})
 ENDING = frozenset({Phase.EPOCH_END, Phase.VALIDATION_AT_END, Phase.EPOCH_LEFT})
-"""Where a checkpoint could not be resumed from as it stands, and is written once the end is over."""
+"""Phases in which no run could resume from a checkpoint, so that it is written after the epoch's end."""
 
 
 class Progress:
@@ -41,7 +41,7 @@ class Progress:
     def __init__(self) -> None:
         self.phase = Phase.OUTSIDE
         self.obstacle = ""
-        """Why a run that has failed cannot be resumed exactly from where it stands; nothing where it can."""
+        """Why a failed run cannot be resumed exactly from here; "" if it can."""
         self.is_last_batch = False
         """Whether the current training batch is the epoch's last."""
         self.batches_begun = 0
@@ -57,25 +57,25 @@ class Progress:
         self.batches_begun -= 1
 
     def enter(self, phase: Phase) -> None:
-        """Go over to a phase."""
+        """Enter a phase."""
         self.phase = phase
 
     def fail(self, obstacle: str) -> None:
-        """Note that the run has failed, and what keeps it from being saved here: without any it may be."""
+        """Note that the run has failed, and why it cannot be saved here; "" if it can."""
         self.obstacle = obstacle
         if not obstacle and self.phase is Phase.EPOCH_LEFT:
             self.phase = Phase.STOPPED
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Be in a phase in the block; where that fails the phase stays, for what looks at it then."""
+        """Be in a phase within the block. If the block fails the phase stays, for on_exception to see."""
         outer, self.phase = self.phase, phase
         yield
         self.phase = outer
 
     @property
     def is_evaluating(self) -> bool:
-        """Return whether an evaluation runs, the sanity check among them."""
+        """Return whether an evaluation runs; the sanity check is one."""
         return self.phase in EVALUATING
 
     @property

@@ -1,7 +1,7 @@
 """A call of the Trainer in processes that are started for it, and what comes back from them.
 
-Where the job's processes are started by the call (a notebook, ddp_spawn), the Trainer here has no part in the run. A Trainer
-of the same arguments makes the call on every rank, with copies of the callbacks, loggers, module and data. What comes back:
+If the call starts the job's processes (in a notebook, with ddp_spawn), the Trainer here takes no part in the run. A Trainer
+with the same arguments makes the call on every rank, with copies of the callbacks, loggers, module and data. What comes back:
 
     the module's state_dict, by a checkpoint without optimizers, into the module itself (and its other buffers)
     the counters, the metrics, the result
@@ -30,7 +30,7 @@ from trainwright.trainer.run import Run
 
 WEIGHTS = "weights"
 OWN_ARGUMENTS = ("callbacks", "logger", "profiler")
-"""Arguments of a Trainer that are replaced by the parts made of them."""
+"""Arguments of a Trainer that the parts made of them replace."""
 NOT_OURS = frozenset({*vars(nn.Module()), "_trainer", "_toggled", "trainer", "_running_module"})
 """Attributes of modules and callbacks that are torch's, or of the run."""
 ENGINES_OWN = ("ds_", "_ds_", "_fsdp", "_external_params", "_original_parameters", "applied_pre_backward")
@@ -49,8 +49,8 @@ def call_remotely(
 
     Raises:
         TypeError: something that cannot be copied to other processes.
-        WorkerFailed: a rank has failed; nothing is changed here then.
-        RunStopped: a signal has stopped the run there; nor then.
+        WorkerFailed: a rank has failed; nothing has changed here.
+        RunStopped: a signal has stopped the run there; nothing has changed here.
         LaunchError: the job could not be started.
     """
     handed = {
@@ -156,7 +156,7 @@ def _plain_attributes(owner: Any) -> dict[str, Any]:
 
 
 def _set_attributes(owner: Any, attributes: dict[str, Any]) -> None:
-    """Set attributes; lists and dicts are changed in place, since others may hold them too."""
+    """Set attributes; lists and dicts are changed in place, since other objects may hold them."""
     for name, value in attributes.items():
         own = vars(owner).get(name)
         if isinstance(own, list) and isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Request: what fit, validate, test or predict was asked for, checked and completed before anything is run."""
+"""Request: the arguments of fit, validate, test or predict, checked and completed before anything runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainwright.trainer.sources import LoaderSource, find_source, read_datamodu
 
 
 class Request(NamedTuple):
-    """What a call was asked for."""
+    """The arguments of a call."""
 
     call: str
     module: Module
@@ -30,7 +30,7 @@ class Request(NamedTuple):
 def read_fit(
     model: Any, train_loaders: Any, val_loaders: Any, datamodule: Any, ckpt_path: Any, verify: Verify
 ) -> Request:
-    """Return what fit was asked for; refuse a module or data that cannot be trained (TypeError, ValueError)."""
+    """Return the request of a fit; refuse a module or data that cannot be trained (TypeError, ValueError)."""
     check_module(model, ["training_step", "configure_optimizers"], "fit")
     loaders, datamodule = read_datamodule(train_loaders, datamodule, "train_dataloaders", "fit")
     if val_loaders is not None:
@@ -44,7 +44,7 @@ def read_fit(
 def read_evaluation(
     latest: Run, call: str, stage: str, model: Any, loaders: Any, ckpt_path: Any, datamodule: Any, verify: Verify
 ) -> Request:
-    """Return what an evaluation was asked for; refuse what cannot be evaluated (TypeError, ValueError).
+    """Return the request of an evaluation; refuse what cannot be evaluated (TypeError, ValueError).
 
     Without a module it is that of the `latest` run, with the weights of its best checkpoint if there is one.
     """
@@ -64,7 +64,7 @@ def read_evaluation(
 
 
 def find_validation(parts: Parts, request: Request, given: Any) -> LoaderSource | None:
-    """Return where a fit's validation loaders come from; None if there are none, or limit_val_batches is 0."""
+    """Return where a fit's validation loaders come from; None without any, or with limit_val_batches=0."""
     module, datamodule = request.module, request.datamodule
     source = find_source("validation", given, datamodule, module, "val_dataloaders", "fit")
     if not source.is_defined:
@@ -74,7 +74,7 @@ def find_validation(parts: Parts, request: Request, given: Any) -> LoaderSource 
             f"{type(source.owner).__name__} has a val_dataloader, but the module no validation_step: none is made."
         )
         return None
-    # The setting is the same on every rank, while a rank may have no batch of its own.
+    # The setting is the same on every rank, while a single rank may have no batch.
     return None if parts.settings.limit_val_batches == 0 else source
 
 

@@ -81,7 +81,7 @@ class Trained:
         self.resume_source = path
 
     def drop_optimizers(self) -> None:
-        """Forget what no save can read any more, since the module has other weights."""
+        """Drop the optimizers, because the module has other weights now."""
         self.optimizers, self.prepared_optimizers, self.schedulers = [], [], []
 
 
@@ -112,7 +112,7 @@ class Run:
         call: "fit", "validate", "test" or "predict".
         module, datamodule: what is run.
         choice: the checkpoint of the call.
-        previous: the run before, whose counters, stop and optimizers an evaluation leaves as they are.
+        previous: the run before, whose counters, stop and optimizers an evaluation keeps.
         state: the counters of a first run, of which another process has made the earlier ones.
     """
 

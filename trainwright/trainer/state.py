@@ -1,4 +1,4 @@
-"""State: where a run stands, in one object that a checkpoint holds."""
+"""State: the counters of a run, in one object that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from trainwright.trainer.phase import Progress
 
 OF_THE_END = ("epoch", "batch", "unchecked_batches", "schedulers_stepped", "epoch_ended")
-"""The counters that are others at an epoch's end than where the next one begins."""
+"""The counters that change between an epoch's end and the next one's beginning."""
 
 
 @dataclass(frozen=True)
 class OpenEpoch:
-    """What changes where a run stops within an epoch, as the latest batch has left it: what a checkpoint holds of it.
+    """What the end of a run within an epoch would change, as the latest batch has left it, for the run's checkpoints.
 
     The run calls on_train_epoch_end there and reduces the epoch's metrics so far. A longer run that resumes from its checkpoint
-    trains on instead, as if it had never stopped; the same command, which has nothing left to train, ends there once more.
+    trains on instead, as if it had never stopped; the same command, with nothing left to train, ends the same way again.
     """
 
     metrics: dict[str, Any]
@@ -38,15 +38,14 @@ class TrainerState:
     this rank has finished in the epoch, `total_batches` those of the run, `step` the optimizer steps of the run (each
     optimizer's under manual optimization), `batches_that_stepped` the batches after which a step was made: the loggers' x
     axis. `validations` counts the validations of the run, and `validated_at` is `total_batches` as it was at the latest.
-    `unchecked_batches` counts the batches since it was last asked whether a validation is due within the epoch, up to the
-    present one. `schedulers_stepped` is True once an epoch's schedulers have stepped, but for those that follow a metric: its
-    validation may be still to come. `epoch_ended` is True once the epoch has no batch and no validation to come, while its
-    number still stands.
-    `holds_gradients` is True while gradients of manual optimization wait over an epoch's end for a step. `saves` counts the
-    checkpoints, which puts those of one step in order.
+    `unchecked_batches` counts the batches, the current one included, since the latest check whether a validation is due
+    within the epoch. `schedulers_stepped` is True once an epoch's schedulers have stepped, except those that follow a metric:
+    its validation may not have run yet. `epoch_ended` is True when the epoch has no batch or validation left, but its number
+    has not changed yet. `holds_gradients` is True while gradients of manual optimization wait over an epoch's end for a step.
+    `saves` counts the checkpoints, which orders those of one step.
 
-    All of them go on at another world size. In an epoch that is taken up there, `batch` goes on from what each rank had
-    before, and what is left of the data is shared out anew, so the epoch has another number of batches than a whole one.
+    All of them are valid at another world size. An epoch resumed there continues from each rank's `batch`, with the rest of
+    the data sharded again, so its number of batches differs from a whole epoch's.
     """
 
     epoch: int = 0
@@ -65,15 +64,15 @@ class TrainerState:
     epoch_generators: dict[str, Any] | None = field(default=None, metadata={"counts": False})
     """This rank's generators as they were when the epoch began: the hooks of its start draw from them again when resumed."""
     loaded_end: dict[str, Any] | None = field(default=None, metadata={"counts": False})
-    """Where a checkpoint of an epoch's end was loaded, what next_epoch has changed, until training begins."""
+    """What next_epoch has changed after a checkpoint of an epoch's end was loaded, until training begins."""
     loaded_generators: dict[str, Any] | None = field(default=None, metadata={"counts": False})
     """This rank's generators as a checkpoint holds them, until they are set."""
     progress: Progress = field(default_factory=Progress, metadata={"counts": False})
     open_epoch: OpenEpoch | None = field(default=None, metadata={"counts": False})
-    """Set where the run has stopped within the epoch."""
+    """Set when the run has stopped within the epoch."""
 
     def plain(self) -> dict[str, Any]:
-        """Return all but the phase, which belongs to this process, as plain data for a Trainer in another one."""
+        """Return everything except the phase, which belongs to this process, as plain data for a Trainer in another one."""
         return {name: value for name, value in asdict(self).items() if name != "progress"}
 
     @classmethod
@@ -87,7 +86,7 @@ class TrainerState:
         return {**self._counters(), **(self.loaded_end or {})}
 
     def is_where(self, saved: dict[str, Any]) -> bool:
-        """Return whether a run would go on from a checkpoint with these counters as from where this one stands."""
+        """Return whether a run resumed from a checkpoint with these counters would continue from here."""
         other, own = TrainerState(), TrainerState()
         other.load_state_dict(saved)
         own.load_state_dict({**self.state_dict(), "saves": other.saves})
@@ -97,7 +96,7 @@ class TrainerState:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.metadata.get("counts", True)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the counters from plain data; one that an older version did not know keeps its value."""
+        """Load the counters; one that an older version did not know keeps its value."""
         for each in fields(self):
             if each.metadata.get("counts", True) and each.name in state:
                 setattr(self, each.name, (bool if each.type == "bool" else int)(state[each.name]))
@@ -107,7 +106,7 @@ class TrainerState:
 
     @contextmanager
     def at_loaded_end(self) -> Iterator[None]:
-        """Stand for the context where a checkpoint was saved, if that is an epoch's end: with the epoch's number, and ended."""
+        """Have, in the block, the counters with which a checkpoint of an epoch's end was saved."""
         end, self.loaded_end = self.loaded_end or {}, None
         now = {name: getattr(self, name) for name in end}
         vars(self).update(end)
@@ -118,11 +117,11 @@ class TrainerState:
 
     @property
     def is_unfinished(self) -> bool:
-        """Return whether an epoch was begun whose end is still to come."""
+        """Return whether an epoch has begun and not ended."""
         return self.batch > 0 and not self.epoch_ended
 
     def begin_epoch(self, generators: dict[str, Any]) -> None:
-        """Begin the epoch, or what is left of it, with these generators."""
+        """Begin the epoch, or the rest of it, with these generators."""
         self.epoch_generators, self.open_epoch = generators, None
         self.loaded_end = self.loaded_generators = None
 
@@ -176,7 +175,7 @@ class TrainerState:
         self.loaded_generators = generators
 
     def next_epoch(self) -> None:
-        """Go on to the next epoch."""
+        """Advance to the next epoch."""
         self.epoch, self.batch, self.epoch_ended, self.schedulers_stepped = self.epoch + 1, 0, False, False
         self.unchecked_batches = 0
         self.epoch_generators = None

@@ -1,4 +1,4 @@
-"""Status: what a Trainer tells modules and callbacks about its job and its run."""
+"""Status: the Trainer's attributes for modules, callbacks and users: its job, its parts and its run."""
 
 from __future__ import annotations
 

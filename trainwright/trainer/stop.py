@@ -1,12 +1,12 @@
-"""Stop: whether a fit stops here, and what becomes of one that a signal (SIGTERM, SIGUSR1, Ctrl-C) has asked to stop.
+"""Stop: whether a fit stops here, and how it ends after a signal (SIGTERM, SIGUSR1, Ctrl-C).
 
     a rank is signalled       SignalWatch notes it and requests two sync points, which the watchers pass to all ranks
     in training               "stop": all ranks leave at one optimizer step
-    in a validation           "abandonment": all leave it, and what is saved is the run as it was before it
-    there                     the ranks tell each other the signal, and ModelCheckpoint saves once
-    fit has ended, all closed  rank 0 says so, asks SLURM to requeue on SIGUSR1, and each rank raises RunStopped
+    in a validation           "abandonment": all ranks leave it, and the run is saved as it was before
+    at that point             the ranks exchange the signal, and ModelCheckpoint saves once
+    after fit's cleanup       rank 0 prints it and has SLURM requeue the job on SIGUSR1; each rank raises RunStopped
 
-A run that has come to its own end, by its limits or by should_stop, ends as it would have.
+A signal changes nothing for a run that is ending anyway, by its limits or by should_stop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainwright.trainer.state import TrainerState
 
 
 class EvaluationAbandoned(Exception):
-    """Ends an evaluation of fit on every rank, because the run is to stop; the run goes on from before it."""
+    """Ends an evaluation of fit on every rank, because the run is to stop; a resumed run repeats the evaluation."""
 
 
 class Stop:
@@ -53,7 +53,7 @@ class Stop:
         self.requested = False
         """What `trainer.should_stop` is."""
         self.is_agreed = False
-        """Whether every rank knows that it is to stop, without a signal."""
+        """Whether every rank knows of the request."""
         self.number = 0
         """The signal that stops the run, the same on every rank; 0 for none."""
         self.path = ""
@@ -81,7 +81,7 @@ class Stop:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.point = self._abandonment = None
         if self.number and error is None:
-            self._announce()  # while a repeated signal is still heard
+            self._announce()  # while a second signal can still interrupt it
         self._watch.close()
         if not self.number:
             self._watch.deliver()
@@ -91,21 +91,21 @@ class Stop:
             raise RunStopped(self._code)
 
     def open(self) -> None:
-        """Heed requests and signals from here on. Collective: call on every rank."""
+        """Listen for requests and signals from here on. Collective: call on every rank."""
         self.point = self._engine.connection.sync_point("stop")
         self._abandonment = self._engine.connection.sync_point("abandonment")
         self._watch.open()
 
     def note_end(self, error: BaseException | None) -> None:
-        """Note how a run has ended, or that another begins (None)."""
+        """Note how a run has ended; None when another begins."""
         self.interrupted = isinstance(error, KeyboardInterrupt)
 
     def request(self, wanted: bool) -> None:
-        """Ask that the run ends, as `trainer.should_stop = True` does, or take that back."""
+        """Request that the run ends, as `trainer.should_stop = True` does, or withdraw that."""
         self.requested = wanted
 
     def request_soon(self) -> None:
-        """Ask, on any rank and from any thread, that all ranks stop at one optimizer step (RuntimeError outside of fit)."""
+        """Stop all ranks at one optimizer step; callable on any rank and from any thread (RuntimeError outside fit)."""
         if self.point is None:
             raise RuntimeError("stop_soon works in trainer.fit only.")
         self.point.request()
@@ -137,7 +137,7 @@ class Stop:
         return state.epoch >= (settings.min_epochs or 0) and state.step >= (settings.min_steps or 0)
 
     def agree(self) -> None:
-        """Let every rank stop here if one of them is to. Collective: call on every rank."""
+        """Stop every rank here if one of them is to stop. Collective: call on every rank."""
         if self._engine.world_size > 1 and not self.is_agreed:
             wishes = self._engine.ranks.exchange(bool(self.requested), "the agreement on a stop")
             self.requested = self.is_agreed = any(wishes)
@@ -159,14 +159,14 @@ class Stop:
     # -- within an evaluation ----------------------------------------------------------------------------------------
 
     def may_abandon(self, window_is_open: bool) -> bool:
-        """Return, the same on every rank, whether an evaluation that begins now is left when a signal comes.
+        """Return, the same on every rank, whether a signal abandons an evaluation that begins now.
 
-        Not within an accumulation window: its gradients are in no checkpoint, and once it has ended the weights are others.
+        Not within an accumulation window: its gradients are in no checkpoint, and its end changes the weights.
         """
         return self._abandonment is not None and not window_is_open and not self.ends_by_itself
 
     def begin_evaluation(self, window_is_open: bool) -> SyncPoint | None:
-        """Return what the evaluation that begins has to look at before each batch; None where it is not to be abandoned."""
+        """Begin an evaluation; return the sync point that it checks before each batch, None if it cannot be abandoned."""
         self._evaluations += 1
         return self._abandonment if self.may_abandon(window_is_open) else None
 
@@ -176,7 +176,7 @@ class Stop:
         return self._abandonment.is_reached((self._evaluations << 64) + (loader << 48) + batch)
 
     def after_loader(self) -> None:
-        """Abandon the evaluation on every rank if one of them has left it, or knows of a signal. Collective.
+        """Abandon the evaluation on every rank if one of them has left it or knows of a signal. Collective.
 
         Must run before the first collective of the evaluation's end, which ranks that left early never reach.
         """
@@ -186,12 +186,12 @@ class Stop:
     # -- what is saved -----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Save where a signal has ended the loop, or one has come since. Collective: call on every rank."""
+        """Save if a signal has ended the loop, or has arrived since. Collective: call on every rank."""
         if (self.number or not self.ends_by_itself) and self.agree_on_signal():
             self.commit()
 
     def commit(self, generators: dict[str, Any] | None = None) -> None:
-        """Save the run as it stands, with these generators where given, once. Collective: call on every rank."""
+        """Save the run once, with these generators if given. Collective: call on every rank."""
         if self._is_committed:
             return
         self._is_committed = True
@@ -205,14 +205,14 @@ class Stop:
         if not self.number and self._settings.limit_train_batches != 0:
             self._save("end")
 
-    # -- what is said ------------------------------------------------------------------------------------------------
+    # -- the message -------------------------------------------------------------------------------------------------
 
     @property
     def _code(self) -> int:
         return exit_code(self.number, bool(self.path))
 
     def _announce(self) -> None:
-        """Tell the launcher and the user."""
+        """Report the stop to the launcher and the user."""
         self._engine.connection.announce_stop(self._code)
         if self._engine.rank:
             return
@@ -220,7 +220,7 @@ class Stop:
         what = "Ctrl-C" if self.number == signal.SIGINT else name
         where = f"trainwright: {what} has stopped the run in epoch {self._state.epoch}, at step {self._state.step}"
         if self.path:
-            said = f'{where}; it is saved as {self.path}. The same command with ckpt_path="auto" goes on from there.'
+            said = f'{where}; it is saved as {self.path}. Run the same command with ckpt_path="auto" to resume.'
         else:
             reason = "the weights are not finite" if self._keeps_any() else "this run has no ModelCheckpoint that saves"
             said = f"{where}; nothing was saved, since {reason}."

@@ -14,10 +14,10 @@ from trainwright.trainer.training_run import TrainingRun
 
 
 def validation_is_due(run: TrainingRun, at_end: bool = False) -> bool:
-    """Return whether a validation is due after the batch at hand, or `at_end` of an epoch.
+    """Return whether a validation is due after the current batch, or `at_end` of an epoch.
 
-    Within an accumulation window nobody asks: what falls due there is due at the window's end, so that a validation scores
-    weights that a checkpoint can hold, and that a run can go on from.
+    The loop does not check within an accumulation window: what falls due there is due at the window's end, so that a
+    validation scores weights that a checkpoint can hold and a run can resume from.
     """
     settings, state = run.settings, run.state
     every = settings.check_val_every_n_epoch
@@ -54,7 +54,7 @@ def validate(run: TrainingRun, within: bool) -> None:
 
 @contextmanager
 def abandonable(run: TrainingRun) -> Iterator[None]:
-    """Run a validation in the block; where it is abandoned, the run is saved as it stands here. Collective.
+    """Run a validation in the block; if it is abandoned, the run is saved as it was before. Collective.
 
     Raises:
         EvaluationAbandoned: it was.
