@@ -200,7 +200,6 @@ class Trainer(Status):
         self.prepared_optimizers: list[PreparedOptimizer] = []
         self.lr_scheduler_configs: list[SchedulerConfig] = []
         self.accumulate_grad_batches = self.settings.accumulate_grad_batches
-        """Batches of one optimizer step; a callback may change it at an epoch's start."""
         self.stages = Stages()
         self.ckpt_path: str | None = None
         """The checkpoint that the present or the latest run was given."""
@@ -463,6 +462,19 @@ class Trainer(Status):
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
         self.stop.requested = value
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Batches of one optimizer step; a callback may change it at an epoch's start."""
+        return self._accumulate_grad_batches
+
+    @accumulate_grad_batches.setter
+    def accumulate_grad_batches(self, value: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(
+                f"trainer.accumulate_grad_batches={value!r} is not accepted; set it to a whole number of batches from 1."
+            )
+        self._accumulate_grad_batches = value
 
     # -- how they are wired ------------------------------------------------------------------------------------------
 
