@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import trainwright as tw
-from trainwright.checkpoint.store import open_checkpoint
+from trainwright.checkpoint.reader import open_checkpoint
 
 WIDTH, SMALL_WIDTH = 1024, 32
 BATCH = 16

@@ -44,7 +44,8 @@ from soak_outcome import (
 )
 from soak_traces import GONE_SECONDS, Traces, lives, processes_of
 
-from trainwright.checkpoint.store import find_checkpoints, open_checkpoint
+from trainwright.checkpoint.discovery import find_checkpoints
+from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import CheckpointError
 
 RANKS = {"ddp": 3, "single_device": 1}

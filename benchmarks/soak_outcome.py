@@ -15,7 +15,8 @@ import numpy
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainwright.checkpoint.store import Checkpoint, find_checkpoints, open_checkpoint
+from trainwright.checkpoint.discovery import find_checkpoints
+from trainwright.checkpoint.reader import Checkpoint, open_checkpoint
 
 Outcome = dict[str, str]
 SHOWN = 5

@@ -12,12 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainwright.callbacks.base import Callback
-from trainwright.checkpoint.contents import extra_states
+from trainwright.checkpoint.contents import encode_state, extra_states
 from trainwright.checkpoint.editing import Edit
 from trainwright.checkpoint.foreign_formats import is_plain
 from trainwright.checkpoint.reader import Checkpoint
 from trainwright.checkpoint.shards import check_storable
-from trainwright.checkpoint.store import encode_state
 from trainwright.data.datamodule import DataModule
 from trainwright.data.loader_state import LoaderState
 from trainwright.data.seeding import isolate_rng, rng_state
