@@ -1,13 +1,13 @@
-"""What a checkpoint costs: saved while the loop waits, saved in the background, and verified; beside the bare work and peers.
+"""The cost of a checkpoint, saved while the loop waits, saved in the background, and verified, against the bare work and peers.
 
-A perceptron of 20 M parameters with its AdamW state is 240 MB. The bare work is to write the same bytes to a file, sync it, and
-hash them once with SHA-256, on each rank its part. All ways take turns in each round, each after a sync of the disk, and the
-ratio is the median of those within the rounds: to the bare work for saves, to reading and hashing the same files for the
-verification. Of a save in the background `ms` is what holds the loop, and `whole` also what its thread takes. torch.save
-and Lightning neither sync nor hash; DCP does not hash.
+A perceptron of 20 M parameters with its AdamW state takes 240 MB. The bare work writes the same bytes to a file, syncs it, and
+hashes them once with SHA-256, each rank its part. All methods take turns in each round, each after a sync of the disk. The
+ratio is the median of the ratios within the rounds: to the bare work for saves, to reading and hashing the same files for
+verification. For a background save `ms` is how long the loop is held up, and `whole` includes its thread. torch.save and
+Lightning neither sync nor hash; DCP does not hash.
 
-Then a Trainer makes saves each 100 steps by ModelCheckpoint, with async_save and without: what a save holds the loop, as a part
-of the interval's steps, and how much slower steps are while the thread writes.
+Then a Trainer saves every 100 steps by ModelCheckpoint, with and without async_save: how long a save holds up the loop, as a
+part of the interval's steps, and how much slower steps are while the thread writes.
 
     python benchmarks/checkpoint.py [--parameters 20] [--rounds 7] [--steps 100] [--ranks 1,2] [--threads N] [--folder DIR]
     python benchmarks/checkpoint.py --small --rounds 1 --steps 4      # a tiny model, to try it
@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import trainwright as tw
-from trainwright.checkpoint.store import open_checkpoint
+from trainwright.checkpoint.reader import open_checkpoint
 
 WIDTH, SMALL_WIDTH = 1024, 32
 BATCH = 16
@@ -78,7 +78,7 @@ class Net(tw.Module):
 
 
 class Saves:
-    """Ways to save one trained module and its optimizer's state; each returns the seconds that the loop is held, and all."""
+    """Methods to save a trained module with its optimizer; each returns the seconds that hold up the loop, and the total."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder = options, folder
@@ -184,7 +184,7 @@ class Saves:
 
 
 def timed(begin: Callable[[], Any], finish: Callable[[], Any] | None = None) -> tuple[float, float]:
-    """Return the seconds of the first call, and of both."""
+    """Return the seconds of the first call, and the sum of both."""
     began = time.perf_counter()
     begin()
     held = time.perf_counter() - began
@@ -222,7 +222,7 @@ def measure_saves(options: argparse.Namespace, folder: Path) -> None:
 
 
 def over_ranks(saves: Saves, seconds: tuple[float, float]) -> list[float]:
-    """Return the most of any rank."""
+    """Return the maximum over all ranks."""
     most = torch.tensor(seconds, dtype=torch.float64)
     if saves.ranks > 1:
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -254,7 +254,7 @@ def report_saves(
 
 
 class TimedCheckpoint(tw.ModelCheckpoint):
-    """Notes how long a save holds the loop."""
+    """Records how long a save holds up the loop."""
 
     def __init__(self, folder: Path, every: int, async_save: bool) -> None:
         super().__init__(str(folder), every_n_train_steps=every, async_save=async_save)
@@ -269,7 +269,7 @@ class TimedCheckpoint(tw.ModelCheckpoint):
 
 
 class StepClock(tw.Callback):
-    """Notes the seconds of each step, those during which a save was written apart."""
+    """Records the seconds of each step, separately for those during which a save was written."""
 
     def __init__(self) -> None:
         self.alone: list[float] = []
@@ -323,7 +323,7 @@ def scratch(parent: str | None) -> Iterator[Path]:
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """Make all measurements of one number of ranks; this process is one of them."""
+    """Make all measurements for one number of ranks; this process is one of the ranks."""
     torch.set_num_threads(options.threads or max((os.cpu_count() or 1) // options.rank_count, 1))
     warnings.filterwarnings("ignore")  # the peers' advice
     logging.disable(logging.WARNING)

@@ -1,4 +1,4 @@
-"""What a step costs under ddp on two processes beside torch's DistributedDataParallel in a hand-written loop.
+"""The cost of a ddp step on two processes against torch's DistributedDataParallel in a hand-written loop.
 
 Both train the same small model in the same two processes, in interleaved rounds; the median of each counts.
 

@@ -1,13 +1,13 @@
-"""What training costs on this machine's GPU beside a loop written by hand, and beside every other framework that is installed.
+"""The cost of training on this machine's GPU, against a hand-written loop and every other installed framework.
 
-Each case is a model with its batches, its precision, and eager or compiled; a save of a checkpoint; or a process's start. Each
-implementation of a case is a process of its own. Those of one case start together, warm up, and then take turns of about a
-second, in an order that is reversed each round, so that a noisy moment hits all; the ratio is the median of those within the
+A case is a model with its batches and precision, eager or compiled; a checkpoint save; or the start of a process. Each
+implementation of a case runs separately. Those of one case start together, warm up, and then take turns of about a second,
+in an order that is reversed each round, so that noise hits all of them. The ratio is the median of the ratios within the
 rounds. All train the same weights on the same batches, and their losses are compared.
 
-The table (table.md, table.csv) and the picture are written after each process that has finished, so that a run that is cut
-short keeps what it has. With --minutes every case is visited once before any is visited again, the most important first, and
-nothing is begun that would not fit.
+The table (table.md, table.csv) and the picture are written after each process, so an interrupted run keeps its results.
+With --minutes every case is visited once, the most important first, before any is visited again, and no visit starts that would
+not fit.
 
     python benchmarks/gpu.py --minutes 9                        # on one GPU
     python benchmarks/gpu.py --device cpu --small               # the same code on a CPU, in two minutes
@@ -45,13 +45,13 @@ SAFETY_SECONDS = 3.0
 
 
 class Run:
-    """A run of the benchmark: what is measured on what, and for how long.
+    """A run of the benchmark: what it measures, on what, and for how long.
 
     Args:
         options: of the command line.
-        cases: what is to be measured, the most important first.
-        names: the implementations that are asked for.
-        environment: what `describe` has found.
+        cases: what to measure, the most important first.
+        names: the implementations to run.
+        environment: what `describe` found.
         began: when the command began, on the monotonic clock.
     """
 
@@ -91,7 +91,7 @@ class Run:
         self._upcoming: Visit | None = None
 
     def run(self) -> None:
-        """Visit cases as long as one fits into the time."""
+        """Visit cases while one fits into the remaining time."""
         try:
             while (visit := self._begun()) is not None:
                 began = time.monotonic()
@@ -112,7 +112,7 @@ class Run:
             self.write()
 
     def _begun(self) -> Visit | None:
-        """Return the next visit, its processes started; None when none fits any more."""
+        """Start the processes of the next visit and return it; None if none fits into the remaining time."""
         left = self.deadline - time.monotonic()
         visit, self._upcoming = self._upcoming, None
         if visit is not None:
@@ -127,7 +127,7 @@ class Run:
         return visit
 
     def _start_next(self) -> Visit | None:
-        """Let the processes of the visit that follows the present one import what they need."""
+        """Let the processes of the next visit import what they need."""
         assert self._visit is not None
         left = self.deadline - time.monotonic() - self._seconds_of(self._visit.case)
         case = self._next_case(left, present=self._visit.case)
@@ -137,7 +137,7 @@ class Run:
         return self._upcoming
 
     def _visits(self, case: Case, present: Case | None) -> int:
-        """Return how often a case will have been visited when the present visit is over."""
+        """Return how often a case will have been visited after the current visit."""
         recorded = self.records.visits(case)
         if case is present and self._visit is not None and recorded == self._visit.number:
             return recorded + 1
@@ -192,13 +192,13 @@ class Run:
         self.write()
 
     def written(self) -> str:
-        """Say what there is of this run; nothing where nothing was measured."""
+        """Return where the results are, or an empty text if nothing was measured."""
         if not any(each.seconds for each in self.records.all):
             return ""
         return f"{self.folder}: {', '.join(each for each in SHOWN if (self.folder / each).exists())}"
 
     def write(self) -> None:
-        """Write the table and the picture of what is there."""
+        """Write the table and the picture of the results so far."""
         unfinished = [] if self._visit is None else list(self._visit.records.values())
         rows = self.records.rows(self.cases, (each for each in unfinished if each.seconds))
         not_run = [case.name for case in self.cases if not any(row.case == case.name for row in rows)]
@@ -209,7 +209,7 @@ class Run:
 
 
 def put_aside(folder: Path) -> None:
-    """Move what an earlier run has left in a folder into one of its own, so that nothing measured is lost."""
+    """Move the results of an earlier run into a separate folder, so that nothing measured is lost."""
     kept = [folder / each for each in ("records.jsonl", *SHOWN, "logs")]
     kept = [each for each in kept if each.exists()]
     if not kept:
@@ -223,7 +223,7 @@ def put_aside(folder: Path) -> None:
 
 
 def child_environment(environment: dict[str, Any]) -> dict[str, str]:
-    """Return the variables of the processes: one device is enough, which some frameworks have to be told."""
+    """Return the environment of the processes, which limits frameworks to one device."""
     path = os.environ.get("PYTHONPATH", "")
     found = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT), "PYTHONUNBUFFERED": "1"}
     if environment.get("device") == "cpu":
@@ -234,7 +234,7 @@ def child_environment(environment: dict[str, Any]) -> dict[str, str]:
 
 
 def chosen(parser: argparse.ArgumentParser, option: str, given: str, known: Sequence[str]) -> list[str]:
-    """Return those of the known names that a comma-separated list of patterns names; all where it is empty."""
+    """Return the known names that match a comma-separated list of patterns; all if it is empty."""
     patterns = [each.strip() for each in given.split(",") if each.strip()] or ["*"]
     for each in patterns:
         if not any(fnmatchcase(name, each) for name in known):

@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py measures: its cases in the order of their importance, and who runs each of them."""
+"""What benchmarks/gpu.py measures: its cases, the most important first, and which implementations run each."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Case:
         kind: "steps" (a loop, timed in turns), "save" (of a checkpoint) or "start" (of a process, up to its first step).
         model: "distilbert", "gpt", "resnet", "mlp" or "layers".
         batch: samples of a batch.
-        length: tokens of a sample; 0 where there are none.
+        length: tokens per sample; 0 for models without tokens.
         is_ragged: whether batches are padded to their longest sample, rather than all samples to `length`.
         precision: "fp32", "tf32", "16-mixed" or "bf16-mixed".
         compiled: "" (eager), "default" or "reduce-overhead".
-        gib: about what one implementation takes of the device's memory, to tell how many may warm up at once.
+        gib: roughly the device memory of one implementation, which limits how many warm up at once.
         num_workers: worker processes of the loader.
     """
 
@@ -78,12 +78,12 @@ class Case:
 
     @property
     def first_guess_seconds(self) -> float:
-        """How long a visit takes on a GPU, before any of its like was measured."""
+        """An estimate of how long a visit takes on a GPU, until a similar one has been measured."""
         return {"steps": 90.0 if self.compiled else 45.0, "save": 50.0, "start": 120.0}[self.kind]
 
     @property
     def like(self) -> tuple[str, ...]:
-        """What cases have in common that take about as long."""
+        """A key for cases that take about the same time."""
         return (self.kind, "compiled" if self.compiled else "eager", self.model)
 
 
@@ -100,7 +100,7 @@ def _distilbert(batch: int, length: str, how: str) -> Case:
 
 
 def all_cases() -> list[Case]:
-    """Return the cases, the most important first: one of each sort, then what fills the grid."""
+    """Return the cases, the most important first: one of each kind, then the rest of the grid."""
     first = [
         _distilbert(12, "512", "bf16-mixed"),
         Case("mlp", model="mlp", batch=8, length=0, precision="fp32", gib=1.0),

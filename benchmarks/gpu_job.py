@@ -1,4 +1,4 @@
-"""A process of benchmarks/gpu.py as its parent sees it: started, told what to do, listened to, and ended whatever it does."""
+"""A process of benchmarks/gpu.py as its parent sees it: started, controlled, read from, and always ended."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ HERE = Path(__file__).resolve().parent
 
 
 class JobFailed(Exception):
-    """A process ended early, hung, or said that it cannot; the text is the reason, in one line."""
+    """A process ended early, hung, or reported that it cannot run; the text is the reason, in one line."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how the processes of a run compute."""
+    """The settings that all processes of a run have in common."""
 
     device: str
     is_small: bool
@@ -48,7 +48,7 @@ class Job:
         place: where it computes.
         case: the case.
         implementation: its name.
-        is_crowded: whether it gives back memory between its turns.
+        is_crowded: whether it frees memory between its turns.
     """
 
     def __init__(self, place: Place, case: Case, implementation: str, is_crowded: bool = False) -> None:
@@ -99,7 +99,7 @@ class Job:
         """Return the process's next message of that kind.
 
         Raises:
-            JobFailed: it said that it has failed, ended, or was silent for so long.
+            JobFailed: it reported a failure, ended, or was silent for too long.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -129,14 +129,14 @@ class Job:
         return f"ended by itself ({code}): {lines[-1][:300] if lines else 'it printed nothing'}"
 
     def leave(self, at_once: bool) -> None:
-        """Let the process end, without waiting for it; one that hangs has to, at once."""
+        """Let the process end without waiting for it; kill it at once if it hangs."""
         if at_once:
             self._kill()
         else:
             self.tell("end")
 
     def end(self) -> None:
-        """End the process and those that it has started, and drop its folder."""
+        """End the process and those that it started, and delete its folder."""
         self.tell("end")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=0.5)
@@ -151,7 +151,7 @@ class Job:
 
 
 def describe(device: str, environment: dict[str, str]) -> dict[str, Any]:
-    """Return what a process of its own has found on this machine.
+    """Return what a separate process found on this machine.
 
     Raises:
         JobFailed: torch cannot be imported there, or does not know the device.
@@ -176,7 +176,7 @@ def describe(device: str, environment: dict[str, str]) -> dict[str, Any]:
 
 
 def _driver(device: str) -> str:
-    """Return the version of NVIDIA's driver; nothing where there is none."""
+    """Return the version of NVIDIA's driver, or an empty text without one."""
     if device != "cuda" or shutil.which("nvidia-smi") is None:
         return ""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

@@ -1,4 +1,4 @@
-"""The loops of benchmarks/gpu.py by hand and by trainwright; each trains until the pacer ends the process."""
+"""The hand-written and trainwright loops of benchmarks/gpu.py; each trains until the pacer ends the process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUIET = {
 
 
 def make_step(work: Work, pacer: Pacer, fused: bool | None = None) -> Callable[[Batch], Tensor]:
-    """Return a step as one writes it for a device, with torch's default flags: of a batch on the host, the loss."""
+    """Return a hand-written step with torch's default flags, which maps a batch on the host to its loss."""
     model = work.model().to(work.device)
     if work.compile_options:
         model.compile(**work.compile_options)
@@ -63,7 +63,7 @@ def accelerator_name(device: torch.device) -> str:
 
 
 def make_net(base: Any, work: Work, pacer: Pacer) -> Any:
-    """Return the work as a module of a framework's class, that logs its loss at each step."""
+    """Return the work as a module of a framework's class, which logs its loss in each step."""
 
     class Net(base):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -105,7 +105,7 @@ def _train(work: Work, pacer: Pacer, **settings: Any) -> None:
 
 
 def trainwright(work: Work, pacer: Pacer) -> None:
-    """Bare, with the optimizer's flags as they are."""
+    """Bare, with the optimizer's flags unchanged."""
     _train(work, pacer, **QUIET)
 
 
@@ -115,7 +115,7 @@ def trainwright_default(work: Work, pacer: Pacer) -> None:
 
 
 def trainwright_raw(work: Work, pacer: Pacer) -> None:
-    """A loop of one's own with the Accelerator."""
+    """A hand-written loop with the Accelerator."""
     import trainwright as tw
 
     accelerator = tw.Accelerator(accelerator=accelerator_name(work.device), devices=1, precision=work.precision)

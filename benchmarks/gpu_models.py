@@ -71,7 +71,7 @@ class _Block(nn.Module):
 
 
 class PlainDistilBert(nn.Module):
-    """The same shape in plain torch, for where transformers is missing."""
+    """The same shape in plain torch, if transformers is missing."""
 
     def __init__(self, size: TransformerSize) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class _CausalBlock(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A GPT-2 with tied embeddings and without dropout: 124 M parameters in its full size. It returns its loss."""
+    """A GPT-2 with tied embeddings and without dropout, of 124 M parameters at full size. It returns its loss."""
 
     def __init__(self, size: TransformerSize) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class _Residual(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """A ResNet-18 that takes images of bytes and normalises them itself, where they are computed on."""
+    """A ResNet-18 that takes images as bytes and normalises them on the device."""
 
     def __init__(self, width: int = 64, classes: int = 1000) -> None:
         super().__init__()
@@ -185,9 +185,9 @@ def make_model(name: str, is_small: bool, with_transformers: bool) -> nn.Module:
 
 
 def flops_per_token(is_small: bool) -> float:
-    """Return the GPT's floating-point operations for a token, forward and backward: 6 a weight, and those of attention.
+    """Return the GPT's floating-point operations per token, forward and backward: 6 per weight, plus those of attention.
 
-    Embeddings of positions are looked up and not multiplied; the tied one is multiplied once, as the head.
+    Position embeddings are looked up, not multiplied; the tied embedding is multiplied once, as the head.
     """
     size = SMALL_GPT if is_small else GPT2
     weights = size.vocabulary * size.width + size.layers * (4 * size.width**2 + 2 * size.width * size.hidden)

@@ -1,8 +1,8 @@
-"""The pacer of benchmarks/gpu.py: it stands at the start of each step of a loop, whosever loop it is, and times turns of it.
+"""The pacer of benchmarks/gpu.py: it is called at the start of each step of any loop, and times turns of it.
 
-A process runs one implementation. The parent says over standard input what comes next, one JSON object a line, and is told
-over a pipe how it went; between two turns the process waits, so that others have the device. A loop does not end by itself:
-when the parent has no more turns the process exits within a step, and what a framework does at its end is not run.
+A process runs one implementation. The parent sends commands over standard input, one JSON object per line, and gets the results
+over a pipe. Between two turns the process waits, so that others have the device. A loop does not end by itself: when the
+parent has no more turns the process exits within a step, so a framework's work at the end of training is not run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAST_LOSSES = 10
 
 
 class Channel:
-    """The line to the parent.
+    """The connection to the parent.
 
     Args:
         descriptor: the end of the pipe that this process writes to.
@@ -47,7 +47,7 @@ class Channel:
         os.write(self._descriptor, json.dumps({"event": event, **facts}).encode() + b"\n")
 
     def command(self) -> dict[str, Any]:
-        """Wait for what the parent says next; exit when it has nothing more to say, or is gone."""
+        """Wait for the next command of the parent; exit if it has no more, or has ended."""
         line = sys.stdin.readline()
         told: dict[str, Any] = json.loads(line) if line.strip() else {"do": "end"}
         if told["do"] == "end":
@@ -58,13 +58,13 @@ class Channel:
 
 
 class Pacer:
-    """Called by a loop: `step` where a step begins, `saw` with its loss.
+    """Called by a loop: `step` at the start of a step, `saw` with its loss.
 
     Args:
         channel: the line to the parent.
         device: where the loop computes.
         is_crowded: whether the others need the memory that this process could keep between its turns.
-        facts: of a step, told with its time.
+        facts: about a step, sent along with its time.
     """
 
     def __init__(self, channel: Channel, device: torch.device, is_crowded: bool, facts: dict[str, Any]) -> None:
@@ -75,17 +75,17 @@ class Pacer:
         self._ahead = 1
 
     def step(self) -> None:
-        """Begin a step: the one before it has been given to the device whole."""
+        """Begin a step; the previous one has been submitted to the device completely."""
         self._ahead -= 1
         if self._ahead == 0:
             self._ahead = next(self._script)
 
     def saw(self, loss: Tensor) -> None:
-        """Keep a step's loss, where it is."""
+        """Keep a step's loss on its device."""
         self._losses.append(loss.detach())
 
     def _phases(self) -> Iterator[int]:
-        """Yield how many steps to let pass until it is asked again."""
+        """Yield how many steps to let pass until the next call."""
         torch.manual_seed(0)  # building draws, and not everywhere as much
         began = time.perf_counter()
         yield 1
@@ -122,7 +122,7 @@ class Pacer:
         self._channel.tell("turn", seconds=seconds / told["steps"], loss=self._loss(), peak_mib=peak)
 
     def _arm(self, told: dict[str, Any]) -> Iterator[int]:
-        """Let the profiler come up, which takes seconds: all processes do so at the same time, and nothing is timed."""
+        """Start the profiler, which takes seconds: all processes do so at the same time, while nothing is timed."""
         yield from self._seen(profiled_steps, 2, {})
         self._channel.tell("armed")
 
@@ -140,5 +140,5 @@ class Pacer:
             found.setdefault("unseen", f"{window.__name__}: {str(error)[:200]}")
 
     def _loss(self) -> float:
-        """Return the average of the last losses. The host waits for it, so no clock runs meanwhile."""
+        """Return the average of the last losses. The host waits for it, so nothing is timed meanwhile."""
         return torch.stack([each.float() for each in self._losses]).mean().item()

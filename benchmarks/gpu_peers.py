@@ -1,4 +1,4 @@
-"""The loops of benchmarks/gpu.py by other frameworks; each trains until the pacer ends the process."""
+"""The loops of other frameworks in benchmarks/gpu.py; each trains until the pacer ends the process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def make_lightning(work: Work, pacer: Pacer) -> tuple[Any, Any]:
-    """Return Lightning's trainer, bare, and the work as its module, that logs its loss at each step."""
+    """Return Lightning's bare trainer, and the work as its module, which logs its loss in each step."""
     import lightning.pytorch as pl
 
     module = make_net(pl.LightningModule, work, pacer)
@@ -64,7 +64,7 @@ def accelerate(work: Work, pacer: Pacer) -> None:
 
 
 def hf_trainer(work: Work, pacer: Pacer) -> None:
-    """Transformers' Trainer with the loss, the loader and the optimizer of all others; nothing logged."""
+    """Transformers' Trainer with the same loss, loader and optimizer as the others; nothing is logged."""
     from transformers import Trainer, TrainingArguments
 
     class Paced(Trainer):

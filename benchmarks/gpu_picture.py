@@ -1,4 +1,4 @@
-"""The picture of benchmarks/gpu.py: the ratios to the loop by hand as bars; by matplotlib, or as an SVG where it is missing."""
+"""The picture of benchmarks/gpu.py: the ratios to the hand-written loop as bars; by matplotlib, or as an SVG without it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDEST_RATIO = 4.0
 
 
 def draw(folder: Path, rows: list[Row], environment: dict[str, Any]) -> Path | None:
-    """Write the picture and return its path; None where there is nothing to draw yet."""
+    """Write the picture and return its path; None if there is nothing to draw yet."""
     bars = [row for row in rows if row.ratio is not None]
     if not bars:
         return None

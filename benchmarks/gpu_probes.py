@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py asks of a device beside the time: memory, kernels, copies, and reads that the host waits for."""
+"""What benchmarks/gpu.py measures on a device besides time: memory, kernels, copies, and reads that the host waits for."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ WAIT_WARNINGS = ("called a synchronizing", "the host waits for the device")
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given; on a CPU there is nothing to wait for."""
+    """Wait until the device has finished its work; on a CPU, return at once."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give memory back that torch keeps for later, for the other processes on the device."""
+    """Free the memory in torch's cache for the other processes on the device."""
     if device.type != "cpu":
         call = getattr(torch.accelerator, "empty_cache", None)
         call = call or getattr(torch.get_device_module(device), "empty_cache", None)
@@ -41,7 +41,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_mib(device: torch.device) -> float | None:
-    """Return the most that tensors have taken since the last reset; None where the device does not count it."""
+    """Return the peak memory of tensors since the last reset; None if the device does not count it."""
     found = _memory_call(device, "max_memory_allocated")
     return None if not found else found / MIB
 
@@ -60,10 +60,10 @@ def _memory_call(device: torch.device, name: str) -> Any:
 
 
 def profiled_steps(device: torch.device, steps: int, found: dict[str, Any]) -> Iterator[None]:
-    """Run `steps` steps under torch's profiler, recording the device alone; put into `found` what it did in a step.
+    """Run `steps` steps under torch's profiler, recording only the device; put into `found` what it did per step.
 
-    Each item that is yielded is a step. Without a profiler for this device nothing is yielded. The first use in a process takes
-    seconds, and its first steps may be missing: let it be one that is thrown away.
+    Each yielded item is a step; without a profiler for this device there are none. The first use in a process takes seconds
+    and may miss its first steps, so discard its result.
     """
     activity = {"cuda": ProfilerActivity.CUDA, "xpu": getattr(ProfilerActivity, "XPU", None)}.get(device.type)
     if activity is None or activity not in torch.profiler.supported_activities():
@@ -82,7 +82,7 @@ def profiled_steps(device: torch.device, steps: int, found: dict[str, Any]) -> I
 
 
 def read_trace(text: str, steps: int) -> dict[str, Any]:
-    """Return what a step did on the device, from a trace of several in Chrome's format; nothing where none is recorded."""
+    """Return what a step did on the device, from a trace of several in Chrome's format; empty if the trace is."""
     trace = json.loads(text, strict=False)
     events = [each for each in trace.get("traceEvents", []) if each.get("ph") == "X"]
     work = [each for each in events if each.get("cat") in DEVICE_WORK[:3]]
@@ -104,7 +104,7 @@ def read_trace(text: str, steps: int) -> dict[str, Any]:
 
 
 def busy_microseconds(work: list[dict[str, Any]]) -> float:
-    """Return how long at least one of these events was under way: those on several streams overlap."""
+    """Return how long at least one of these events was running: those on several streams overlap."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted((float(each["ts"]), float(each["ts"]) + float(each.get("dur", 0))) for each in work):
         total += max(0.0, stop - max(start, end))
@@ -113,7 +113,7 @@ def busy_microseconds(work: list[dict[str, Any]]) -> float:
 
 
 def counted_waits(device: torch.device, steps: int, found: dict[str, Any]) -> Iterator[None]:
-    """Run `steps` steps with torch's warning at each read that the host waits for; put their number a step into `found`."""
+    """Run `steps` steps with torch's warning for reads that the host waits for; put their number per step into `found`."""
     module = torch.get_device_module(device) if device.type != "cpu" else None
     set_mode = getattr(module, "set_sync_debug_mode", None)
     if set_mode is None:

@@ -1,4 +1,4 @@
-"""One process of benchmarks/gpu.py: it runs one implementation of one case, or (`describe`) tells what is on this machine.
+"""One process of benchmarks/gpu.py: it runs one implementation of one case, or describes this machine (`describe`).
 
 python benchmarks/gpu_process.py SETTINGS      # a JSON object that the parent makes
 """
@@ -17,7 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Return what the parent has to know of the machine: the device, its memory, and the versions of what is installed."""
+    """Return what the parent needs to know about the machine: the device, its memory, and the installed versions."""
     import importlib.metadata
     import importlib.util
     import platform
@@ -72,7 +72,7 @@ def _describe_device(device: str) -> dict[str, Any]:
 
 
 def run(settings: dict[str, Any]) -> None:
-    """Run what the settings say, told by the parent when to begin."""
+    """Run what the settings say, once the parent says to begin."""
     import importlib
 
     from gpu_cases import PACKAGES, Case
@@ -122,7 +122,7 @@ def run(settings: dict[str, Any]) -> None:
 
 
 def _home(kind: str, name: str) -> str:
-    """Return the file in which an implementation stands."""
+    """Return the file that defines an implementation."""
     if kind == "save":
         return "gpu_saves"
     return "gpu_loops" if name.startswith(("by_hand", "trainwright")) else "gpu_peers"

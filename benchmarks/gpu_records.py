@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py has measured: one record for each process, and the rows of the table made of them."""
+"""The measurements of benchmarks/gpu.py: one record per process, and the table rows made from them."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ CUT_SHORT = "cut short"
 
 @dataclass
 class Record:
-    """What one process has told, in one visit of its case.
+    """What one process reported in one visit of its case.
 
     Args:
-        seconds: of a step, of a save's call, or of a start; one number for each turn.
+        seconds: of a step, of a call to save, or of a start; one number per turn.
         committed: of saves, until all was written.
         losses: at the end of each turn.
         first: the seconds of the first step, with what is compiled and allocated in it.
-        reason: why it has not come to its end; empty where it has.
+        reason: why it did not finish; empty if it did.
     """
 
     case: str
@@ -104,15 +104,15 @@ class Row:
 
 
 class Records:
-    """The records of a run, on disk as they come.
+    """The records of a run, written to disk as they arrive.
 
     Args:
         path: a file of JSON lines, the first of them the environment.
         environment: what the run runs on.
-        resumes: whether what the file holds is kept, rather than written over.
+        resumes: whether to keep the contents of the file rather than overwrite them.
 
     Raises:
-        ValueError: the file to be resumed was written elsewhere.
+        ValueError: the file to resume is from another environment.
     """
 
     def __init__(self, path: Path, environment: dict[str, Any], resumes: bool) -> None:
@@ -136,17 +136,17 @@ class Records:
             stream.write(json.dumps(asdict(record)) + "\n")
 
     def visits(self, case: Case) -> int:
-        """Return how often a case was visited, whatever came of it."""
+        """Return how often a case was visited, successfully or not."""
         return len({each.visit for each in self.all if each.case == case.name})
 
     def has_failed(self, case: Case) -> bool:
-        """Return whether a visit of a case came to its end in this run and measured nothing: another would not, either."""
+        """Return whether a visit of a case finished in this run without a measurement, so that another one is pointless."""
         mine = [each for each in self.all[self._num_earlier :] if each.case == case.name]
         cut = {each.visit for each in mine if each.reason.startswith(CUT_SHORT)}
         return bool({each.visit for each in mine} - cut) and not any(each.seconds for each in mine)
 
     def rows(self, cases: Iterable[Case], unfinished: Iterable[Record] = ()) -> list[Row]:
-        """Return the table's rows in the order of the cases, with those of processes that are still under way."""
+        """Return the rows of the table in the order of the cases, including those of running processes."""
         records = [*self.all, *unfinished]
         found = []
         for case in cases:
@@ -159,7 +159,7 @@ class Records:
 
 
 def make_row(case: Case, own: list[Record], base: dict[int, Record], device: str) -> Row:
-    """Return the row of an implementation's records, beside those of the loop by hand in the same visits."""
+    """Return the table row for an implementation's records, relative to the hand-written loop in the same visits."""
     seconds = [each for record in own for each in record.seconds]
     note = "; ".join(dict.fromkeys(record.reason for record in own if record.reason))
     if not seconds:
@@ -202,7 +202,7 @@ def make_row(case: Case, own: list[Record], base: dict[int, Record], device: str
 
 
 def is_off(case: Case, record: Record, base: Record | None) -> bool:
-    """Return whether a record's losses are not those by hand, after the warm-up or after the last turn that both made."""
+    """Return whether a record's losses differ from the hand-written loop's, after the warm-up or the last turn of both."""
     if base is None or base is record or base.warm_loss is None or record.warm_loss is None:
         return False
     early, late = TOLERANCES[case.precision]
@@ -215,7 +215,7 @@ def is_off(case: Case, record: Record, base: Record | None) -> bool:
 
 
 def peak_flops(device: str) -> float | None:
-    """Return the most FLOP/s in bf16 that a device of this name can do; None where it is not known."""
+    """Return the peak bf16 FLOP/s of a device of this name; None if unknown."""
     words = device.replace("-", " ").split()
     if any(each in words for each in OTHERS):
         return None

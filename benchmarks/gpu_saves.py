@@ -1,4 +1,4 @@
-"""The saves of benchmarks/gpu.py: a model with Adam's state on the device, 1 GB of it, saved when the parent says so."""
+"""The saves of benchmarks/gpu.py: 1 GB of a model with Adam's state on the device, saved at the parent's command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Save = tuple[Callable[[Path], Any], Callable[[], Any]]
 
 
 class _Silent:
-    """Stands where loops have their pacer; nothing is timed in the one step before the saves."""
+    """A pacer that does nothing: the one step before the saves is not timed."""
 
     def step(self) -> None:
         pass
@@ -75,7 +75,7 @@ def accelerate(work: Work) -> Save:
 
 
 def run_saves(make: Callable[[Work], Save], work: Work, channel: Channel) -> None:
-    """Save whenever the parent says so; it is told how long the call took, and how long until all was there."""
+    """Save at each command of the parent; report how long the call took, and how long until everything was written."""
     began = time.perf_counter()
     save, wait = make(work)
     folder = Path(work.folder) / "saves"

@@ -42,7 +42,7 @@ as a faster machine takes more steps in the time of a turn. An empty cell was no
 
 
 def markdown(rows: list[Row], environment: dict[str, Any], notes: Iterable[str]) -> str:
-    """Return the table with what it was measured on, and the notes below it."""
+    """Return the table with the environment above it and the notes below."""
     filled = [column for column in COLUMNS if any(getattr(row, column[0]) is not None for row in rows)]
     headings = ["case", "implementation", "rounds", *(column[1] for column in filled), "note"]
     lines = ["# Measured on one device", "", *_facts(environment), "", _line(headings), _line(["---"] * len(headings))]
@@ -86,7 +86,7 @@ def _facts(environment: dict[str, Any]) -> list[str]:
 
 
 def write(folder: Path, rows: list[Row], environment: dict[str, Any], notes: Iterable[str]) -> None:
-    """Write table.md and table.csv; each replaces the one before at once, so that there is always a whole one."""
+    """Write table.md and table.csv, each replaced atomically, so that a reader always finds a complete one."""
     _replace(folder / "table.md", markdown(rows, environment, notes))
     beside = folder / ".table.csv"
     with open(beside, "w", newline="") as stream:

@@ -24,12 +24,12 @@ class Visit:
         place: where the processes compute.
         case: the case.
         names: its implementations.
-        number: how often it was visited before.
+        number: how often it was visited already.
         rounds: turns of each.
         turn_seconds: about how long a turn of the loop by hand is to take.
         patience: seconds that a process may be silent, while it imports, warms up or takes a turn.
-        memory_gib: the device's memory; 0 where it is not known.
-        deadline: when all has to be over, on the monotonic clock.
+        memory_gib: the device's memory; 0 if unknown.
+        deadline: when the visit must end, on the monotonic clock.
         finish: called with each record that is done.
         progress: called after each round.
     """
@@ -63,12 +63,12 @@ class Visit:
         self._ready: set[str] = set()
 
     def start(self) -> None:
-        """Start the processes: they import what they need, and wait before they touch the device."""
+        """Start the processes, which import what they need and wait before they touch the device."""
         if self.case.kind != "start":
             self._each(list(self.records), self._start)
 
     def settle(self) -> None:
-        """Wait until the processes have imported what they need, or have failed to."""
+        """Wait until the processes have imported what they need, or have failed."""
         for name in [each for each in self._jobs if each not in self._ready]:
             self._each([name], lambda name: self._ask(name, "imported"))
             self._ready.add(name)
@@ -84,7 +84,7 @@ class Visit:
             self.end(CUT_SHORT)
 
     def end(self, reason: str = "") -> None:
-        """End what is under way; with a reason, keep what was measured."""
+        """End what is running; with a reason, keep what was measured."""
         for job in (leaving := [*self._jobs.values(), *self._leaving]):
             job.leave(at_once=bool(reason) and job in self._jobs.values())
         for job in leaving:
@@ -104,7 +104,7 @@ class Visit:
         self._finish(record)
 
     def _each(self, names: list[str], action: Callable[[str], None]) -> None:
-        """Do something with each of the processes; one that fails is closed with the reason, and the others go on."""
+        """Apply a function to each of the processes; one that fails is closed with the reason, and the others continue."""
         for name in names:
             if name in self.records:
                 try:
@@ -158,7 +158,7 @@ class Visit:
         self._each(names, lambda name: self._close(name))
 
     def _look_closer(self, names: list[str], steps: int) -> None:
-        """Let the processes say what a step does on the device: one after another, as each needs it alone."""
+        """Have the processes profile a step on the device, one after another, since each needs the device alone."""
         for first in range(0, len(names), self.at_once):
             group = [each for each in names[first : first + self.at_once] if each in self.records]
             for name in group:

@@ -86,7 +86,7 @@ def _rows(case: Case, pool: int, is_small: bool, draw: torch.Generator) -> list[
 
 
 class Padded:
-    """Puts sentences together, padded to the longest of them, with the mask that says so."""
+    """Collates sentences, padded to the longest of them, with a mask."""
 
     def __call__(self, samples: list[Batch]) -> Batch:
         tokens = [each["input_ids"] for each in samples]
@@ -106,8 +106,8 @@ class Work:
     Args:
         case: the case.
         device: where it is computed.
-        is_small: models and data of a size to try the benchmark with.
-        with_transformers: whether DistilBERT is transformers', or the plain one.
+        is_small: whether models and data are tiny, to try the benchmark.
+        with_transformers: whether DistilBERT is that of transformers or the plain one.
         compiler: torch.compile's backend.
     """
 
@@ -168,7 +168,7 @@ class Work:
         return F.cross_entropy(model(*inputs), batch["labels"])
 
     def facts(self) -> dict[str, float]:
-        """Return what a step goes through: samples, tokens (where their number is always the same) and, of the GPT, FLOPs."""
+        """Return what a step processes: samples, tokens (if their number is constant) and, for the GPT, FLOPs."""
         case, tokens = self.case, 0
         if case.length and not case.is_ragged:
             size = SMALL_GPT if case.model == "gpt" else SMALL_DISTILBERT

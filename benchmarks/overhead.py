@@ -1,9 +1,9 @@
-"""What a training step costs beside a hand-written loop: ours and every peer that is installed, in one run.
+"""The cost of a training step against a hand-written loop: trainwright and every installed peer, in one run.
 
 All do the same work: an MLP 32-64-10, batches of 8 that are collated beforehand, AdamW with torch's default flags, one
-thread. The Trainers log the loss each step where they can log; no progress bar, no checkpoint, but for those of ours that
-have everything on. The rounds are interleaved, so that a noisy moment hits everyone, and the median of each counts. Only
-the steps are timed.
+thread. The Trainers log the loss in each step if they can log. They have neither progress bar nor checkpoint, except for the
+trainwright variants with everything on. The rounds are interleaved, so that noise hits everyone, and the median of each counts.
+Only the steps are timed.
 
     python benchmarks/overhead.py [--rounds 7] [--steps 1000] [--only hand_written,trainwright_trainer]
 """
@@ -78,7 +78,7 @@ def hand_written(steps: int, fused: bool | None = None) -> float:
 
 
 def trainwright_trainer(steps: int, log: bool = True, **settings: Any) -> float:
-    """With the optimizer's flags as they are; `settings` are the Trainer's in place of bare ones."""
+    """With the optimizer's flags unchanged; `settings` replace the bare Trainer's."""
     import trainwright as tw
 
     class Net(tw.Module):
@@ -127,7 +127,7 @@ def trainwright_trainer_fused(steps: int) -> float:
 
 
 def trainwright_trainer_dressed(steps: int) -> float:
-    """With progress bar, CSV logger, summary and a checkpoint; the optimizer's flags as they are."""
+    """With progress bar, CSV logger, summary and a checkpoint; the optimizer's flags unchanged."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         with contextlib.redirect_stderr(io.StringIO()):
             return trainwright_trainer(steps, default_root_dir=folder, fused_optimizers=False)
@@ -317,7 +317,7 @@ LOOPS: tuple[Callable[[int], float], ...] = (
 
 
 def installed(loops: list[Callable[[int], float]]) -> Iterator[Callable[[int], float]]:
-    """Yield the loops whose packages are there, after a short run to warm up."""
+    """Yield the loops whose packages are installed, after a short warm-up."""
     for loop in loops:
         try:
             loop(100)

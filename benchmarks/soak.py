@@ -1,16 +1,16 @@
-"""Kills training runs at random, lets the same command go on, and compares each end with that of a run nobody killed.
+"""Kills training runs at random, restarts them with the same command, and compares the result with an uninterrupted run.
 
-A run of soak_job.py is started by the launcher, killed several times by SIGKILL (a rank, the launcher, all of them; in a
-step, a validation, a save, while it loads, right after it has gone on), started again each time, and let end. Then its
-weights, optimizer, generators, counters, states of callbacks, logged rows and the samples of every batch have to be
-bitwise those of the uninterrupted run of its strategy. After each kill every checkpoint has to verify, the newest one of
-before has to be there still, and within seconds nothing of the job may be left: no process, no listening port, no shared
-memory. Which kills a run gets follows from the seed and the run's number.
+The launcher starts a run of soak_job.py. It is killed several times by SIGKILL (a rank, the launcher, or all of them; in a
+step, a validation or a save, while it loads, right after it has resumed), restarted each time, and finally left to finish. Its
+weights, optimizer, generators, counters, states of callbacks, logged rows and the samples of every batch must then be bitwise
+those of the uninterrupted run of its strategy. After each kill every checkpoint must verify, the newest earlier one must still
+exist, and within seconds nothing of the job may remain: no process, no listening port, no shared memory. The seed and the
+run's number determine which kills a run gets.
 
     python benchmarks/soak.py [--kills 200] [--seed 0] [--strategies ddp,fsdp] [--out runs/soak-0] [--jobs 2]
     python benchmarks/soak.py --only 17 --seed 0       # run 17 of that soak again, by itself
 
-A soak that was cut goes on where it stood. The exit code is 1 where anything differed, was lost or was left.
+An interrupted soak continues where it stopped. The exit code is 1 if anything differed, was lost or was left behind.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from soak_outcome import (
 )
 from soak_traces import GONE_SECONDS, Traces, lives, processes_of
 
-from trainwright.checkpoint.store import find_checkpoints, open_checkpoint
+from trainwright.checkpoint.discovery import find_checkpoints
+from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import CheckpointError
 
 RANKS = {"ddp": 3, "single_device": 1}
@@ -95,7 +96,7 @@ class Job:
             )
 
     def wait_for(self, is_it: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
-        """Return the first event that is it; None where the job ends before."""
+        """Return the first matching event; None if the job ends first."""
         looked_at, deadline = 0, time.monotonic() + PATIENCE_SECONDS
         while True:
             has_ended = self.process.poll() is not None
@@ -130,7 +131,7 @@ class Job:
             raise TimeoutError(f"the job did not end in {PATIENCE_SECONDS:.0f} s; see {self.log_path}") from None
 
     def wait_for_end(self, pid: int) -> None:
-        """Wait for a rank to be gone, which then writes nothing any more; what does not go is reported as left."""
+        """Wait until a rank has ended and can no longer write; one that does not end is reported as left behind."""
         deadline = time.monotonic() + GONE_SECONDS
         while lives(pid) and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -162,7 +163,7 @@ class Soak:
         self._next = self._underway = 0
 
     def run_all(self) -> bool:
-        """Run until there were as many kills as asked for; return whether all was as it has to be."""
+        """Run until the requested number of kills is reached; return whether everything was correct."""
         self._take_up()
         with ThreadPoolExecutor(self.options.jobs) as pool:
             for done in [pool.submit(self._work) for _ in range(self.options.jobs)]:
@@ -197,7 +198,7 @@ class Soak:
         return all(each.is_sound for each in results)
 
     def _take_up(self) -> None:
-        """Take the results of an earlier, cut soak of the same settings."""
+        """Load the results of an earlier, interrupted soak with the same settings."""
         self.out.mkdir(parents=True, exist_ok=True)
         for pid in processes_of(f"{self.out}/", begins=True):
             _kill(pid)  # of the runs that were under way when it was cut
@@ -231,7 +232,7 @@ class Soak:
                 os.replace(self.out / "soak.json.new", self.out / "soak.json")
 
     def run(self, number: int, kills: int) -> Result:
-        """Make one run with so many kills, and compare its end."""
+        """Make one run with this many kills, and compare its result."""
         strategy = self.options.strategies[number % len(self.options.strategies)]
         oracle = self.oracle(strategy)
         folder = _emptied(self.out / f"run-{number}")
@@ -261,7 +262,7 @@ class Soak:
     def _kill_and_go_on(
         self, folder: Path, result: Result, kills: int, checks: list[Future[tuple[float, list[str]]]]
     ) -> None:
-        """Start the run and kill it, again and again, and let it end at last."""
+        """Start and kill the run repeatedly, then let it finish."""
         planned = plan(
             self.options.seed, result.number, self.options.per_run, RANKS.get(result.strategy, 2), self.options.epochs
         )
@@ -286,7 +287,7 @@ class Soak:
             print(f"run {result.number:3d} {result.strategy:18s} kill {result.kills}: {told}", flush=True)
 
     def _strike(self, job: Job, kill: Kill, newest: int, result: Result) -> int:
-        """Kill a job when the moment comes, and return its exit code; that of its own end if it comes before."""
+        """Kill a job at the planned moment and return its exit code, or that of its regular end if it comes first."""
         if kill.moment == "load":
             event = job.wait_for(lambda _: len({each["rank"] for each in job.events}) == job.num_ranks)
         else:
@@ -310,7 +311,7 @@ class Soak:
         return code
 
     def _look(self, folder: Path, newest: int, result: Result) -> int:
-        """Verify every checkpoint that there is after a kill, and return the step of the newest."""
+        """Verify every checkpoint after a kill, and return the step of the newest."""
         found = find_checkpoints(str(folder / "checkpoints"))
         for entry in found:
             try:
@@ -325,7 +326,7 @@ class Soak:
         return steps[-1]
 
     def oracle(self, strategy: str) -> Outcome:
-        """Return the end of the uninterrupted run of a strategy."""
+        """Return the result of the uninterrupted run of a strategy."""
         with self._locks[strategy]:
             path = self.out / f"oracle-{strategy}.json"
             if path.exists():

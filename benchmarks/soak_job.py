@@ -1,10 +1,10 @@
 """The training script that soak.py kills: everything in it that a resumed run could get wrong.
 
 Shuffled data, random augmentation in loader workers, dropout and noise from every generator, accumulation that does not
-divide the epoch, batch norm, a loss scale that moves and overflows, a scheduler by steps, metrics over an epoch,
-validation within epochs, early stopping, and checkpoints by steps and by a metric. The same command goes on where the
-newest checkpoint stands. What it does, it tells in two places: one line a batch and rank (which samples, which inputs,
-which loss), and one line an event (a step, a validation, a save), by which soak.py times its kills.
+divide the epoch, batch norm, a loss scale that changes and overflows, a scheduler by steps, metrics over an epoch,
+validation within epochs, early stopping, and checkpoints by steps and by a metric. The same command resumes from the newest
+checkpoint. It writes two logs: one line per batch and rank (which samples, which inputs, which loss), and one line per event (a
+step, a validation, a save), by which soak.py times its kills.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ FORGETTABLE = ("generators", "scale", "early_stopping")
 
 
 def num_samples(num_ranks: int) -> int:
-    """Return how many samples there are: one less than full batches, so that the last round is shared out unevenly."""
+    """Return the number of samples: one less than full batches, so that the last round is uneven."""
     return num_ranks * BATCHES * BATCH_SIZE - 1
 
 
 class Telling:
-    """Appends lines to a file, each at once and whole, whatever ends the process."""
+    """Appends each line to a file in one write, so that a kill leaves only whole lines."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -52,7 +52,7 @@ class Telling:
 
 
 class Augmented(Dataset[Any]):
-    """Samples that are drawn anew each time, from all three generators."""
+    """Samples that are drawn again each time, from all three generators."""
 
     def __init__(self, samples: int, seed: int, is_random: bool) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -123,7 +123,7 @@ class Net(tw.Module):
 
 
 class Events(tw.Callback):
-    """Tells what happens now."""
+    """Logs each event as it happens."""
 
     def __init__(self, events: Telling) -> None:
         self.events = events
@@ -153,7 +153,7 @@ class Events(tw.Callback):
 
 
 def forget(part: str) -> None:
-    """Leave a part of a resumed run's state out, for a soak that has to find it."""
+    """Omit a part of a resumed run's state, for a soak that must detect it."""
 
     def nothing(*_: Any) -> None:
         pass
@@ -167,7 +167,7 @@ def forget(part: str) -> None:
 
 
 def allow_warnings_of_others() -> None:
-    """Let the packages of the strategies warn of themselves; a warning of any other kind ends the run."""
+    """Allow warnings from the packages of the strategies; any other warning ends the run."""
     warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)  # inductor, which DeepSpeed imports
     for module in ("deepspeed", "fairscale", "pydantic"):
         warnings.filterwarnings("ignore", module=rf"{module}(\..*)?")

@@ -18,7 +18,7 @@ STEPS = -(-BATCHES // ACCUMULATE)
 
 @dataclass(frozen=True)
 class Kill:
-    """What is to be killed, and when: at a moment so many steps after the run's start, and a little later."""
+    """What to kill, and when: at an event some steps after the run's start, plus a short delay."""
 
     moment: str
     steps: int
@@ -37,7 +37,7 @@ class Kill:
 
 
 def plan(seed: int, number: int, kills: int, num_ranks: int, epochs: int) -> list[Kill]:
-    """Choose the kills of a run: of any three that follow each other, one is of a rank, one of the launcher, one of all."""
+    """Choose the kills of a run: of any three in a row, one is of a rank, one of the launcher, one of all."""
     generator = random.Random(f"{seed}/{number}")
     # So far apart that a run is killed as often as asked for before it ends, and sometimes twice in one epoch.
     furthest = max(2, 2 * epochs * STEPS // (kills + 2))

@@ -1,4 +1,4 @@
-"""What a run of soak_job.py ended at, as a flat table of short texts that can be compared with another run's."""
+"""The result of a run of soak_job.py, as a flat table of short texts that can be compared with another run's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import numpy
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainwright.checkpoint.store import Checkpoint, find_checkpoints, open_checkpoint
+from trainwright.checkpoint.discovery import find_checkpoints
+from trainwright.checkpoint.reader import Checkpoint, open_checkpoint
 
 Outcome = dict[str, str]
 SHOWN = 5
@@ -24,7 +25,7 @@ SHOWN = 5
 
 @dataclass
 class Result:
-    """What a run with its kills has shown."""
+    """The findings of a run with its kills."""
 
     number: int
     strategy: str
@@ -53,8 +54,8 @@ class Result:
 def read_outcome(folder: Path, final: str, num_ranks: int) -> Outcome:
     """Return the weights, optimizer, generators, counters, callbacks, logged rows and batches of a run that ended.
 
-    A batch that was trained more than once, since what followed the last checkpoint of a killed run is done again, has to
-    have been the same each time; else all that it was stands here.
+    A batch that was trained more than once, because it followed the last checkpoint of a killed run, must have been the same
+    each time; otherwise all of its versions are listed.
     """
     checkpoint = open_checkpoint(str(folder / final))
     outcome = dict(_stored(checkpoint, num_ranks))
@@ -79,7 +80,7 @@ def read_outcome(folder: Path, final: str, num_ranks: int) -> Outcome:
 
 
 def differences(found: Outcome, oracle: Outcome) -> list[str]:
-    """Return what differs, a line each for the first few of each kind; nothing where the two are the same."""
+    """Return a line for each of the first few differences of each kind; empty if there are none."""
     lines: dict[str, list[str]] = {}
     for key in sorted((found.keys() | oracle.keys()) - {"checkpoints"}):
         if found.get(key) != oracle.get(key):
@@ -94,7 +95,7 @@ def differences(found: Outcome, oracle: Outcome) -> list[str]:
 
 
 def unseen_or_seen_twice(found: Outcome, num_samples: int, epochs: int) -> list[str]:
-    """Return the epochs in which the batches that count do not hold each sample once."""
+    """Return the epochs in which the counted batches do not contain each sample once."""
     seen: dict[int, list[int]] = {epoch: [] for epoch in range(epochs)}
     for key, value in found.items():
         if key.startswith("batch/"):
@@ -118,7 +119,7 @@ def count_checkpoints(folder: Path) -> int:
 
 
 def _scalars(folder: Path) -> Outcome:
-    """Return what TensorBoard shows, by tag: steps and values in order, one that is there twice as such."""
+    """Return what TensorBoard shows by tag: steps and values in order, including duplicates."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     found = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}

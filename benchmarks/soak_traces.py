@@ -1,4 +1,4 @@
-"""What a job leaves when it is killed: processes, listening ports, shared memory, temporary files. Linux alone tells."""
+"""What a killed job leaves behind: processes, listening ports, shared memory, temporary files. Linux only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LISTENS = "0A"
 
 
 class Traces:
-    """The traces of one job, whose processes all have a tag in their environment, and a temporary folder of their own."""
+    """The traces of one job, whose processes have a tag in their environment and a separate temporary folder."""
 
     def __init__(self, tag: str) -> None:
         self.tag = tag
@@ -35,12 +35,12 @@ class Traces:
         self._ports: set[str] = set()
 
     def note_ports(self) -> None:
-        """Remember where the job listens now."""
+        """Record the ports that the job listens on now."""
         own = {inode for pid in processes_of(self.tag) for inode in _sockets(pid)}
         self._ports |= own & _listening()
 
     def left(self) -> tuple[float, list[str]]:
-        """Wait until nothing is left of the job; return how many seconds that took, and what is left all the same."""
+        """Wait until nothing is left of the job; return how many seconds that took, and what remained."""
         began = time.monotonic()
         while (left := self._left()) and time.monotonic() - began < GONE_SECONDS:
             time.sleep(0.1)
@@ -61,7 +61,7 @@ class Traces:
 
 
 def processes_of(tag: str, *, begins: bool = False) -> list[int]:
-    """Return the processes that live (zombies do not) and have this tag, or one that begins so."""
+    """Return the living processes, without zombies, whose tag begins with this one."""
     found, mark = [], f"{TAG}={tag}".encode() + (b"" if begins else b"\0")
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
@@ -72,7 +72,7 @@ def processes_of(tag: str, *, begins: bool = False) -> list[int]:
 
 
 def lives(pid: int) -> bool:
-    """Return whether a process is there and no zombie."""
+    """Return whether a process exists and is not a zombie."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False

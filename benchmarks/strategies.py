@@ -1,13 +1,13 @@
-"""What a step costs under each strategy beside the same strategy written by hand, and beside Lightning.
+"""The cost of a step under each strategy against the same strategy written by hand, and against Lightning.
 
-A transformer of 20 M parameters, 2 x 32 tokens a rank and step, fused AdamW, two ranks of one thread on the CPU. Each loop is a
-job of its own, started before anything is timed. The loops of one strategy then take turns of a few steps, in an order that
-is reversed each round, so that a noisy moment hits all of them; the ratio is the median of those within the rounds. `cpu` is
-that ratio for the CPU time of a rank, which other work on the machine disturbs less.
+A transformer of 20 M parameters, 2 x 32 tokens per rank and step, fused AdamW, two ranks of one thread on the CPU. Each loop is
+a separate job, started before anything is timed. The loops of one strategy then take turns of a few steps, in an order that is
+reversed each round, so that noise hits all of them. The ratio is the median of the ratios within the rounds. `cpu` is that
+ratio for the CPU time of a rank, which other work on the machine disturbs less.
 
-`peak` is the memory that a rank takes at most, from before its model is made to the third step. On the CPU another job shows
-it, whose allocator gives back what is freed: else glibc keeps a few hundred MiB, more in one run than in the next. `optimizer`
-is what of the optimizer's state lies on a rank, and `budget` the most that should.
+`peak` is the peak memory of a rank, from before its model is made to the third step. On the CPU it comes from another job,
+whose allocator returns freed memory: otherwise glibc keeps a few hundred MiB, more in one run than in the next. `optimizer` is
+the optimizer state on a rank, and `budget` the most that it should be.
 
     python benchmarks/strategies.py [--rounds 11] [--steps 4] [--strategies ddp,fsdp] [--loops by_hand,trainwright]
     python benchmarks/strategies.py --small --rounds 1      # a tiny model, to try it
@@ -51,7 +51,7 @@ class Failed(Exception):
 
 @dataclass
 class Loop:
-    """A job that runs one loop, and what its ranks have told."""
+    """A job that runs one loop, and what its ranks reported."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -90,7 +90,7 @@ class Loop:
         return told
 
     def tell_all(self) -> list[dict[str, Any]]:
-        """Let the ranks go on, and return what they tell next."""
+        """Let the ranks continue, and return what they report next."""
         for rank in self.ranks:
             rank.write("go\n")
             rank.flush()
@@ -129,7 +129,7 @@ def start(
     rounds: int,
     variables: dict[str, str],
 ) -> Loop:
-    """Start the job of one loop, and return it when it has warmed up."""
+    """Start the job of one loop, and return it once it has warmed up."""
     num_ranks = 1 if options.gpu else 2
     size = "gpu" if options.gpu else "small" if options.small else "cpu"
     settings = {"loop": name, "strategy": strategy, "precision": precision, "size": size}
@@ -155,7 +155,7 @@ def start(
 
 
 def measure(strategy: str, precision: str, names: list[str], options: argparse.Namespace) -> list[Loop]:
-    """Start the loops of one strategy, let them take turns, and return them with what was measured."""
+    """Start the loops of one strategy, let them take turns, and return them with the measurements."""
     loops: list[Loop] = []
     try:
         for name in names:
@@ -177,7 +177,7 @@ def measure(strategy: str, precision: str, names: list[str], options: argparse.N
 
 
 def check_losses(strategy: str, precision: str, loops: list[Loop]) -> None:
-    """Refuse loops that did not do the same work: in 32 bits they end at the same losses."""
+    """Fail if the loops did not do the same work: in 32 bits they end at the same losses."""
     first = loops[0]
     for loop in loops[1:] if precision == "32-true" else []:
         if any(abs(a - b) > 1e-3 * abs(a) for a, b in zip(first.losses, loop.losses, strict=True)):
@@ -185,7 +185,7 @@ def check_losses(strategy: str, precision: str, loops: list[Loop]) -> None:
 
 
 def budget(strategy: str, whole: int, largest: int, num_ranks: int) -> float:
-    """Return the most bytes of optimizer state that a rank should have, of those of the whole model and its largest tensor."""
+    """Return the most bytes of optimizer state that a rank should have, given those of the model and of its largest tensor."""
     if strategy == "ddp" or num_ranks == 1:
         return whole
     share = 1 / num_ranks
@@ -195,7 +195,7 @@ def budget(strategy: str, whole: int, largest: int, num_ranks: int) -> float:
 
 
 def left_out(strategy: str, name: str, options: argparse.Namespace) -> str | None:
-    """Return why a loop is not run; None where it is."""
+    """Return why a loop is skipped; None if it runs."""
     for subject in (strategy, name):
         for beginning, package in PACKAGES.items():
             if subject.startswith(beginning) and importlib.util.find_spec(package) is None:

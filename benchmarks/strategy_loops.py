@@ -1,7 +1,7 @@
-"""One rank of a job of benchmarks/strategies.py: a loop that trains under a strategy when it is told to.
+"""One rank of a job of benchmarks/strategies.py: a loop that trains under a strategy at the benchmark's command.
 
-The same strategy by hand, by trainwright and by Lightning: the same model, batches, optimizer and engine settings. What the
-rank measures goes to the benchmark over a socket, one JSON object a line.
+The strategy written by hand, by trainwright and by Lightning, with the same model, batches, optimizer and engine settings. The
+rank sends its measurements to the benchmark over a socket, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SIZES = {
 
 
 class Net(nn.Module):
-    """A small transformer that says a token for each token."""
+    """A small transformer that predicts a token for each token."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Net(nn.Module):
 
 
 class Batches(Dataset[tuple[Tensor, Tensor]]):
-    """Batches made beforehand. The target of each token is a function of it, so that the loss shows what was learnt."""
+    """Batches made beforehand. The target of each token is a function of it, so the loss shows learning."""
 
     def __init__(self, count: int, size: Size) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -95,7 +95,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def deepspeed_config(stage: int, precision: str) -> dict[str, Any]:
-    """Return what the strategy gives DeepSpeed too."""
+    """Return the configuration that the strategy passes to DeepSpeed."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -111,9 +111,9 @@ def deepspeed_config(stage: int, precision: str) -> dict[str, Any]:
 
 
 class Job:
-    """What a loop is told, and what it measures.
+    """Receives commands for a loop and sends its measurements.
 
-    A turn is a few steps; between two turns the ranks wait, and other loops have theirs. The first one warms up.
+    A turn is a few steps; between turns the ranks wait while other loops have theirs. The first turn is the warm-up.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -130,7 +130,7 @@ class Job:
         self._memory = 0
 
     def make_net(self) -> Net:
-        """Make the model; what the process takes from here on is measured."""
+        """Make the model; the memory of the process is measured from here on."""
         importlib.import_module("torch._dynamo")  # which some loops would import later, and some have by now
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -144,18 +144,18 @@ class Job:
         return DataLoader(Batches(sum(self.lengths) * self.world_size, self.size), batch_size=None)
 
     def make_share(self) -> DataLoader[Any]:
-        """Return this rank's share of the loader."""
+        """Return this rank's shard of the loader."""
         data = self.make_loader().dataset
         sampler = DistributedSampler(data, self.world_size, self.rank, shuffle=False)
         return DataLoader(data, batch_size=None, sampler=sampler)
 
     def begin(self) -> None:
-        """Say that everything is set up, and wait for the first turn."""
+        """Report that everything is set up, and wait for the first turn."""
         self.tell(rank=self.rank)
         self._wait()
 
     def after_step(self) -> None:
-        """Count a step; at a turn's end tell how long it took and wait for the next."""
+        """Count a step; at the end of a turn, report how long it took and wait for the next."""
         self._left -= 1
         if self._left == 0:
             if self.device.type == "cuda":
@@ -187,7 +187,7 @@ def resident(name: str) -> int:
 
 
 def optimizer_bytes(optimizer: Any) -> int:
-    """Return the bytes of an optimizer's state that lie on this rank."""
+    """Return the size in bytes of an optimizer's state on this rank."""
     tensors = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
     local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
     return sum(each.numel() * each.element_size() for each in local)
@@ -273,14 +273,14 @@ def train_deepspeed(job: Job, loader: DataLoader[Any]) -> torch.optim.Optimizer:
 
 
 def without_shared_memory() -> None:
-    """Let DeepSpeed send over gloo, as the strategy does: what it compiles for the CPU leaves shared memory behind."""
+    """Make DeepSpeed use gloo, as the strategy does: its compiled CPU backend leaves shared memory behind."""
     import deepspeed.comm.torch
 
     deepspeed.comm.torch.build_shm_op = lambda: None
 
 
 def measured(job: Job, module_class: Any, callback_class: Any) -> tuple[Any, Any]:
-    """Return the model and the callback that takes the times, for a framework with these base classes."""
+    """Return the model and the timing callback, for a framework with these base classes."""
 
     class Model(module_class):
         def __init__(self) -> None:

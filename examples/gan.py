@@ -3,8 +3,8 @@
     python examples/gan.py
     python examples/gan.py --devices 2
 
-The generator turns noise into points of the plane; the critic learns to tell them from those of the data, a ring of radius
-2. At the end it is measured how far from the ring the generated points are, and how much of the ring they cover.
+The generator turns noise into points of the plane; the critic learns to distinguish them from the data, a ring of radius
+2. At the end the program measures how far from the ring the generated points are, and how much of the ring they cover.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class GAN(tw.Module):
         self.critic = make_net(2, 1)
 
     def forward(self, count: int):
-        """Return so many generated points."""
+        """Return this many generated points."""
         return self.generator(torch.randn(count, self.hparams.noise, device=self.device))
 
     def training_step(self, batch, batch_idx):
@@ -67,7 +67,7 @@ class GAN(tw.Module):
         self.log("generator_loss", loss, prog_bar=True)
 
     def judge(self, points, label: float):
-        """Return the critic's loss where these points have that label: 1 for real, 0 for generated."""
+        """Return the critic's loss for these points with that label: 1 for real, 0 for generated."""
         scores = self.critic(points)
         return nn.functional.binary_cross_entropy_with_logits(scores, torch.full_like(scores, label))
 
@@ -85,7 +85,7 @@ class GAN(tw.Module):
 
 
 def measure(points):
-    """Return the mean distance of points from the ring, and the share of its sectors in which there are any near it."""
+    """Return the mean distance of points from the ring, and the fraction of its sectors that have points near it."""
     off = (points.norm(dim=1) - RADIUS).abs()
     sector = (torch.atan2(points[:, 1], points[:, 0]) / (2 * math.pi) * SECTORS).floor().long() % SECTORS
     return off.mean(), sector[off < 5 * WIDTH].unique().numel() / SECTORS

@@ -1,4 +1,4 @@
-"""The digits of digits.py in a training loop of one's own, with `tw.Accelerator` for the processes and the precision.
+"""The digits of digits.py in a hand-written training loop, with `tw.Accelerator` for the processes and the precision.
 
     python examples/raw_loop.py
     python examples/raw_loop.py --devices 2 --mixed-precision bf16

@@ -1,4 +1,7 @@
-"""Settings that hold for every test: one torch thread, seeded generators, a folder of its own, no process group left behind."""
+"""Settings that hold for every test: one torch thread, seeded generators, a folder of its own, no process group left behind.
+
+torch is imported where it is used: the process that hands the tests out to pytest-xdist's workers starts without it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from deadlines import load
-from small import ON_HOST
 
 STARTS_PROCESSES = {"run_job", "run_alone", "run_python", "subprocess", "start_job", "notebook_launcher"}
 """What a test calls that runs in other interpreters."""
@@ -33,6 +34,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """On an accelerator leave out what is the host's own, and what starts processes: `tests/device` has a few of those."""
     places = {Path(__file__).parent / each: number for number, each in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+    from small import ON_HOST
+
     if ON_HOST:
         return
     left_out = [item for item in items if item.get_closest_marker("host") or _starts_processes(item)]
@@ -87,13 +90,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # All of them at one place, so that the summary has one line for them.
-    if item.get_closest_marker("gpu") is not None and not torch.accelerator.is_available():
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.accelerator.is_available():
+        # All of them at one place, so that the summary has one line for them.
         pytest.skip(f"torch {torch.__version__} sees no accelerator here")
 
 
 @pytest.fixture(autouse=True)
 def _seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import torch
+
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -39,6 +39,8 @@ from torch.distributed import TCPStore
 PRELOADED = ("preloaded", "forked")
 LEAVE_SECONDS = 60.0
 """How long the other ranks have to leave by themselves, once one has failed."""
+_LOADED_IN = os.getpid()
+"""The process that imported this file: in a rank it has to be the server."""
 _PR_SET_PDEATHSIG = 1
 _METHOD = "fork"
 """How Linux's interpreters start processes, up to Python 3.13."""
@@ -123,7 +125,9 @@ def run_python(
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
-    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
+    # Python 3.11 does not hand the server this process's path, and the server skips a module that it cannot find.
+    path = os.pathsep.join([str(Path(__file__).parent), *(each for each in sys.path if each)])
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}):
         multiprocessing.forkserver.ensure_running()
     return context
 
@@ -199,6 +203,7 @@ def _interpret(arguments: list[str]) -> None:
 
 def _become_an_interpreter(variables: dict[str, str], folder: str, outputs: list[str]) -> None:
     """Be like a new interpreter in what a program can see of it, but for the seed of its hashes."""
+    assert os.getpid() != _LOADED_IN, f"the server of forked processes has not loaded {PRELOADED}"
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # with the server, which ends with the tests
     os.environ.clear()
     os.environ.update(variables)

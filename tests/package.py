@@ -54,6 +54,8 @@ class ClassFacts:
 
     files: set[str] = field(default_factory=set)
     bases: set[str] = field(default_factory=set)
+    is_protocol: bool = False
+    """Whether it only names what another class declares."""
     attributes: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     declared_in: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
@@ -71,6 +73,8 @@ class Declarations:
         """The classes that the annotation of a function's result names, by the function's name."""
         self.owners: dict[str, set[str]] = defaultdict(set)
         """The files that declare an attribute of this name in some class."""
+        self.setters: dict[str, set[str]] = defaultdict(set)
+        """The files of the classes that have a setter for a property of this name."""
         kinds = (ast.ClassDef, ast.FunctionDef)
         nodes = [(name_of(path), node) for path in FILES for node in ast.walk(tree_of(path)) if isinstance(node, kinds)]
         found = [(file, node) for file, node in nodes if isinstance(node, ast.ClassDef)]
@@ -85,9 +89,12 @@ class Declarations:
     def _read_class(self, file: str, node: ast.ClassDef) -> None:
         facts = self.classes[node.name]
         facts.bases |= {base for each in node.bases for base in self.named(each)}
+        facts.is_protocol = any(ast.unparse(each).startswith("Protocol") for each in node.bases)
         for each in node.body:
             if isinstance(each, ast.FunctionDef):
                 self._declare(file, facts, each.name, self.named(each.returns))
+                if f"{each.name}.setter" in map(ast.unparse, each.decorator_list):
+                    self.setters[each.name].add(file)
             elif isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
                 self._declare(file, facts, each.target.id, self.named(each.annotation))
             elif isinstance(each, ast.Assign):
@@ -107,6 +114,8 @@ class Declarations:
 
     def _declare(self, file: str, facts: ClassFacts, name: str, types: set[str]) -> None:
         facts.attributes[name] |= types
+        if facts.is_protocol:
+            return
         facts.declared_in[name].add(file)
         self.owners[name].add(file)
 

@@ -1,16 +1,16 @@
 """Random tests of all kinds, one after the other: `make fuzz SEEDS=200 START=0 KINDS="resume cuts"`.
 
     resume   a random run, and the same from five of its checkpoints: bitwise the uninterrupted one
-    cuts     the same, cut by exceptions and signals in random hooks and started again by the same command
-    ranks    one process beside two and three, under each strategy: samples, metrics, weights, predictions
-    raw      loops of one's own through the Accelerator beside the same by hand and by the Trainer
-    state    each optimizer and scheduler through save and resume, under each strategy and between them (cells, no seeds)
-    layers   each kind of layer and loss under each strategy and precision, beside one process (cells, no seeds)
-    peer     moments of validations, schedulers and stops, and files kept, beside Lightning where it is installed
+    cuts     the same, interrupted by exceptions and signals in random hooks and restarted by the same command
+    ranks    one process against two and three, under each strategy: samples, metrics, weights, predictions
+    raw      loops through the Accelerator against the same by hand and by the Trainer
+    state    each optimizer and scheduler through save and resume, under each strategy and across them (cells, no seeds)
+    layers   each kind of layer and loss under each strategy and precision, against one process (cells, no seeds)
+    peer     when validations, scheduler steps and stops happen, and which files are kept, against Lightning if installed
 
-A case that differs is shrunk to the smallest configuration that still does, and printed with a script that shows it;
-`KIND --config '{...}'` runs one configuration, whose other keys have their simplest values. The exit code is 1 where
-anything differed.
+A case that differs is shrunk to the smallest configuration that still does, and printed with a script that reproduces it;
+`KIND --config '{...}'` runs one configuration, whose other keys have their simplest values. The exit code is 1 if anything
+differed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WANTED = """give an object of the kind's keys, as '{"seed": 3}'"""
 
 
 def configurations(kind: Any, start: int, seeds: int | None) -> Iterator[tuple[str, Config]]:
-    """Yield the name and the configuration of each case: of the seeds, or all cells where none are asked for."""
+    """Yield the name and the configuration of each case: of the seeds, or all cells if none are given."""
     if hasattr(kind, "cells"):
         cells = kind.cells()
         chosen = range(start, len(cells) if seeds is None else min(len(cells), start + seeds))
@@ -53,7 +53,7 @@ class Hunt:
     Args:
         kind: the module.
         shrinking: seconds a failing case may take to shrink.
-        failures: the hunt ends with so many failing cases.
+        failures: the hunt ends after this many failing cases.
     """
 
     def __init__(self, kind: Any, shrinking: float, failures: int, every: int) -> None:
@@ -64,7 +64,7 @@ class Hunt:
         self._lock = threading.Lock()
 
     def run(self, cases: Iterator[tuple[str, Config]], slots: int, seconds: float) -> None:
-        """Run the cases, `slots` of them at a time, until they or the seconds are over."""
+        """Run the cases, `slots` of them at a time, until all have run or the time is up."""
         deadline = time.monotonic() + seconds
 
         def worker() -> None:
@@ -125,7 +125,7 @@ class Hunt:
         return f"-- a script of it{'' if shown else ', which does not show it: ' + said}\n{text}"
 
     def summary(self) -> str:
-        """Return the counts on a line."""
+        """Return the counts as one line."""
         seconds = time.monotonic() - self._began
         return (
             f"{self.kind.NAME}: {self.cases} cases, {self.refused} refused, {self.different} different, {seconds:.0f} s"
@@ -133,7 +133,7 @@ class Hunt:
 
 
 def kind_of(name: str) -> Any:
-    """Return the module of a kind, or None where there is none of the name. A name with a dot is that of a module elsewhere."""
+    """Return the module of a kind, or None if the name is unknown. A name with a dot is that of a module elsewhere."""
     path = name if "." in name else f"fuzz.{name}"
     if "." not in name and name not in KINDS:
         return None
@@ -147,7 +147,7 @@ def kind_of(name: str) -> Any:
 
 
 def configuration(text: str) -> Config:
-    """Return the configuration that a text spells. Raises ArgumentTypeError where it is no JSON object."""
+    """Parse a configuration. Raises ArgumentTypeError if the text does not hold a JSON object."""
     try:
         config = json.loads(text)
     except ValueError as error:
@@ -158,7 +158,7 @@ def configuration(text: str) -> Config:
 
 
 def options_of(arguments: list[str] | None) -> tuple[argparse.Namespace, list[Any]]:
-    """Return the options and the kinds' modules; what cannot be used ends the process with a message and exit code 2."""
+    """Return the options and the kinds' modules; wrong ones end the process with a message and exit code 2."""
     parser = argparse.ArgumentParser(
         "python -m fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -211,7 +211,7 @@ def _unusable(kind: Any, options: argparse.Namespace) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Hunt in each of the kinds asked for and return the exit code."""
+    """Hunt in each of the given kinds and return the exit code."""
     options, kinds = options_of(arguments)
     lines, failed = [], False
     for kind in kinds:

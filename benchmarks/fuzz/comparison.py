@@ -1,4 +1,4 @@
-"""Comparing what two runs came to: plain data to the last item, and numbers within a tolerance."""
+"""Comparison of the results of two runs: plain data exactly, and numbers within a tolerance."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def first_difference(one: Any, other: Any, tolerance: float, where: str = "") -> str:
-    """Return where two pieces of plain data first differ, and in what; "" where they do not.
+    """Return where two pieces of plain data first differ, and how; "" if they are equal.
 
-    Numbers may be apart by the tolerance, times their size where that is above 1.
+    Numbers may differ by the tolerance, times their magnitude if that is above 1.
     """
     place = f"{where or 'it'}: "
     if isinstance(one, float) and isinstance(other, float):

@@ -1,7 +1,7 @@
-"""Cuts: a random run, cut in random hooks by exceptions, SIGTERM and SIGKILL, and started again by the same command.
+"""Cuts: a random run, interrupted in random hooks by exceptions, SIGTERM and SIGKILL, and restarted by the same command.
 
-After at most three cuts the run has to end as the one that nobody cut, bitwise: what resume.py compares, and metrics.csv and
-the kept checkpoints as a whole. A run that is killed is one in a fork of its own.
+After at most three cuts the run must end bitwise like an uninterrupted one: what resume.py compares, and all of metrics.csv and
+the kept checkpoints. A run to be killed runs in a fork.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIMPLEST: dict[str, list[Any]] = {
 
 
 def draw(random: random.Random) -> Config:
-    """Draw a run, and its cuts: how, in which hook, and at which call of it."""
+    """Draw a run and its cuts: how, in which hook, and at which call of the hook."""
     config = run_config.draw(random)
     cuts = [
         f"{random.choice(WAYS)} {random.choice(HOOKS)} {random.randint(1, 12)}" for _ in range(random.randint(1, 3))
@@ -46,7 +46,7 @@ class Cut(Exception):
 
 
 class Cutter(tw.Callback):
-    """Ends the run at the n-th call of a hook, after all others that are called there."""
+    """Ends the run at the n-th call of a hook, after all other callbacks."""
 
     runs_last = True
 
@@ -64,7 +64,7 @@ class Cutter(tw.Callback):
 
 
 def _nothing(self: Cutter, trainer: Any, *_: Any) -> None:
-    """What each of the hooks does until a Cutter is told to cut there: it counts as overridden."""
+    """Makes each hook count as overridden until a Cutter cuts there."""
 
 
 for name in HOOKS:
@@ -72,7 +72,7 @@ for name in HOOKS:
 
 
 def cut_run(names: dict[str, Any], config: Config, folder: Path, cut: str) -> None:
-    """Run the program in a fork until it is cut, or to its end."""
+    """Run the program in a fork until it is cut or ends."""
     child = os.fork()
     if child == 0:
         try:

@@ -1,4 +1,4 @@
-"""The data sets of the random tests: small, told apart by their values, each of which a script shows whole."""
+"""The data sets of the random tests: small, distinguishable by their values, and short enough for a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other bodies of *layers*: layers that reshape or measure, bare parameters, and tensors shared, frozen or written."""
+"""More bodies of *layers*: layers that reshape or measure, bare parameters, and tied, frozen or written tensors."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ calls("autocast_off", floats(W), without_autocast, l=linear(W, 6), h=linear(6))
 
 
 class Tied(nn.Module):
-    """An embedding whose matrix is the one of the layer behind it."""
+    """An embedding tied to the layer after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Tied(nn.Module):
 
 
 class Averaged(nn.Module):
-    """A copy that follows slowly, and buffers of every dtype."""
+    """A moving average of the weights, and buffers of every dtype."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ MEMORY = "/dev/shm"
 
 
 class JobEnded(Exception):
-    """Raised where a process of the job has not answered."""
+    """A process of the job did not answer."""
 
 
 class Job:
@@ -34,7 +34,7 @@ class Job:
 
     Args:
         kind: the module.
-        size: how many processes; more than one are started by trainwright's launcher.
+        size: how many processes; trainwright's launcher starts more than one.
     """
 
     def __init__(self, kind: Kind, size: int) -> None:
@@ -75,7 +75,7 @@ class Job:
             lines.readline()
 
     def ask(self, config: Config, folder: Path) -> list[Answer]:
-        """Run a case on all processes and return their answers. Raises JobEnded where one does not answer."""
+        """Run a case on all processes and return their answers. Raises JobEnded if one does not answer."""
         self._output.write_text("")
         text = json.dumps({"config": config, "folder": str(folder)})
         answers: list[Answer] = []
@@ -94,7 +94,7 @@ class Job:
         return answers
 
     def said(self) -> str:
-        """Return the end of what the processes printed."""
+        """Return the end of the output of the processes."""
         return self._output.read_text(errors="replace")[-2500:] if self._output.exists() else ""
 
     def close(self) -> None:
@@ -113,26 +113,26 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What came of a case."""
+    """The outcome of a case."""
 
     differences: list[str] = field(default_factory=list)
     refused: str | None = None
 
     @property
     def aspects(self) -> set[str]:
-        """What differs, without by how much."""
+        """What differs, without the amounts."""
         return {each.split(":")[0] for each in self.differences}
 
 
 class Jobs:
-    """The jobs of all sizes that a kind's cases need, started when they are first needed and kept."""
+    """The jobs of all sizes that a kind's cases need, started on first use and kept."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self._jobs: dict[int, Job] = {}
 
     def run(self, config: Config) -> Outcome:
-        """Run a case in a job of each of its sizes, and return what came of it."""
+        """Run a case in a job of each of its sizes, and return the outcome."""
         sizes = self.kind.PROCESSES
         if "processes" in config:
             sizes = tuple(size for size in sizes if size in (1, config["processes"]))
@@ -185,6 +185,6 @@ def kind_module(kind: Any) -> str:
 
 
 def timed(jobs: Jobs, config: Config) -> tuple[Outcome, float]:
-    """Run a case, and say how many seconds it took."""
+    """Run a case, and print how many seconds it took."""
     began = time.monotonic()
     return jobs.run(config), time.monotonic() - began

@@ -1,11 +1,11 @@
 """What a kind of random test is: a module that draws configurations and says what differs in the runs of one.
 
 `benchmarks` is on the path, this folder is the package `fuzz` (`PYTHONPATH=benchmarks python -m fuzz`), and a kind is its
-module `fuzz/<name>.py` with the names of `Kind`. It imports what its cases need at its top: a case is a fork of a process
-that has the module imported, so it costs no import, leaves nothing behind, and fails alone as it failed among others.
+module `fuzz/<name>.py` with the names of `Kind`. It imports what its cases need at the top: a case is a fork of a process that
+has imported the module, so it needs no import, leaves nothing behind, and fails by itself as it fails among others.
 
 Jobs of several processes are started once for many cases (gloo; `trainwright.launch.processes`), and are not forked; they are
-started anew after a case that raised, hung or ended them. `processes()` says how many processes a case runs in right now.
+restarted after a case that raised, hung or ended them. `processes()` returns how many processes the current case runs in.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Config = dict[str, Any]
 
 
 def processes() -> int:
-    """Return how many processes this one's job has."""
+    """Return how many processes the job has."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Refused(Exception):
-    """Raised by `differences` where trainwright refuses the configuration, before it trains, with a clear error.
+    """Raised by `differences` if trainwright refuses the configuration, before it trains, with a clear error.
 
-    It is counted, and shown with its text, but no difference. Only the first run of a case may be refused: what refuses to
-    resume a run that was allowed is a difference.
+    It is counted, and shown with its text, but does not count as a difference. Only the first run of a case may be refused:
+    refusing to resume a run that was allowed is a difference.
     """
 
 
 class Kind(Protocol):
-    """A module of these names."""
+    """What a kind's module defines."""
 
     NAME: str
     PROCESSES: tuple[int, ...]
@@ -45,12 +45,12 @@ class Kind(Protocol):
     """Seconds that one case may take in one job; one that takes longer hangs, which is a difference."""
 
     def draw(self, random: random.Random) -> Config:
-        """Draw a configuration; a kind of cells has `cells() -> list[Config]` in its place."""
+        """Draw a configuration; a kind of cells has `cells() -> list[Config]` instead."""
 
     def differences(self, config: Config, folder: Path) -> list[str]:
-        """Make the runs of a case and return what differs from what has to be, each as "<aspect>: <what>".
+        """Make the runs of a case and return the differences, each as "<aspect>: <what>".
 
-        Called on every process of the job, whose answers are put together. An exception is a difference too.
+        Called on every process of the job, whose answers are combined. An exception is a difference too.
         """
 
     def script(self, config: Config, found: list[str]) -> str:

@@ -1,8 +1,8 @@
-"""Each kind of layer and loss of torch.nn under each strategy and precision on two ranks, beside one process in that precision.
+"""Each kind of layer and loss of torch.nn under each strategy and precision on two ranks, against one process.
 
-A cell fits, validates, predicts, saves, reads what it saved, resumes from the middle of its epoch, and looks at the module
-that is left. What is within a tolerance of one process is said in `CLOSE`; everything else is bit for bit. Bodies with
-statistics over their batch, and those that draw, are each rank's own: of those only the run's own ends are compared.
+A cell fits, validates, predicts, saves, loads the checkpoint, resumes from the middle of its epoch, and checks the module
+afterwards. `CLOSE` lists what is within a tolerance of one process; everything else is compared bit for bit. Bodies with batch
+statistics, and those that draw random numbers, differ per rank, so only the ends of the same run are compared.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def cells() -> list[Config]:
 
 
 class Net(tw.Module):
-    """A body and a loss as a user's module."""
+    """A body and a loss in a user's module."""
 
     def __init__(self, net: str, loss: str, factor: float = 1.0) -> None:
         super().__init__()
@@ -92,13 +92,13 @@ class SaveHalf(tw.Callback):
 
 
 def floating(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of a module's floating state; zeros stand for what has no shape yet."""
+    """Return copies of a module's floating state, with zeros for what has no shape yet."""
     state = {name: value for name, value in module.state_dict().items() if value.is_floating_point()}
     return {name: torch.zeros(()) if is_lazy(value) else value.clone() for name, value in state.items()}
 
 
 class Cell:
-    """One cell's runs, and what was said of them."""
+    """The runs of a cell, and the differences found."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.config, self.folder, self.said = config, folder, list[str]()
@@ -122,7 +122,7 @@ class Cell:
         return bare_trainer(strategy=strategy, precision=self.precision, max_epochs=1, **more)
 
     def run_alone(self) -> None:
-        """Make the run of one process, and keep its ends."""
+        """Make the run of one process, and keep its results."""
         by_hand, loss = self.net(), LOSSES[self.config["loss"]]
         both = nn.ModuleList([by_hand.body, by_hand.criterion])
         both.forward = lambda x: by_hand.body(x)  # type: ignore[method-assign]
@@ -140,7 +140,7 @@ class Cell:
         torch.save([start, state, val_loss, outputs], self.folder / "alone.pt")
 
     def run_ranks(self) -> None:
-        """Make the run of several ranks, and compare it with that of one process and with itself in each way."""
+        """Make the run of several ranks, and compare it with that of one process and with its own save and resume."""
         self.start, self.wanted, self.val_loss, self.outputs = torch.load(self.folder / "alone.pt")
         module = self.net()
         before = LeftModule(module, is_copied=not self.config["net"].startswith(NEVER_COPIED))
@@ -179,7 +179,7 @@ class Cell:
                 self.say(f"weights: {name} (no float) is {value}, not {self.wanted[name]}")
 
     def look_at(self, module: Net, before: LeftModule) -> None:
-        """Look at the module that the run has left, or at the whole copy of it."""
+        """Check the module after the run, or the whole copy of it."""
         on_rank_0 = torch.distributed.get_rank() == 0
         repr(module)
         plain: Any = module if self.is_whole else tw.gather_module(module)
@@ -199,7 +199,7 @@ class Cell:
             self.say(f"afterwards: {type(error).__name__}: {error} ({where.filename}:{where.lineno})")
 
     def evaluate(self, trainer: tw.Trainer, module: Net, path: str) -> None:
-        """Validate again, predict, and validate what is read from the checkpoint."""
+        """Validate again, predict, and validate the module loaded from the checkpoint."""
         again = trainer.validate(module, self.loader(), verbose=False)[0]["val_loss"]
         if again != self.got:
             self.say(f"validate: it gives {again!r}, fit gave {self.got!r}")

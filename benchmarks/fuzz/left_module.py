@@ -1,4 +1,4 @@
-"""What a run has to leave of a module: the plain one that the user gave, with the trained values, to go on with by hand."""
+"""The module after a run: the plain one that the user passed, with the trained values, usable by hand."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Say = Callable[[str], None]
 
 
 class LeftModule:
-    """A module before a run, to be looked at after it.
+    """A module before a run, to be checked after it.
 
     Args:
-        module: as the user has made it.
-        is_copied: whether torch can copy and pickle it, which it cannot where it has parametrizations or old weight norms.
+        module: as the user made it.
+        is_copied: whether torch can copy and pickle it, which it cannot with parametrizations or old weight norms.
     """
 
     def __init__(self, module: nn.Module, *, is_copied: bool = True) -> None:
@@ -29,7 +29,7 @@ class LeftModule:
         self.is_copied = is_copied
 
     def compare_values(self, plain: nn.Module, stored: dict[str, Tensor], say: Say, *, on_rank_0: bool) -> None:
-        """Say what is not what was saved, in dtype or value. Buffers are each rank's own, and rank 0's were saved."""
+        """Return what differs from the saved values, in dtype or value. Buffers differ per rank; rank 0's were saved."""
         named = dict(plain.named_parameters())
         for name, value in plain.state_dict().items():
             if value.dtype != self.dtypes.get(name, value.dtype):
@@ -40,7 +40,7 @@ class LeftModule:
                 )
 
     def compare_parameters(self, module: nn.Module, say: Say) -> None:
-        """Say which parameters are not those that the user gave, plain and with nothing attached."""
+        """Return which parameters are not the ones that the user passed, plain and with nothing attached."""
         for name, parameter in module.named_parameters():
             if parameter is not self.parameters[name]:
                 say(f"afterwards: {name} is another Parameter")
@@ -48,7 +48,7 @@ class LeftModule:
                 say(f"afterwards: {name} is a {type(parameter)} with {list(parameter.__dict__)}")
 
     def compare_layers(self, plain: nn.Module, fresh: nn.Module, say: Say) -> None:
-        """Say which layers have an attribute more, or are of another class than in a fresh module."""
+        """Return which layers have extra attributes, or a class unlike that in a fresh module."""
         for name, layer in plain.named_modules():
             if more := set(layer.__dict__) - self.attributes[name] - {"_hparams"}:
                 say(f"afterwards: {name or 'the module'} has {sorted(more)[:4]}")

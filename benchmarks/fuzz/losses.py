@@ -1,4 +1,4 @@
-"""The losses of *layers*: each of torch.nn as a part of the net, and how it is called on (batch, 3) outputs and classes."""
+"""The losses of *layers*: each of torch.nn, and how to call it on (batch, 3) outputs and classes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def plainly(loss: nn.Module, y: Tensor, t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Loss:
-    """How a loss is made, and called."""
+    """How to make and call a loss."""
 
     make: Callable[[], nn.Module]
     call: Call = plainly

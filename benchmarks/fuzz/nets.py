@@ -18,7 +18,7 @@ Inputs = Callable[[int], Tensor]
 
 @dataclass(frozen=True)
 class Body:
-    """How a body is made, and what it takes."""
+    """How to make a body, and what it takes."""
 
     make: Callable[[], nn.Module]
     inputs: Inputs
@@ -51,12 +51,12 @@ class Calls(nn.Module):
 
 
 def floats(*shape: int) -> Inputs:
-    """Return what makes random inputs, the same each time."""
+    """Return a function that makes random inputs, the same each time."""
     return lambda n: torch.randn(n, *shape, generator=torch.Generator().manual_seed(5))
 
 
 def words(*shape: int) -> Inputs:
-    """Return what makes random word numbers below 11."""
+    """Return a function that makes random word numbers below 11."""
     return lambda n: torch.randint(0, 11, (n, *shape), generator=torch.Generator().manual_seed(5))
 
 
@@ -66,7 +66,7 @@ def chain(name: str, inputs: Inputs, make: Callable[[], list[nn.Module]], is_ali
 
 
 def calls(name: str, inputs: Inputs, forward: Forward, is_alike: bool = True, **make: Callable[[], Any]) -> None:
-    """Add a body of parts, made in their order, and a forward of one's own."""
+    """Add a body of parts, made in their order, with a custom forward."""
     FORWARDS[name] = forward
     BODIES[name] = Body(lambda: Calls(name, {key: each() for key, each in make.items()}), inputs, is_alike)
 
@@ -88,7 +88,7 @@ calls("bilinear_behind", floats(W), lambda s, x: s.b(s.l(x), x), l=linear(W, 4),
 
 
 def spatial(d: int) -> Callable[[str], Any]:
-    """Return what gives the layer over d dimensions of a kind, such as "ConvNd"."""
+    """Return a function from a kind of layer, such as "ConvNd", to its class over d dimensions."""
     return lambda kind: getattr(nn, kind.replace("Nd", f"{d}d"))
 
 

@@ -1,4 +1,4 @@
-"""The optimizers and schedulers of *state*: of torch, of the extras' packages where they are installed, and one of our own."""
+"""The optimizers and schedulers of *state*: torch's, those of installed extras, and one defined here."""
 
 from __future__ import annotations
 

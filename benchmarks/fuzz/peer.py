@@ -1,8 +1,8 @@
-"""Peer: the moments of a run beside those of Lightning, from the same program, where Lightning is installed.
+"""Peer: the order of events in a run against that in Lightning, from the same program, if Lightning is installed.
 
-Compared are, in order and each with its epoch and step, the batches, validations, schedulers' steps with the rates they leave,
-the early stop, and the names of the checkpoints that are there in the end. What is meant to be different stands in `MEANT`
-with its reason: a configuration is simplified by each row that it falls under, and what then differs is a difference.
+Compared are, in order and each with its epoch and step, the batches, validations, scheduler steps with the resulting rates, the
+early stop, and the names of the final checkpoints. `MEANT` lists intended differences with their reasons: a configuration is
+simplified by each row that applies to it, and any remaining difference counts.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def available() -> str:
 
 
 def by_metric(c: Config) -> bool:
-    """Return whether a metric's value decides about a moment of the run."""
+    """Return whether a metric's value decides when something happens in the run."""
     return bool(c["stop"] or c["best"] or str(c["scheduler"]).startswith("plateau"))
 
 
 def within_epochs(c: Config) -> bool:
-    """Return whether validations come at other moments than an epoch's end."""
+    """Return whether any validation happens within an epoch."""
     return c["validate"] not in ("off", None) or c["across"]
 
 
@@ -163,7 +163,7 @@ def draw(random: random.Random) -> Config:
 
 
 def simplified(config: Config) -> Config:
-    """Return the configuration without what is meant to be different."""
+    """Return the configuration without what is intended to differ."""
     config = run_config.settled(config)
     before: Config = {}
     while before != config:  # what one row gives may fall under another
@@ -175,7 +175,7 @@ def simplified(config: Config) -> Config:
 
 
 def moments(package: Any) -> Any:
-    """Return a callback of a package that notes what happens when."""
+    """Return a callback of a package that records what happens when."""
 
     class Moments(package.Callback):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -212,10 +212,10 @@ def moments(package: Any) -> Any:
 
 
 def run(config: Config, package: Any, folder: Path) -> dict[str, Any]:
-    """Run the program with a package in the place of trainwright and return its moments and its checkpoints.
+    """Run the program with a package instead of trainwright and return its events and checkpoints.
 
-    Meant: the end of a run is saved too, as `end-step=` or, within an epoch that was validated there, as a version of that
-    name; save_last keeps the newest under its own name, and there writes `last.ckpt`.
+    Intended differences: trainwright also saves the end of a run, as `end-step=` or, within an epoch that was validated there,
+    as a version of that name. save_last keeps the newest under its own name; Lightning writes `last.ckpt`.
     """
     names: dict[str, Any] = {"__name__": "program", "tw": package}
     text = program(config).replace("import trainwright as tw\n", "")
@@ -234,16 +234,16 @@ def run(config: Config, package: Any, folder: Path) -> dict[str, Any]:
 
 
 def in_order(events: list[list[Any]]) -> list[list[Any]]:
-    """Return the events with those of one step in one order.
+    """Return the events with those of each step in a canonical order.
 
-    Meant: epoch-wise schedulers step after the last batch's on_train_batch_end, there before it.
+    Intended difference: epoch-wise schedulers step after the last batch's on_train_batch_end, in Lightning before it.
     """
     order = {"batch": 0, "scheduler": 1, "validation": 2, "epoch end": 3}
     return sorted(events, key=lambda event: (event[1], event[2], order[event[0]]))
 
 
 def own_parts() -> Any:
-    """Return trainwright with optimizers that are not fused, as Lightning's are not: in 16 bits these have other roundings."""
+    """Return trainwright without fused optimizers, like Lightning: in 16 bits they round differently."""
     return SimpleNamespace(
         **{name: getattr(tw, name) for name in vars(peers()) if name != "Trainer"},
         Trainer=partial(tw.Trainer, fused_optimizers=False),
@@ -285,9 +285,9 @@ def differences(config: Config, folder: Path) -> list[str]:
 
 
 def without_left_epoch(run: dict[str, Any]) -> None:
-    """Take out what comes after the last batch of a run that max_steps has ended.
+    """Remove what follows the last batch of a run that max_steps has ended.
 
-    Meant: a run that stops within an epoch is validated where it stands, and there it is not.
+    Intended difference: Lightning validates a run that stops within an epoch, trainwright does not.
     """
     last = max((n for n, each in enumerate(run["events"]) if each[0] == "batch"), default=-1)
     run["events"] = run["events"][: last + 1]

@@ -1,6 +1,6 @@
 """The program of a configuration: plain trainwright, with what the configuration needs and nothing else.
 
-The random runs execute this text, and a failing one prints it, so the script of a failure is the run that failed.
+The random runs execute this text, and a failing run prints it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def program(config: Config, main: str = "") -> str:
 
 
 def _plain(source: str, shuffles: bool) -> str:
-    """Return a class as a script shows it: without annotations, and without the shuffling that nothing asks for."""
+    """Return a class as a script shows it: without annotations and unused shuffling."""
     source = re.sub(r" ->[^:]+(?=:\n)|: (int|bool|dict\[str, int\])(?=[,) =])", "", source)
     source = source.replace("\n\n    def", "\n    def").replace("augment = False", "augment").rstrip()
     if shuffles:
@@ -239,7 +239,7 @@ def _callbacks(c: Config) -> list[str]:
 
 
 def _data(c: Config) -> list[str]:
-    """Return the hooks for loaders: of the module, which comes before, or of a DataModule."""
+    """Return the loader hooks, of the module or of a DataModule."""
     if c["holder"] == "arguments":
         return []
     lines = ["class Data(tw.DataModule):"] if c["holder"] == "datamodule" else []

@@ -1,7 +1,7 @@
-"""One process beside two and three, under each strategy: samples, counters, metrics, weights, test and predictions.
+"""One process against two and three, under each strategy: samples, counters, metrics, weights, test and predictions.
 
 One process runs with a global batch, each of several with its part. Combined loaders that cannot be cut in one proportion
-warn, and of those only the number of steps is compared: which samples make a round together is then another thing.
+warn; for those only the number of steps is compared, since their rounds consist of different samples.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def validation_loader(config: Config) -> Any:
 
 
 class Net(tw.Module):
-    """A net that logs sums, means and torchmetrics of what it sees, and keeps the samples' numbers."""
+    """A net that logs sums, means and torchmetrics of its inputs, and keeps the samples' numbers."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Net(tw.Module):
 
 
 class PullingNet(Net):
-    """The same, which takes its batches from an iterator itself."""
+    """The same, with a `dataloader_iter`."""
 
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         batch, index, _ = next(dataloader_iter)
@@ -220,7 +220,7 @@ class PullingNet(Net):
 
 
 def parts(batch: Any) -> dict[str, Any]:
-    """Return a batch's parts that are there by the names of their loaders, "" for a single one."""
+    """Return the parts of a batch by the names of their loaders, "" for a single one."""
     return {key: each for key, each in batch.items() if each is not None} if isinstance(batch, dict) else {"": batch}
 
 
@@ -241,7 +241,7 @@ def everywhere(values: list[float]) -> list[float]:
 
 
 def run(config: Config, folder: Path) -> dict[str, Any]:
-    """Fit, test and predict, and return what came of it."""
+    """Fit, test and predict, and return the results."""
     is_pulling = config["pulls"] and config["kind"] != "sequential"
     module, samples = (PullingNet if is_pulling else Net)(config), Samples()
     torch.manual_seed(0)

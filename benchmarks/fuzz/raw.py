@@ -1,7 +1,7 @@
-"""Loops of one's own through the Accelerator, beside the same by hand (torch alone), the Trainer, and themselves resumed.
+"""Loops through the Accelerator against the same by hand (torch only), the Trainer, and themselves resumed.
 
-On one process, and then on two ranks under a strategy beside the loop by hand on the same global batches. What is meant to be
-within a tolerance, and not bit for bit, is said in `ALONE` and `TOGETHER`.
+On one process, and then on two ranks under a strategy against the hand-written loop on the same global batches. `ALONE` and
+`TOGETHER` list what is compared within a tolerance rather than bit for bit.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def draw(random: random.Random) -> Config:
 
 
 def on_ranks(config: Config) -> Config:
-    """Return what of a configuration several ranks are asked for."""
+    """Return the part of a configuration that several ranks run."""
     settled = dict(config)
     if config["precision"] == "fp16":
         settled["precision"] = "no"  # a rank's smaller batch has larger gradients, which may overflow by themselves
@@ -95,7 +95,7 @@ def on_ranks(config: Config) -> Config:
 
 
 class ByHand:
-    """The same loop in torch alone, on global batches."""
+    """The same loop in plain torch, on global batches."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -131,10 +131,10 @@ class ByHand:
         return weights_of(self.nets), rates
 
     def _planned(self, left: int) -> int:
-        """Return of how many batches a window that begins now is meant to be, with so many left in the loader.
+        """Return the planned length of a window that starts now, given the number of batches left in the loader.
 
-        The losses are divided by this, and the gradients corrected where the window has another length in the end. In 16 bits
-        that makes other numbers than losses divided by the length in the end.
+        Losses are divided by it, and gradients corrected if the window turns out to have another length. In 16 bits that rounds
+        differently from dividing by the true length.
         """
         return self.config["window"] if self.config["kind"] == "stream" else min(self.config["window"], left)
 
@@ -182,7 +182,7 @@ class TrainedNet(tw.Module):
 
 
 def by_trainer(config: Config) -> dict[str, list[float]]:
-    """Return the weights to which the Trainer comes."""
+    """Return the weights after training with the Trainer."""
     module = TrainedNet(config)
     bare_trainer(
         devices=1,
@@ -197,7 +197,7 @@ def by_trainer(config: Config) -> dict[str, list[float]]:
 
 
 def alike_on_all_ranks(loop: Loop) -> bool:
-    """Return whether each rank's replicas are those of the others. Collective."""
+    """Return whether all ranks have the same replicas. Collective."""
     local = [weights_of([loop.accelerator.unwrap_model(each)]) for each in loop.models]
     return all(each == local for each in gather_object(local))
 

@@ -1,4 +1,4 @@
-"""A loop of one's own through the Accelerator: windows, clipping, schedulers, loaders beside each other, saves and resumes."""
+"""A loop through the Accelerator: windows, clipping, schedulers, several loaders, saves and resumes."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def make_loss(config: Config, model: Any, number: int, batch: Any, count: int) -
 
 
 def is_in_turn(config: Config, number: int, count: int) -> bool:
-    """Whether a model is trained on this batch: the second one on each n-th alone, where it has windows of its own."""
+    """Whether a model is trained on this batch: the second one only on every n-th, if it has separate windows."""
     return number == 0 or config["contexts"] == "one" or count % config["every"] == 0
 
 
 def weights_of(nets: list[Any]) -> dict[str, list[float]]:
-    """Return the nets' weights by their names, each net's after its number."""
+    """Return the nets' weights by name, prefixed with the number of the net."""
     return {
         f"{number}.{name}": value.detach().flatten().tolist()
         for number, net in enumerate(nets)
@@ -82,8 +82,8 @@ class Loop:
     Args:
         config: its configuration.
         folder: where it saves.
-        cut: it ends at the first save that is possible after batch `save_at`.
-        resume: it goes on from such a save.
+        cut: end at the first possible save after batch `save_at`.
+        resume: resume from such a save.
     """
 
     def __init__(self, config: Config, folder: Path, *, cut: bool = False, resume: bool = False) -> None:
@@ -111,7 +111,7 @@ class Loop:
         self.validation = self.accelerator.prepare(DataLoader(make_data(5, config["seed"]), batch_size=2))
 
     def run(self) -> bool:
-        """Run the loop, from where it was cut where it resumes; return whether it was cut now."""
+        """Run the loop, from the cut if it resumes; return whether it was cut."""
         self.info = self.folder / f"cut-{processes()}-{self.accelerator.process_index}.json"
         if self.resume:
             self.accelerator.load_state(str(self.folder / f"cut-{processes()}"))
@@ -175,7 +175,7 @@ class Loop:
                 optimizer.zero_grad()
 
     def _aside(self) -> None:
-        """Validate, or copy the models, in the midst of training."""
+        """Validate, or copy the models, in the middle of training."""
         if self.config["validate"] == "nested" and self.count % 3 == 0:
             seen = sum(len(self.accelerator.gather_for_metrics(batch[1])) for batch in self.validation)
             assert seen == 5, f"the validation saw {seen} samples"
@@ -189,7 +189,7 @@ class Loop:
                 check_copies(model)
 
     def _saved(self, epoch: int, index: int) -> bool:
-        """Save where the loop is to be cut, unless a window is open; return whether it did."""
+        """Save at the planned cut, unless a window is open; return whether it saved."""
         if not self.cut or self.count <= self.config["save_at"]:
             return False
         try:
@@ -204,7 +204,7 @@ class Loop:
 
 
 def check_copies(model: Any) -> None:
-    """Copy a prepared model, let an average follow it, and pickle it; the model has to stay as it is."""
+    """Copy a prepared model, average it, and pickle it; the model must not change."""
     other = copy.deepcopy(model)
     with torch.no_grad():
         for each in other.parameters():

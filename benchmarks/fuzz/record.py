@@ -1,4 +1,4 @@
-"""What a run leaves, recorded to be compared bit for bit: its end, its events, and the rows it logged."""
+"""Records of a run, to be compared bit for bit: its final state, its events, and the rows it logged."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def leaves(tree: Any) -> list[Tensor]:
 
 
 class Recorder(tw.Callback):
-    """Notes each batch, validation and epoch of a run, in order; a checkpoint holds how many were noted before it.
+    """Records each batch, validation and epoch of a run, in order; a checkpoint holds how many came before it.
 
     Args:
-        validations: whether those are noted. By time they come at other moments in a resumed run.
+        validations: whether to record them. If they are timed, they happen elsewhere in a resumed run.
     """
 
     def __init__(self, validations: bool = True) -> None:
@@ -90,7 +90,7 @@ class Recorder(tw.Callback):
 
 
 def record(trainer: Any, module: Any, recorder: Recorder, folder: Path) -> Record:
-    """Return what a run has left."""
+    """Return the record of a finished run."""
     states = [each.state_dict() for each in trainer.optimizers]
     counters = trainer.state.state_dict()
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -126,8 +126,8 @@ def record(trainer: Any, module: Any, recorder: Recorder, folder: Path) -> Recor
 def kept(trainer: Any, folder: Path) -> list[str]:
     """Return the names of the kept checkpoints.
 
-    The one that the run went on from stays until a later run has gone on, and keeps its name: what takes its place is a
-    version of it. So does one of weights alone that a killed run has left behind what it went on from.
+    The one that the run resumed from stays until a later run has resumed, and keeps its name: its successor gets a version
+    suffix. A weights-only one that a killed run left after that point stays too.
     """
     names = {each.name for each in folder.iterdir()} if folder.exists() else set()
     best = {Path(path).name for each in trainer.checkpoint_callbacks for path in each.best_k_models}
@@ -154,9 +154,9 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def compare(whole: Record, part: Record, *, goes_on: bool) -> list[str]:
-    """Return what differs in a resumed run beside the uninterrupted one, as "<aspect>: <how>".
+    """Return how a resumed run differs from the uninterrupted one, as "<aspect>: <how>".
 
-    `goes_on`: it went on in the folder of the run that was cut, so that its rows and kept checkpoints are the whole ones.
+    `goes_on`: it resumed in the folder of the interrupted run, so that its rows and kept checkpoints are complete.
     """
     found = []
     for aspect in ASPECTS[:-3]:
@@ -188,9 +188,9 @@ def _shown(one: Any, other: Any) -> str:
 
 
 def _rows_follow(whole: str, part: str) -> bool:
-    """Return whether the rows of a resumed run are the last ones of the whole.
+    """Return whether the rows of a resumed run are the last ones of the uninterrupted run.
 
-    Of the first of them it may have a part: what the whole has of that step in one row, or in two where a name came twice.
+    Its first row may be partial: the uninterrupted run has the values of that step in one row, or in two if a name repeats.
     """
     filled = [
         [{name: value for name, value in row.items() if value} for row in csv.DictReader(io.StringIO(text))]

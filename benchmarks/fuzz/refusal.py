@@ -1,4 +1,4 @@
-"""Which errors of a case are refusals: trainwright's own of a setting, before anything was trained, and torch's."""
+"""Which errors of a case are refusals: trainwright's, of a setting before any training, and torch's."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64"
 
 @contextmanager
 def refusals(module: Any) -> Iterator[None]:
-    """Raise `Refused` for an error about a setting that comes before the module's first training step.
+    """Raise `Refused` for an error about a setting before the module's first training step.
 
-    So is one of a write that only a step can show, and the first one has shown. The module counts its training steps in
+    An error about a write that only a step can reveal may come in the first one. The module counts its training steps in
     `steps_begun`.
     """
     try:
@@ -34,7 +34,7 @@ def refusals(module: Any) -> Iterator[None]:
 
 
 def refuse_what_torch_cannot(net: nn.Module, loss: Any, precision: str, batch: tuple[Tensor, Tensor]) -> None:
-    """Raise `Refused` where torch, without trainwright, cannot take a net's gradients in a precision on one process.
+    """Raise `Refused` if torch itself cannot compute a net's gradients in a precision on one process.
 
     `loss` is called with the net's outputs and the targets.
     """

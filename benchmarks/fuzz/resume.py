@@ -1,8 +1,8 @@
-"""Resume: a random run, and the same run from five of its checkpoints, which has to end as the uninterrupted one, bitwise.
+"""Resume: a random run, and the same run from five of its checkpoints, which must end bitwise like the uninterrupted one.
 
 Compared are weights, the optimizers' state, rates, counters, metrics, the generators after the run, early stopping, the
-schedulers, each batch and validation with what it saw, in order, and the rows of metrics.csv. A checkpoint that is kept for
-its score holds the weights that get this score. What a configuration may hold stands in run_config.py.
+schedulers, each batch and validation with its data, in order, and the rows of metrics.csv. A checkpoint kept for its score must
+hold the weights that get this score. run_config.py defines the configurations.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ SIMPLEST: dict[str, list[Any]] = {**run_config.SIMPLEST, "at": [[0.0], [0.5], [0
 
 
 def draw(random: random.Random) -> Config:
-    """Draw a run, and where among its checkpoints it is resumed, from 0 to 1."""
+    """Draw a run, and which of its checkpoints to resume from, as fractions from 0 to 1."""
     return {**run_config.draw(random), "at": sorted(random.randrange(1000) / 1000 for _ in range(5))}
 
 
 def loaded(config: Config) -> dict[str, Any]:
-    """Return the names of the configuration's program."""
+    """Return the namespace of the configuration's program."""
     names: dict[str, Any] = {"__name__": "program"}
     exec(compile(program(config), "program", "exec"), names)
     return names
 
 
 def run(names: dict[str, Any], config: Config, folder: Path, ckpt_path: str | None = None, *callbacks: Any) -> Record:
-    """Run the program, from a checkpoint or from the beginning, and return what it leaves."""
+    """Run the program, from a checkpoint or from the start, and return its record."""
     recorder = Recorder(validations=config["validate"] not in ("always", "never"))
     try:
         trainer, module = names["run"](folder, ckpt_path, [recorder, *callbacks])
@@ -50,7 +50,7 @@ def run(names: dict[str, Any], config: Config, folder: Path, ckpt_path: str | No
 
 
 def checkpoints(whole: Record) -> list[Path]:
-    """Return the checkpoints that a run may be resumed from, in the order of their steps."""
+    """Return the checkpoints that a run can resume from, in the order of their steps."""
     paths = [path for name in ("all", "own") for path in (whole["path"] / name).glob("*.ckpt")]
     return sorted(
         (path for path in paths if not path.name.startswith("end-")), key=lambda path: (steps(path), str(path))
@@ -75,7 +75,7 @@ def differences(config: Config, folder: Path) -> list[str]:
 
 
 def scores(names: dict[str, Any], config: Config, whole: Record) -> list[str]:
-    """Return which of the kept checkpoints hold other weights than those that got their score."""
+    """Return which of the kept checkpoints do not hold the weights that got their score."""
     found = []
     settled = run_config.settled(config)
     for scored in whole["scores"]:

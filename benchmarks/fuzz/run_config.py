@@ -1,4 +1,4 @@
-"""The configurations of training runs: what is drawn for resume, cuts and peer, and what of it has an effect together."""
+"""The configurations of training runs for resume, cuts and peer, and which of their keys take effect together."""
 
 from __future__ import annotations
 
@@ -132,10 +132,10 @@ def draw(random: Random) -> Config:
 
 
 def settled(config: Config) -> Config:
-    """Return the configuration with keys that have no effect beside others at their simplest values.
+    """Return the configuration with keys that other keys make ineffective at their simplest values.
 
-    By time, a run validates always or never, and where it stood in its interval is not part of a checkpoint: nothing that
-    follows validations stands beside it.
+    A run with timed validations validates always or never, and a checkpoint does not hold the position within the interval, so
+    nothing that depends on validations is combined with it.
     """
     c = dict(config)
     if c["mode"] is not None:

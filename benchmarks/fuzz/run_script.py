@@ -1,4 +1,4 @@
-"""The main part of the script of a run that differs: the two runs, and the comparison of what differed."""
+"""The main part of the script for a run that differs: the two runs, and the comparison."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def compared(found: list[str], path: str | None, cut: list[str] | None = None) -
 
     Args:
         found: what differed, "<aspect>: ..." each.
-        path: the checkpoint to resume from, within the folder; None where there is none.
-        cut: lines that make the cut run in `f"{folder}/part"`, which "auto" goes on with; None for a run of its own.
+        path: the checkpoint to resume from, within the folder, or None.
+        cut: lines that make the cut run in `f"{folder}/part"`, from which "auto" resumes; None for a separate run.
     """
     aspects = [each.split(":")[0] for each in found]
     aspect = next((name for name in aspects if name in (*VIEWS, "events")), "weights")

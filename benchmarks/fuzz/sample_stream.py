@@ -1,4 +1,4 @@
-"""An iterable data set of a map-style one's samples."""
+"""An iterable data set over the samples of a map-style one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 
 
 class SampleStream(IterableDataset[Any]):
-    """The samples of a data set, one after the other."""
+    """The samples of a data set in turn."""
 
     def __init__(self, data: Any) -> None:
         self.data = data

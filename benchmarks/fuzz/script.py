@@ -1,4 +1,4 @@
-"""The script of a failing case: shorter than a screen, run by itself, exit code 1 where the difference shows."""
+"""The script of a failing case: shorter than a screen, self-contained, exit code 1 if the difference shows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ sys.exit(bool(found))
 
 
 def spelled(config: Config) -> str:
-    """Return a configuration as lines of Python of no more than a screen's width."""
+    """Return a configuration as lines of Python that fit a screen."""
     lines, line = [], "    "
     for key, value in config.items():
         item = f"{key!r}: {value!r}, "
@@ -53,7 +53,7 @@ def spelled(config: Config) -> str:
 
 
 def script_of(kind: Kind, config: Config, found: list[str]) -> str:
-    """Return the script: the kind's own where it writes one."""
+    """Return the script: the kind's, if it writes one."""
     own: Any = getattr(kind, "script", None)
     if own is not None:
         return str(own(config, found))
@@ -67,7 +67,7 @@ def script_of(kind: Kind, config: Config, found: list[str]) -> str:
 
 
 def shows(text: str, seconds: float) -> tuple[bool, str]:
-    """Run a script by itself and return whether it ends with 1, as it has to, and the end of what it printed."""
+    """Run a script and return whether it exits with 1, as it should, and the end of its output."""
     with tempfile.TemporaryDirectory(prefix="fuzz-script-") as folder:
         path = Path(folder) / "script.py"
         path.write_text(text)

@@ -1,4 +1,4 @@
-"""Shrinking: the smallest configuration that still differs in what the drawn one differs in."""
+"""Shrinking: the smallest configuration that still differs like the drawn one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fuzz.kind import Config
 
 
 def simpler(value: Any, simplest: list[Any]) -> Iterator[Any]:
-    """Yield values simpler than this one, the simplest first: those listed before it, then less of a number or a list."""
+    """Yield simpler values, the simplest first: those listed before this one, then smaller numbers or shorter lists."""
     listed = simplest[: simplest.index(value)] if value in simplest else simplest
     yield from listed
     if isinstance(value, int) and not isinstance(value, bool):
@@ -28,8 +28,8 @@ def shrink(
 ) -> tuple[Config, int]:
     """Return the smallest configuration found for which `still` holds, and how many were tried.
 
-    First many keys at once take their simplest values, then fewer, then one; then each key takes simpler values one after
-    the other, until none is taken or the time is over.
+    First many keys at once get their simplest values, then fewer, then one. Then each key tries simpler values in turn, until
+    none works or the time is up.
     """
     deadline, tried = time.monotonic() + seconds, 0
     keys = [key for key in config if key in simplest]

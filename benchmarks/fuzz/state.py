@@ -1,8 +1,8 @@
-"""Each optimizer and scheduler through save and resume under each strategy and precision, and from each strategy to each other.
+"""Each optimizer and scheduler through save and resume under each strategy and precision, and across strategies.
 
-A cell trains two epochs under its strategy, and one that is then resumed there: bit for bit the two. It ends as one process
-does within `CLOSE`, and so does its first epoch resumed under each other strategy and on one process, and one process's first
-epoch resumed here.
+A cell trains two epochs under its strategy, and one epoch that is then resumed there: bit for bit the same. Within `CLOSE`, its
+result is that of one process. So is that of its first epoch resumed under each other strategy and on one process, and that of
+one process's first epoch resumed here.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ SIMPLEST = {
 def cells() -> list[Config]:
     """Return each optimizer, and each scheduler on one or two of them, under each precision and strategy.
 
-    An optimizer's state goes on to all other strategies in 32 bits; in the other precisions, and that of schedulers, which no
-    strategy holds, to the next one.
+    In 32 bits an optimizer's state is resumed under all other strategies. In the other precisions, and for schedulers, which no
+    strategy changes, it is resumed under the next one.
     """
     pairs: list[tuple[str, str | None]] = [(name, None) for name in OPTIMIZERS]
     pairs += [("AdamW", name) for name in SCHEDULERS] + [("SGD momentum", name) for name in WITH_MOMENTUM]
@@ -66,7 +66,7 @@ def cells() -> list[Config]:
 
 
 class Net(tw.Module):
-    """Groups of several sizes, a parameter without dimensions, some that are frozen, and one that no loss reaches."""
+    """Groups of several sizes, a parameter without dimensions, frozen ones, and one that no loss reaches."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Net(tw.Module):
 
 
 class SparseNet(Net):
-    """An embedding with sparse gradients, for the one optimizer that takes only those."""
+    """An embedding with sparse gradients, for the one optimizer that requires them."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -150,14 +150,14 @@ def run(config: Config, path: Path, epochs: int, resume: Path | None = None) -> 
 
 
 def apart(one: Path, other: Path) -> float:
-    """Return how far two checkpoints' weights are apart at most; that of a NaN is infinite."""
+    """Return the largest difference of two checkpoints' weights; infinite for a NaN."""
     a, b = read_weights(str(one)).state_dict, read_weights(str(other)).state_dict
     found = (float((a[name].double() - b[name].double()).abs().max()) for name in a if a[name].numel())
     return max(each if each == each else float("inf") for each in found)
 
 
 class Cell:
-    """The runs of one cell, which come to the folder one after the other: one process, the ranks, one process."""
+    """The runs of one cell, which use the folder in turn: one process, the ranks, one process."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.config, self.folder = config, folder
@@ -166,7 +166,7 @@ class Cell:
         self.said: list[str] = []
 
     def train_and_resume(self, name: str) -> None:
-        """Train whole, and half and resumed, which has to be the same bit for bit. The first may be refused."""
+        """Train without and with a resume, which must agree bit for bit. The first may be refused."""
         whole, half, resumed = (self.folder / f"{name}.{part}" for part in ("whole", "half", "resumed"))
         rates = run(self.config, whole, 2)
         run(self.config, half, 1)
@@ -175,7 +175,7 @@ class Cell:
             self.said.append(f"resumed: {name} is off by {off:.2e}, rates {again} and {rates}")
 
     def allowed(self, aspect: str, again: Any) -> Any:
-        """Return what a run gives that may not be refused any more; None and a difference where it is."""
+        """Return the result of a run that may no longer be refused; None, and a difference, if it is."""
         try:
             return again()
         except Refused as refusal:
@@ -183,7 +183,7 @@ class Cell:
             return None
 
     def compare(self, aspect: str, path: Path) -> None:
-        """Compare the end of a run with that of one process."""
+        """Compare the result of a run with that of one process."""
         if (off := apart(path, self.folder / "one.whole")) > self.close:
             self.said.append(f"{aspect} is off one process by {off:.2e}")
 

@@ -1,9 +1,9 @@
-"""One process that runs cases of a kind: asked over a socket, one JSON line a case, one line back.
+"""One process that runs cases of a kind: a socket brings one JSON line per case, and takes one line back.
 
     python -m fuzz.worker KIND SOCKET        started by job.py, by itself or by the launcher
 
-By itself it forks for each case, so that a case that kills or hangs its process costs nothing but its own answer. In a job of
-several processes it runs the case itself, since processes that are in a process group cannot be forked.
+A single process forks for each case, so a case that kills or hangs its process loses only its own answer. In a job of several
+processes it runs the case itself, since processes in a process group cannot be forked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LATE = ("torch._dynamo", "trainwright.trainer.trainer", "trainwright.engine.acce
 
 
 def ask(kind: Kind, config: Config, folder: Path) -> Answer:
-    """Run a case here and return what came of it."""
+    """Run a case here and return the outcome."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -19,7 +19,8 @@ from small import ON_HOST, QUIET, Classifier, assert_equal, make_loader, weights
 from started import Started, python
 
 import trainwright as tw
-from trainwright.checkpoint.store import find_checkpoints, open_checkpoint
+from trainwright.checkpoint.discovery import find_checkpoints
+from trainwright.checkpoint.reader import open_checkpoint
 
 
 class Scored(Classifier):

@@ -15,9 +15,15 @@ from small import QUIET, Classifier, make_loader
 import trainwright as tw
 from trainwright.callbacks.checkpoint_files import is_taken, remove_replaced
 from trainwright.checkpoint import discovery
+from trainwright.checkpoint.discovery import (
+    find_checkpoints,
+    is_checkpoint,
+    is_replaceable,
+    latest_checkpoint,
+    remove_checkpoint,
+    replace_checkpoint,
+)
 from trainwright.checkpoint.filesystem import LocalFiles
-from trainwright.checkpoint.replacement import is_replaceable, replace_checkpoint
-from trainwright.checkpoint.store import find_checkpoints, is_checkpoint, latest_checkpoint, remove_checkpoint
 
 NAN = math.nan
 

@@ -70,3 +70,13 @@ def test_what_it_says_of_itself() -> None:
     assert [schedule.get_accumulate_grad_batches(epoch) for epoch in (0, 3, 4, 7, 8, 99)] == [1, 1, 2, 2, 1, 1]
     assert schedule.going_to_accumulate_grad_batches()
     assert not GradientAccumulationScheduler({0: 1}).going_to_accumulate_grad_batches()
+
+
+@pytest.mark.parametrize("batches", [0, 1.5, True])
+def test_a_number_that_is_no_window_is_refused(batches: Any) -> None:
+    trainer = tw.Trainer(**QUIET)
+    with pytest.raises(
+        ValueError, match=f"trainer.accumulate_grad_batches={batches} is not accepted; set it to a whole"
+    ):
+        trainer.accumulate_grad_batches = batches
+    assert trainer.accumulate_grad_batches == 1

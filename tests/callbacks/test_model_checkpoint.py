@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 import trainwright as tw
-from trainwright.checkpoint.store import latest_checkpoint
+from trainwright.checkpoint.discovery import latest_checkpoint
 
 
 class Scored(Classifier):

@@ -224,4 +224,4 @@ def test_a_bar_is_copied_without_its_terminal(monkeypatch: pytest.MonkeyPatch) -
     copies: list[tw.TQDMProgressBar] = []
     bar = tw.TQDMProgressBar(refresh_seconds=0.0)
     tw.Trainer(max_epochs=1, callbacks=[bar, Copies()], **SETTINGS).fit(Shown(), make_loader(8))
-    assert [(each._train_bar, each.refresh_rate) for each in copies] == [(None, bar.refresh_rate)] * 2
+    assert [(each._training.bar, each.refresh_rate) for each in copies] == [(None, bar.refresh_rate)] * 2

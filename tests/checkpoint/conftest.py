@@ -11,11 +11,9 @@ import pytest
 import torch
 from deadlines import deadline
 
-from trainwright.checkpoint.store import (
-    Checkpoint,
-    Piece,
-    write_checkpoint,
-)
+from trainwright.checkpoint.reader import Checkpoint
+from trainwright.checkpoint.store import write_checkpoint
+from trainwright.checkpoint.tensors import Piece
 from trainwright.distributed.ranks import Ranks
 
 

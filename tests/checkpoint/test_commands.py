@@ -21,7 +21,7 @@ from torch import nn
 
 import trainwright as tw
 from trainwright.checkpoint.commands import checkpoint_command
-from trainwright.checkpoint.store import open_checkpoint
+from trainwright.checkpoint.reader import open_checkpoint
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -212,7 +212,8 @@ import sys
 from pathlib import Path
 import torch
 from trainwright.checkpoint.conversion import export_safetensors
-from trainwright.checkpoint.store import Piece, write_checkpoint
+from trainwright.checkpoint.tensors import Piece
+from trainwright.checkpoint.store import write_checkpoint
 from trainwright.distributed.ranks import Ranks
 
 big = torch.arange(12 << 20, dtype=torch.float32)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from checkpoint_format import FIXTURES
 
-from trainwright.checkpoint.inspection import examine
-from trainwright.checkpoint.store import open_checkpoint
+from trainwright.checkpoint.commands import examine
+from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import CheckpointError
 
 REAL = sorted((FIXTURES / "format-1").glob("*.ckpt"))

@@ -13,15 +13,10 @@ from typing import Any
 
 import pytest
 
-from trainwright.checkpoint import filesystem, temporary
-from trainwright.checkpoint.store import (
-    find_checkpoints,
-    latest_checkpoint,
-    open_checkpoint,
-    remove_checkpoint,
-    same_path,
-    sweep_temporaries,
-)
+from trainwright.checkpoint import filesystem
+from trainwright.checkpoint.discovery import find_checkpoints, latest_checkpoint, remove_checkpoint, same_path
+from trainwright.checkpoint.filesystem import sweep_temporaries
+from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import CheckpointError
 
 
@@ -99,7 +94,7 @@ def test_removal_takes_a_checkpoint_and_nothing_else(tmp_path: Path, save: Any) 
 
 def test_only_temporaries_of_dead_writers_are_swept(tmp_path: Path) -> None:
     assert sweep_temporaries(str(tmp_path / "absent")) == []
-    mine = temporary.temporary_path(str(tmp_path / "a.ckpt"))
+    mine = filesystem.temporary_path(str(tmp_path / "a.ckpt"))
     gone = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -125,7 +120,7 @@ def test_only_temporaries_of_dead_writers_are_swept(tmp_path: Path) -> None:
 
 
 def test_a_temporary_that_cannot_be_removed_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = os.path.basename(temporary.temporary_path(f"{tmp_path}/a.ckpt"))
+    mine = os.path.basename(filesystem.temporary_path(f"{tmp_path}/a.ckpt"))
     host, pid, start, unique = mine.rpartition(".tmp-")[2].split("-")
     names = [f".{name}.ckpt.tmp-{host}-{pid}-{int(start) + 1}-{unique}" for name in "abc"]
     for name in names:

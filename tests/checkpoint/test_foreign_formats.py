@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from trainwright.checkpoint.foreign_formats import is_plain, read_weights
-from trainwright.checkpoint.store import Piece, write_checkpoint
+from trainwright.checkpoint.store import write_checkpoint
+from trainwright.checkpoint.tensors import Piece
 from trainwright.errors import CheckpointError
 
 FIXTURES = Path(__file__).parent / "fixtures"

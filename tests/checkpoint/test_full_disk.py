@@ -17,7 +17,7 @@ from jobs import run_job
 from torch import nn
 
 import trainwright as tw
-from trainwright.checkpoint.store import open_checkpoint
+from trainwright.checkpoint.reader import open_checkpoint
 
 SPACE = "space"
 MIB = 1 << 20

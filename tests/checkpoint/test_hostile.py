@@ -29,8 +29,9 @@ sys.path[:0] = json.loads(sys.argv[2])
 import torch
 import trainwright as tw
 from trainwright.checkpoint.foreign_formats import read_weights
-from trainwright.checkpoint.inspection import candidates, examine, summary
-from trainwright.checkpoint.store import find_checkpoints, is_checkpoint, open_checkpoint
+from trainwright.checkpoint.commands import candidates, examine, summary
+from trainwright.checkpoint.discovery import find_checkpoints, is_checkpoint
+from trainwright.checkpoint.reader import open_checkpoint
 from test_hostile import Net
 from small import QUIET, make_loader
 

@@ -15,7 +15,9 @@ torch.set_num_threads(1)
 import torch._dynamo  # what each rank would import, imported once
 import trainwright as tw
 import trainwright.engine.accelerator, trainwright.strategies.ddp
-from trainwright.checkpoint.store import find_checkpoints, open_checkpoint, remove_checkpoint, sweep_temporaries
+from trainwright.checkpoint.discovery import find_checkpoints, remove_checkpoint
+from trainwright.checkpoint.reader import open_checkpoint
+from trainwright.checkpoint.filesystem import sweep_temporaries
 
 def save_forever(folder, rank, port, step, returned):
     # As a launcher would start it; a fork of a process that has imported torch starts at once.

@@ -18,8 +18,8 @@ import pytest
 from deadlines import deadline, wait_until
 
 from trainwright.checkpoint import lock
+from trainwright.checkpoint.filesystem import machine, process_start_time
 from trainwright.checkpoint.lock import LOCK_NAME, lock_folder
-from trainwright.checkpoint.temporary import machine, process_start_time
 from trainwright.errors import CheckpointError
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from trainwright.checkpoint import filesystem
-from trainwright.checkpoint.store import find_checkpoints, open_checkpoint, remove_checkpoint
+from trainwright.checkpoint.discovery import find_checkpoints, remove_checkpoint
+from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import CheckpointError
 
 

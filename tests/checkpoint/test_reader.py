@@ -14,12 +14,9 @@ import pytest
 import torch
 
 from trainwright.checkpoint import filesystem
-from trainwright.checkpoint.store import (
-    Piece,
-    find_checkpoints,
-    is_checkpoint,
-    open_checkpoint,
-)
+from trainwright.checkpoint.discovery import find_checkpoints, is_checkpoint
+from trainwright.checkpoint.reader import open_checkpoint
+from trainwright.checkpoint.tensors import Piece
 from trainwright.errors import CheckpointError
 
 FILES = ["manifest.json", "model-00000.safetensors", "rank-00000.json", "state.json", "state.safetensors"]

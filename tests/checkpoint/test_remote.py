@@ -9,13 +9,9 @@ import fsspec
 import pytest
 
 from trainwright.checkpoint import filesystem
-from trainwright.checkpoint.store import (
-    find_checkpoints,
-    is_checkpoint,
-    open_checkpoint,
-    remove_checkpoint,
-    sweep_temporaries,
-)
+from trainwright.checkpoint.discovery import find_checkpoints, is_checkpoint, remove_checkpoint
+from trainwright.checkpoint.filesystem import sweep_temporaries
+from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import CheckpointError
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import fsspec
 import pytest
 
-from trainwright.checkpoint import replacement
+from trainwright.checkpoint import discovery
+from trainwright.checkpoint.discovery import find_checkpoints, is_checkpoint, is_replaceable, replace_checkpoint
 from trainwright.checkpoint.filesystem import LocalFiles
-from trainwright.checkpoint.replacement import is_replaceable, replace_checkpoint
-from trainwright.checkpoint.store import find_checkpoints, is_checkpoint, open_checkpoint
+from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import CheckpointError
 
 
@@ -117,7 +117,7 @@ def test_a_replacement_that_fails_is_taken_back(
         def remove_tree(self, path: str) -> None:
             raise OSError("no")
 
-    monkeypatch.setattr(replacement, "resolve", lambda path: (Failing(), str(path)))
+    monkeypatch.setattr(discovery, "resolve", lambda path: (Failing(), str(path)))
     if failing == "old one's removal":
         with pytest.warns(UserWarning, match=r"a\.ckpt was replaced, but not all of it could be removed: no"):
             save(path, 2, overwrite=True)

@@ -12,14 +12,11 @@ from typing import Any
 
 import pytest
 
-from trainwright.checkpoint import filesystem, temporary
-from trainwright.checkpoint.store import (
-    find_checkpoints,
-    open_checkpoint,
-    remove_checkpoint,
-    sweep_temporaries,
-    write_checkpoint,
-)
+from trainwright.checkpoint import filesystem
+from trainwright.checkpoint.discovery import find_checkpoints, remove_checkpoint
+from trainwright.checkpoint.filesystem import sweep_temporaries
+from trainwright.checkpoint.reader import open_checkpoint
+from trainwright.checkpoint.store import write_checkpoint
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
@@ -173,7 +170,7 @@ def test_a_death_at_any_call_leaves_a_whole_checkpoint_to_find(
         if finished:
             break
         # The dead writer's temporary is swept once its process is gone, and the save can be repeated.
-        monkeypatch.setattr(temporary, "is_process_alive", lambda pid, start: False)
+        monkeypatch.setattr(filesystem, "is_process_alive", lambda pid, start: False)
         sweep_temporaries(str(directory))
         if len(found) == 1:
             assert os.listdir(directory) == ["old.ckpt"]
@@ -190,7 +187,7 @@ def test_a_death_at_any_call_of_an_overwriting_save_leaves_the_old_or_the_new_on
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any, check: Any
 ) -> None:
     save(tmp_path / "origin" / "final.ckpt", 1)
-    monkeypatch.setattr(temporary, "is_process_alive", lambda pid, start: False)
+    monkeypatch.setattr(filesystem, "is_process_alive", lambda pid, start: False)
     outcomes: list[dict[str, float]] = []
     for dies_at in range(500):
         directory = tmp_path / str(dies_at)

@@ -22,6 +22,7 @@ from torch import Tensor
 from trainwright.checkpoint import reader
 from trainwright.checkpoint.conversion import export_safetensors
 from trainwright.checkpoint.editing import edit_for_load
+from trainwright.checkpoint.reader import Checkpoint, open_checkpoint
 from trainwright.checkpoint.shards import (
     THREADED_BYTES,
     FileRecord,
@@ -30,7 +31,7 @@ from trainwright.checkpoint.shards import (
     read_header,
     write_shard,
 )
-from trainwright.checkpoint.store import Checkpoint, open_checkpoint, write_checkpoint
+from trainwright.checkpoint.store import write_checkpoint
 from trainwright.checkpoint.tensors import DTYPES, Piece, StoredPiece, TensorEntry, assign_writers, merge
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError

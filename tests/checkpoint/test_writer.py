@@ -20,10 +20,12 @@ import torch
 from deadlines import deadline
 from held import held
 
-from trainwright.checkpoint import writer
-from trainwright.checkpoint.store import find_checkpoints, latest_checkpoint, open_checkpoint, sweep_temporaries
+from trainwright.checkpoint import store
+from trainwright.checkpoint.discovery import find_checkpoints, latest_checkpoint
+from trainwright.checkpoint.filesystem import sweep_temporaries
+from trainwright.checkpoint.reader import open_checkpoint
+from trainwright.checkpoint.store import CheckpointWriter
 from trainwright.checkpoint.tensors import Piece
-from trainwright.checkpoint.writer import CheckpointWriter
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
@@ -160,7 +162,7 @@ def test_what_cannot_be_stored_comes_out_alike(run: Run, tmp_path: Path) -> None
 
 
 def test_the_next_one_may_be_given_up(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "DROP_SECONDS", deadline(60.0))
+    monkeypatch.setattr(store, "DROP_SECONDS", deadline(60.0))
     with held() as files:
         run.train()
         run.save(f"held://{tmp_path}/a.ckpt")
@@ -207,7 +209,7 @@ def test_an_interrupted_wait_commits_nothing(
     callers: list[str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what the next save in the background copies leaves alone what is still being written."""
-    monkeypatch.setattr(writer, "DROP_SECONDS", 0.01 if len(callers) == 1 else deadline(60.0))
+    monkeypatch.setattr(store, "DROP_SECONDS", 0.01 if len(callers) == 1 else deadline(60.0))
     first, second = f"held://{tmp_path}/1.ckpt", f"held://{tmp_path}/2.ckpt"
     with held() as files:
         run.train()
@@ -231,7 +233,7 @@ def test_an_interrupted_wait_commits_nothing(
 def test_the_working_directory_may_change(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative path means what it meant in the call, whenever the thread comes to it."""
     begins = threading.Event()
-    monkeypatch.setattr(writer, "_lower_priority", begins.wait)
+    monkeypatch.setattr(store, "_lower_priority", begins.wait)
     (tmp_path / "elsewhere").mkdir()
     run.train()
     run.save("a.ckpt")

@@ -13,7 +13,7 @@ from small import QUIET, Classifier, assert_close, assert_equal, make_loader, we
 from torch import Tensor, nn
 
 import trainwright as tw
-from trainwright.checkpoint.store import open_checkpoint
+from trainwright.checkpoint.reader import open_checkpoint
 
 pytestmark = pytest.mark.gpu
 

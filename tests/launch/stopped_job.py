@@ -17,7 +17,7 @@ from small import QUIET, Classifier, make_data
 from torch.utils.data import DataLoader, Dataset
 
 import trainwright as tw
-from trainwright.checkpoint.store import latest_checkpoint
+from trainwright.checkpoint.discovery import latest_checkpoint
 
 
 class Augmented(Dataset[Any]):

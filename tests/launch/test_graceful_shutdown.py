@@ -20,7 +20,8 @@ import torch
 from deadlines import deadline
 from started import GONE_SECONDS, Started, python
 
-from trainwright.checkpoint.store import find_checkpoints, open_checkpoint
+from trainwright.checkpoint.discovery import find_checkpoints
+from trainwright.checkpoint.reader import open_checkpoint
 
 pytestmark = pytest.mark.launch
 JOB = str(Path(__file__).with_name("stopped_job.py"))

@@ -1,13 +1,13 @@
-"""The job of test_seam.py: one strategy on the ranks of a torchrun job, driven as the engine drives it.
+"""The job of test_seam.py: one strategy on each rank of a job, driven as the engine drives it.
 
-Every check raises on the rank that sees it fail, which ends the job. What it measured is printed as "name: figure".
+Every check raises on the rank that sees it fail, which ends the job.
 """
 
 from __future__ import annotations
 
-import sys
+import warnings
 from collections.abc import Callable
-from tempfile import TemporaryDirectory
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from trainwright.strategies.fsdp import FSDPStrategy
 
 State = dict[str, dict[str, Tensor]]
 WORDS = 11
+REPORTED: list[str] = []
+"""The names of the figures that were checked."""
 
 
 class Block(nn.Module):
@@ -254,8 +256,7 @@ def distance(a: State, b: State) -> float:
 
 
 def report(name: str, figure: float, limit: float) -> None:
-    if dist.get_rank() == 0:
-        print(f"{name}: {figure:.3g}", flush=True)
+    REPORTED.append(name)
     assert figure <= limit, f"{name}: {figure} > {limit}"
 
 
@@ -334,8 +335,6 @@ def check_evaluation(make: Callable[[], Strategy]) -> None:
     with CommDebugMode() as counted, torch.no_grad():
         loop.strategy.run(loop.module, "validation_step", (batches[rank][0],), {})
     assert bool(counted.get_total_counts()) == loop.strategy.forward_is_collective, counted.get_comm_counts()
-    if rank == 0:
-        print(f"collectives in a forward: {counted.get_total_counts()}", flush=True)
     got = loop.evaluate(batches[rank], rounds=3)
     report("evaluation leaves the state", distance(loop.state(), before), 0.0)
     train_lm(loop, range(2, 5))
@@ -532,13 +531,13 @@ def check_accelerator(make: Callable[[], Strategy]) -> None:
     report("Accelerator against ddp", distance(run(make()), run(DDPStrategy())), 1e-5)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def seam(folder: Path) -> list[str]:
+    """Make every check with the strategy that the folder is named after, and return the names of the figures."""
+    warnings.simplefilter("default")  # of DeepSpeed and FairScale there are many
     dist.init_process_group("gloo")
     small = {"reduce_bucket_size": 100_000}
     held = {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 8}
     strategies: dict[str, Callable[[], Strategy]] = {
-        "single": Strategy,
         "ddp": DDPStrategy,
         "ddp_sharded": ShardedDDPStrategy,
         "fsdp": lambda: FSDPStrategy(min_parameters=1),
@@ -546,31 +545,16 @@ def main() -> None:
         "zero2": lambda: DeepSpeedStrategy(stage=2, **small),
         "zero3": lambda: DeepSpeedStrategy(stage=3, **small, **held),  # else a small model would stay gathered
     }
-    chosen = sys.argv[1]
-    only = sys.argv[2:] or ["automatic", "manual", "evaluation", "resume", "crossing", "trainer", "accelerator"]
-    make = strategies[chosen]
-    if "automatic" in only:
-        check_automatic(make)
-    if "manual" in only:
-        check_manual(make)
-    if "evaluation" in only:
-        check_evaluation(make)
-    if "resume" in only:
-        check_resume(make)
-    if "accelerator" in only:
-        check_accelerator(make)
-    if "trainer" in only:
-        with TemporaryDirectory() as folder:
-            shared = [folder]
-            dist.broadcast_object_list(shared)
-            check_trainer(make, shared[0])
-            dist.barrier()
-    if "crossing" in only:
-        others = {"single": Strategy, "fsdp": lambda: FSDPStrategy(min_parameters=1)}
-        check_crossing({**others, chosen: make}, {**others, chosen: make})
+    make = strategies[folder.name]
+    check_automatic(make)
+    check_manual(make)
+    check_evaluation(make)
+    check_resume(make)
+    check_accelerator(make)
+    check_trainer(make, str(folder))
+    dist.barrier()
+    known = {"single": Strategy, "fsdp": strategies["fsdp"], folder.name: make}
+    check_crossing(known, known)
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return REPORTED

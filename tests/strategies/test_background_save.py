@@ -11,7 +11,7 @@ from jobs import run_job
 from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
-from trainwright.checkpoint.store import open_checkpoint
+from trainwright.checkpoint.reader import open_checkpoint
 
 FAST = ("ddp", "fsdp")
 SLOW = ("ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import trainwright as tw
-from trainwright.checkpoint.store import open_checkpoint
+from trainwright.checkpoint.reader import open_checkpoint
 
 FAST = ("ddp", "fsdp")
 SLOW = ("ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")

@@ -5,17 +5,12 @@ One job a strategy makes all the checks of seam_job.py; any that fails ends it w
 
 from __future__ import annotations
 
-import os
-import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from deadlines import deadline
+from jobs import run_job
+from seam_job import seam
 
-JOB = Path(__file__).with_name("seam_job.py")
 FIGURES = [
     "automatic norm losses",
     "automatic norm state",
@@ -24,7 +19,6 @@ FIGURES = [
     "manual plain state",
     "manual toggle state",
     "manual at root state",
-    "collectives in a forward",
     "evaluation loss",
     "state in and out",
     "resumed (bitwise)",
@@ -41,22 +35,8 @@ FIGURES = [
 ]
 
 
-def run_job(name: str) -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(port), str(JOB), name]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(JOB.parents[2]), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=deadline(200), check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    return done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "ddp_sharded", "fsdp", "zero1", "zero2", "zero3"])
-def test_seam(name: str) -> None:
-    printed = run_job(name)
-    for figure in FIGURES:
-        assert re.search(rf"^{re.escape(figure.format(name=name))}: ", printed, re.MULTILINE), figure
+def test_seam(name: str, tmp_path: Path) -> None:
+    for reported in run_job(seam, 2, tmp_path / name):
+        assert {figure.format(name=name) for figure in FIGURES} <= set(reported)

@@ -18,7 +18,7 @@ from small import ACCELERATOR, ON_HOST, QUIET, Classifier, assert_equal, make_lo
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trainwright as tw
-from trainwright.checkpoint.store import find_candidates, find_checkpoints
+from trainwright.checkpoint.discovery import find_candidates, find_checkpoints
 from trainwright.engine.engine import Engine
 
 QUIET_BAR: dict[str, Any] = {"accelerator": ACCELERATOR, "enable_progress_bar": False, "enable_model_summary": False}

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import trainwright as tw
 from trainwright.callbacks.timer import Timer
-from trainwright.checkpoint.store import find_checkpoints
+from trainwright.checkpoint.discovery import find_checkpoints
 
 
 class Scored(Classifier):

@@ -11,7 +11,7 @@ import torch
 from small import ON_HOST, QUIET, Classifier, assert_equal, make_loader, weights
 
 import trainwright as tw
-from trainwright.checkpoint.store import open_checkpoint
+from trainwright.checkpoint.reader import open_checkpoint
 
 
 def train(folder: Path, epochs: int, ckpt_path: Path | None = None, **saving: Any) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision,
 
 import trainwright as tw
 from trainwright.checkpoint.codec import decode, encode
-from trainwright.checkpoint.store import open_checkpoint
+from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.trainer.metrics import MetricCollector
 
 BATCHES = 12  # of 45 samples

@@ -13,7 +13,7 @@ import torch
 from small import QUIET, Classifier, assert_equal, make_loader, weights
 
 import trainwright as tw
-from trainwright.checkpoint.store import find_checkpoints, latest_checkpoint
+from trainwright.checkpoint.discovery import find_checkpoints, latest_checkpoint
 from trainwright.errors import RunStopped
 
 

@@ -17,7 +17,7 @@ from small import QUIET, Classifier, assert_equal, make_loader
 from torch import Tensor
 
 import trainwright as tw
-from trainwright.checkpoint.store import find_checkpoints
+from trainwright.checkpoint.discovery import find_checkpoints
 
 
 class Net(Classifier):

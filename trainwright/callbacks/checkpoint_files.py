@@ -10,15 +10,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.checkpoint_policy import Kept
+from trainwright.checkpoint.discovery import (
+    is_checkpoint,
+    is_link,
+    is_replaceable,
+    remove_checkpoint,
+    replace_checkpoint,
+    same_path,
+)
 from trainwright.checkpoint.filesystem import resolve
-from trainwright.checkpoint.replacement import is_link, is_replaceable, replace_checkpoint
-from trainwright.checkpoint.store import is_checkpoint, open_checkpoint, remove_checkpoint, same_path
+from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
-    from trainwright.checkpoint.writer import BackgroundSave
+    from trainwright.checkpoint.store import BackgroundSave
 
 SUFFIX = ".ckpt"
 FIELD = r"\{([^{}:]+)(:[^{}]*)?\}"

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-from trainwright.checkpoint.store import same_path
+from trainwright.checkpoint.discovery import same_path
 from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ from trainwright.callbacks.checkpoint_policy import (
     check_choices,
     checked_intervals,
 )
-from trainwright.checkpoint.store import sweep_temporaries
+from trainwright.checkpoint.filesystem import sweep_temporaries
 from trainwright.data.seeding import isolate_rng, rng_state, set_rng_state
 from trainwright.duration import to_seconds
 from trainwright.errors import CheckpointError

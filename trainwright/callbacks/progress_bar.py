@@ -57,16 +57,9 @@ class TQDMProgressBar(Callback):
         self.refresh_seconds, self.line_seconds = refresh_seconds, line_seconds
         self._is_wanted = True
         self._is_shown = self._is_live = False
-        self._train_bar: Any = None
-        self._eval_bar: Any = None
-        self._title = ""
-        self._loader = self._count = self._eval_count = self._eval_shown = 0
-        self._started = self._eval_started = 0.0
-        self._due = self._eval_due = NEVER
-        """When the next update is due; NEVER if nothing is shown. A batch costs one comparison with it."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_train_bar": None, "_eval_bar": None}
+        self._training, self._evaluation = Progress(), Progress()
+        self._stage, self._loader, self._evaluated = "", 0, 0
+        self._numbers: list[int | float] = []
 
     @property
     def is_enabled(self) -> bool:
@@ -81,7 +74,6 @@ class TQDMProgressBar(Callback):
     def disable(self) -> None:
         """Show nothing from now on."""
         self._is_wanted = self._is_shown = self._is_live = False
-        self._due = self._eval_due = NEVER
         self._close()
 
     def enable(self) -> None:
@@ -96,7 +88,7 @@ class TQDMProgressBar(Callback):
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
         """Print, above the bars if there are any."""
-        if self._train_bar is not None or self._eval_bar is not None:
+        if self._training.bar is not None or self._evaluation.bar is not None:
             tqdm.write(sep.join(map(str, args)), **kwargs)
         else:
             builtins.print(*args, sep=sep, **kwargs)
@@ -109,52 +101,40 @@ class TQDMProgressBar(Callback):
             )
         self._is_shown = trainer.is_global_zero and self.is_enabled
         self._is_live = self._is_shown and (sys.stderr.isatty() or "ipykernel" in sys.modules)
-        self._due = self._eval_due = NEVER
+        self._close()
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._close()
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        if not self._is_shown:
-            return
-        self._started = time.monotonic()
-        self._due = self._started + (self.refresh_seconds if self._is_live else self.line_seconds)
-        self._count = trainer.state.batch
-        if self._is_live:
-            title, total = f"Epoch {trainer.current_epoch}", _known(trainer.num_training_batches)
-            if self._train_bar is None:
-                self._train_bar = self._open(title, total, 0, leave=True, initial=trainer.state.batch)
-            else:
-                _restart(self._train_bar, title, total, trainer.state.batch)
+        title, total = f"Epoch {trainer.current_epoch}", _known(trainer.num_training_batches)
+        self._begin(self._training, title, total, trainer.state.batch, leave=True)
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (now := time.monotonic()) < self._due or batch_idx + 1 < self._count + self.refresh_rate:
-            return
-        self._count = batch_idx + 1
-        if self._train_bar is not None:
-            self._due = now + self.refresh_seconds
+        if self._training.is_due(batch_idx + 1):
             self._show_training(trainer, module, batch_idx + 1)
-        else:
-            self._due = now + self.line_seconds
-            self._write_line(trainer, module, batch_idx + 1)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        if self._train_bar is not None:
-            self._show_training(trainer, module, trainer.state.batch)
-            self._train_bar.refresh()
+        if not self._is_shown:
+            return
+        self._show_training(trainer, module, trainer.state.batch)
+        if self._training.bar is not None:
+            self._training.bar.refresh()
             if self.leave:
-                self._train_bar.close()
-                self._train_bar = None
-        elif self._is_shown:
-            self._write_line(trainer, module, trainer.state.batch)
+                self._training.close()
 
     def _show_training(self, trainer: Trainer, module: Module, batches: int) -> None:
-        self._show_metrics(trainer, module)
-        self._train_bar.update(batches - self._train_bar.n)
+        if self._training.bar is not None:
+            self._show_metrics(trainer, module)
+            self._training.move_to(batches)
+        else:
+            metrics = rounded(self.get_metrics(trainer, module))
+            text = "".join(f", {name} {value}" for name, value in metrics.items() if name != "v_num")
+            self._training.write_line(batches, text)
 
     def _show_metrics(self, trainer: Trainer, module: Module) -> None:
         """Show the metrics next to the bar, which keeps a minimum width: a line that is too long is cut off."""
-        bar = self._train_bar
+        bar = self._training.bar
         bar.set_postfix(rounded(self.get_metrics(trainer, module), digits=3), refresh=False)
         if sys.stderr.isatty():  # a notebook has its own
             bar.bar_format = None
@@ -162,120 +142,143 @@ class TQDMProgressBar(Callback):
             if len(parts) > 2 and len(parts[1]) < BAR_WIDTH:
                 bar.bar_format = NARROW
 
-    def _write_line(self, trainer: Trainer, module: Module, batches: int) -> None:
-        metrics = rounded(self.get_metrics(trainer, module))
-        text = "".join(f", {name} {value}" for name, value in metrics.items() if name != "v_num")
-        self._write(
-            f"epoch {trainer.current_epoch}", batches, _known(trainer.num_training_batches), self._started, text
-        )
-
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
         if trainer.sanity_checking:
-            self._begin("Sanity check", trainer.num_sanity_val_batches, leave=False)
+            self._begin_evaluation("Sanity check", trainer.num_sanity_val_batches, leave=False)
             return
-        if self._train_bar is not None:
-            self._train_bar.update(trainer.state.batch - self._train_bar.n)
-            self._train_bar.refresh()
-        self._begin("Validation", trainer.num_val_batches, leave=self._train_bar is None)
+        if self._training.bar is not None:
+            self._training.move_to(trainer.state.batch)
+            self._training.bar.refresh()
+        self._begin_evaluation("Validation", trainer.num_val_batches, leave=self._training.bar is None)
 
     def on_test_start(self, trainer: Trainer, module: Module) -> None:
-        self._begin("Test", trainer.num_test_batches, leave=True)
+        self._begin_evaluation("Test", trainer.num_test_batches, leave=True)
 
     def on_predict_start(self, trainer: Trainer, module: Module) -> None:
-        self._begin("Predict", trainer.num_predict_batches, leave=True)
+        self._begin_evaluation("Predict", trainer.num_predict_batches, leave=True)
 
     def on_validation_batch_end(
         self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if self._is_shown:
-            numbers = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-            self._advance(numbers, batch_idx + 1, dataloader_idx)
+            self._advance(batch_idx + 1, dataloader_idx)
 
-    def on_test_batch_end(
-        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        if self._is_shown:
-            self._advance(trainer.num_test_batches, batch_idx + 1, dataloader_idx)
-
-    def on_predict_batch_end(
-        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        if self._is_shown:
-            self._advance(trainer.num_predict_batches, batch_idx + 1, dataloader_idx)
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         self._finish()
-        if self._train_bar is not None and not trainer.sanity_checking:
+        if self._training.bar is not None and not trainer.sanity_checking:
             self._show_metrics(trainer, module)
 
     def on_test_end(self, trainer: Trainer, module: Module) -> None:
         self._finish()
 
-    def on_predict_end(self, trainer: Trainer, module: Module) -> None:
-        self._finish()
+    on_predict_end = on_test_end
 
-    def _begin(self, title: str, numbers: list[int | float], *, leave: bool) -> None:
-        """Start an evaluation of loaders with these numbers of batches."""
-        if not self._is_shown:
-            return
-        self._title, self._loader, self._eval_count, self._eval_shown = title, 0, 0, 0
-        self._eval_started = time.monotonic()
-        self._eval_due = self._eval_started + (self.refresh_seconds if self._is_live else self.line_seconds)
-        if self._is_live:
-            below = 0 if self._train_bar is None else 1
-            self._eval_bar = self._open(self._evaluated(numbers), _total(numbers, 0), below, leave=leave)
+    def _begin_evaluation(self, stage: str, numbers: list[int | float], *, leave: bool) -> None:
+        """Show an evaluation of loaders with these numbers of batches."""
+        self._stage, self._numbers, self._loader, self._evaluated = stage, numbers, 0, 0
+        below = 0 if self._training.bar is None else 1
+        self._begin(self._evaluation, *self._title_and_total(), leave=leave, below=below)
 
-    def _advance(self, numbers: list[int | float], batches: int, loader: int) -> None:
+    def _advance(self, batches: int, loader: int) -> None:
         if loader != self._loader:
-            if self._eval_bar is not None:
-                self._eval_bar.update(self._eval_count - self._eval_bar.n)
-            self._loader, self._eval_shown = loader, 0
-            if self._eval_bar is not None:
-                _restart(self._eval_bar, self._evaluated(numbers), _total(numbers, loader), 0)
-        self._eval_count = batches
-        if (now := time.monotonic()) < self._eval_due or batches < self._eval_shown + self.refresh_rate:
-            return
-        self._eval_shown = batches
-        if self._eval_bar is not None:
-            self._eval_due = now + self.refresh_seconds
-            self._eval_bar.update(batches - self._eval_bar.n)
-        else:
-            self._eval_due = now + self.line_seconds
-            self._write(self._evaluated(numbers).lower(), batches, _total(numbers, loader), self._eval_started, "")
+            self._evaluation.move_to(self._evaluated)
+            self._loader = loader
+            self._evaluation.restart(*self._title_and_total())
+        self._evaluated = batches
+        if self._evaluation.is_due(batches):
+            if self._evaluation.bar is not None:
+                self._evaluation.move_to(batches)
+            else:
+                self._evaluation.write_line(batches)
 
     def _finish(self) -> None:
-        self._eval_due = NEVER
-        if self._eval_bar is not None:
-            self._eval_bar.update(self._eval_count - self._eval_bar.n)
-            self._eval_bar.close()
-            self._eval_bar = None
+        self._evaluation.move_to(self._evaluated)
+        self._evaluation.close()
 
-    def _evaluated(self, numbers: list[int | float]) -> str:
-        return f"{self._title} DataLoader {self._loader}" if len(numbers) > 1 else self._title
+    def _title_and_total(self) -> tuple[str, int | None]:
+        title = f"{self._stage} DataLoader {self._loader}" if len(self._numbers) > 1 else self._stage
+        return title, _known(self._numbers[self._loader]) if self._loader < len(self._numbers) else None
 
-    def _open(self, title: str, total: int | None, below: int, *, leave: bool, initial: int = 0) -> Any:
-        return tqdm(
-            desc=title,
-            total=total,
-            initial=initial,
-            leave=leave,
-            position=2 * self.process_position + below,
-            **_size(sys.stderr),
-            mininterval=0.0,  # this class decides when an update is due
-            miniters=1,
-            unit="it",
-        )
+    def _begin(
+        self, progress: Progress, title: str, total: int | None, count: int = 0, *, leave: bool, below: int = 0
+    ) -> None:
+        """Show a loop that starts at batch `count`, in a new bar unless the one of its previous epoch is still open."""
+        if not self._is_shown:
+            return
+        progress.schedule(self.refresh_seconds if self._is_live else self.line_seconds, self.refresh_rate)
+        progress.restart(title, total, count)
+        if self._is_live and progress.bar is None:
+            progress.bar = tqdm(
+                desc=title,
+                total=total,
+                initial=count,
+                leave=leave,
+                position=2 * self.process_position + below,
+                **_size(sys.stderr),
+                mininterval=0.0,  # this class decides when an update is due
+                miniters=1,
+                unit="it",
+            )
 
     def _close(self) -> None:
-        for bar in (self._eval_bar, self._train_bar):
-            if bar is not None:
-                bar.close()
-        self._eval_bar = self._train_bar = None
+        self._evaluation.close()
+        self._training.close()
 
-    def _write(self, what: str, batches: int, total: int | None, started: float, metrics: str) -> None:
-        of = f"/{total}" if total is not None else ""
-        seconds = time.monotonic() - started
-        print(f"{what}: {batches}{of} batches in {seconds:.1f} s{metrics}", file=sys.stderr, flush=True)
+
+class Progress:
+    """What is shown of one loop: a bar in a terminal, plain lines elsewhere."""
+
+    def __init__(self) -> None:
+        self.bar: Any = None
+        self._title = ""
+        self._total: int | None = None
+        self._shown = self._every_batches = 0
+        self._started = self._seconds = 0.0
+        self._due = NEVER  # so that a batch costs one comparison where nothing is shown
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "bar": None}
+
+    def schedule(self, seconds: float, every_batches: int) -> None:
+        """Start the clock; updates are at least that far apart from here on."""
+        self._started, self._seconds, self._every_batches = time.monotonic(), seconds, every_batches
+        self._due = self._started + seconds
+
+    def restart(self, title: str, total: int | None, count: int = 0) -> None:
+        """Show another epoch or loader; a bar that is open is used again."""
+        self._title, self._total, self._shown = title, total, count
+        if self.bar is not None:
+            self.bar.set_description_str(title, refresh=False)  # reset shows it
+            self.bar.total = total  # reset keeps a known total if the new one is None
+            self.bar.reset(total)
+            self.bar.n = self.bar.initial = self.bar.last_print_n = count
+
+    def is_due(self, batches: int) -> bool:
+        """Return whether to show this number of batches, and if so count it as shown."""
+        if (now := time.monotonic()) < self._due or batches < self._shown + self._every_batches:
+            return False
+        self._due, self._shown = now + self._seconds, batches
+        return True
+
+    def move_to(self, batches: int) -> None:
+        """Move the bar, if any."""
+        if self.bar is not None:
+            self.bar.update(batches - self.bar.n)
+
+    def write_line(self, batches: int, metrics: str = "") -> None:
+        """Write a plain line."""
+        of = "" if self._total is None else f"/{self._total}"
+        line = f"{self._title.lower()}: {batches}{of} batches in {time.monotonic() - self._started:.1f} s{metrics}"
+        print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Close the bar; nothing is due until the next `schedule`."""
+        self._due = NEVER
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
 
 
 def _size(stream: Any) -> dict[str, Any]:
@@ -286,26 +289,16 @@ def _size(stream: Any) -> dict[str, Any]:
     return {"dynamic_ncols": True}
 
 
-def _restart(bar: Any, title: str, total: int | None, count: int) -> None:
-    bar.set_description_str(title, refresh=False)  # reset shows it
-    bar.total = total  # reset keeps a known total if the new one is None
-    bar.reset(total)
-    bar.n = bar.initial = bar.last_print_n = count
-
-
 def _known(number: int | float | None) -> int | None:
     return None if number is None or math.isinf(number) else int(number)
 
 
-def _total(numbers: list[int | float], loader: int) -> int | None:
-    return _known(numbers[loader]) if loader < len(numbers) else None
-
-
 def rounded(metrics: dict[str, Any], digits: int = 4) -> dict[str, str]:
     """Return the numbers as short text with this many significant digits; large ones keep all digits before the point."""
-    values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-    return {name: _short(value, digits) if isinstance(value, float) else str(value) for name, value in values.items()}
 
+    def short(value: Any) -> str:
+        if not isinstance(value, float):
+            return str(value)
+        return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.{digits}g}"
 
-def _short(value: float, digits: int) -> str:
-    return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.{digits}g}"
+    return {name: short(value.item() if isinstance(value, Tensor) else value) for name, value in metrics.items()}

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from trainwright.callbacks.base import Callback
-    from trainwright.checkpoint.writer import CheckpointWriter
+    from trainwright.checkpoint.store import CheckpointWriter
     from trainwright.distributed.ranks import Ranks
     from trainwright.distributed.sync_points import SyncPoint
     from trainwright.engine.finiteness import Finiteness

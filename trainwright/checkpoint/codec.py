@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from trainwright.checkpoint.rank_part import RankPart
+from trainwright.checkpoint.tensors import RankPart
 from trainwright.errors import CheckpointError
 
 MAX_DEPTH = 64

@@ -20,21 +20,59 @@ RRRRR is the number of the rank that wrote the file.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import MappingKey, tree_map, tree_map_with_path
 
-from trainwright.checkpoint.tensors import TensorEntry
+from trainwright.checkpoint.codec import encode_stored
+from trainwright.checkpoint.manifest import rank_section
+from trainwright.checkpoint.shards import check_storable
+from trainwright.checkpoint.tensors import Piece, TensorEntry, assign_writers
 from trainwright.compiled_names import clean_name, own_name
 from trainwright.errors import CheckpointError
 
 EXTRA_STATE = "_extra_state"
 """The last part of the state_dict keys under which torch stores what a module's `get_extra_state` returned."""
+_SECTION = re.compile(r"(?!(?:state|rank|manifest)$)[a-z][a-z0-9_]{0,63}", re.ASCII)
+
+
+class Contents(NamedTuple):
+    """What one rank writes: its pieces by section, and encoded plain data with its tensors by file name."""
+
+    sections: dict[str, list[Piece]]
+    plain: dict[str, tuple[Any, list[Piece]]]
+
+
+def collect(
+    sections: Mapping[str, Sequence[Piece]], state: Any, rank_state: Any, rank: int, world_size: int
+) -> Contents:
+    """Return this rank's part of a checkpoint; see `write_checkpoint` for the arguments. Its tensors are not copied.
+
+    Raises:
+        CheckpointError: a section's name or a value in the state is not accepted.
+    """
+    for name in sections:
+        if not _SECTION.fullmatch(name):
+            raise CheckpointError(f"the section name {name!r} is not accepted: small letters, digits and _ are.")
+    states = {"state": state} if rank == 0 else {}
+    if rank_state is not None:
+        states[rank_section(rank)] = rank_state
+    plain = {name: encode_state(value, name) for name, value in states.items()}
+    return Contents({name: assign_writers(pieces, rank, world_size) for name, pieces in sections.items()}, plain)
+
+
+def encode_state(value: Any, name: str) -> tuple[Any, list[Piece]]:
+    """Return a state as plain data, and the tensors in it; CheckpointError names what a checkpoint cannot store."""
+    encoded, tensors = encode_stored(value, name)
+    for key, tensor in tensors.items():
+        check_storable(key, tensor)
+    return encoded, [Piece(key, tuple(each.shape), 0, each) for key, each in tensors.items()]
 
 
 def is_extra_state(name: str) -> bool:

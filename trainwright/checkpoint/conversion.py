@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
@@ -11,13 +10,12 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from trainwright.checkpoint.contents import is_extra_state
-from trainwright.checkpoint.filesystem import LocalFiles, describe, resolve
+from trainwright.checkpoint.filesystem import LocalFiles, describe, resolve, temporary_path
 from trainwright.checkpoint.foreign_formats import Weights, read_weights
 from trainwright.checkpoint.reader import Checkpoint, open_checkpoint
-from trainwright.checkpoint.shards import METADATA_KEY, host_bytes
+from trainwright.checkpoint.shards import METADATA_KEY, host_bytes, render_header
 from trainwright.checkpoint.store import write_checkpoint
-from trainwright.checkpoint.temporary import temporary_path
-from trainwright.checkpoint.tensors import DTYPE_NAMES, DTYPES, Piece, TensorEntry
+from trainwright.checkpoint.tensors import DTYPES, Piece, TensorEntry
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
@@ -86,12 +84,13 @@ def export_safetensors(
     shared = {new_names[name]: new_names[other] for name, other in shared.items()}
     kinds = {name: dtype if dtype and entry.dtype.is_floating_point else entry.dtype for name, entry in kept.items()}
     ordered = sorted(kept, key=lambda name: -kinds[name].itemsize)  # keeps every tensor aligned, as the library does
-    header = _header({new_names[name]: (kept[name], kinds[name]) for name in ordered}, shared)
+    if METADATA_KEY in new_names.values():
+        raise CheckpointError(f"a tensor is called {METADATA_KEY!r}, which safetensors reserves; give a --prefix.")
     with _new_file(files, target) as stream:
-        _write(stream, memoryview(header))
+        stream.write(render_header(out, [(new_names[name], kinds[name], kept[name].shape) for name in ordered], shared))
         for name in ordered:
             for chunk in _chunks(checkpoint, section, name, kept[name]):
-                _write(stream, host_bytes(chunk.to(kinds[name])))
+                stream.write(host_bytes(chunk.to(kinds[name])))
     state = checkpoint.run_state() if section == "model" else {}
     extra = [name for states in state.get("extra", {}).values() for name in states]
     return Exported([new_names[name] for name in kept], shared, sorted(entries.keys() - taken.keys()), extra)
@@ -112,34 +111,11 @@ def _untied(entries: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry],
     return kept, shared
 
 
-def _header(tensors: Mapping[str, tuple[TensorEntry, torch.dtype]], shared: Mapping[str, str]) -> bytes:
-    table: dict[str, Any] = {METADATA_KEY: {**shared, "format": "pt"}}
-    offset = 0
-    for name, (entry, dtype) in tensors.items():
-        if name == METADATA_KEY:
-            raise CheckpointError(f"a tensor is called {name!r}, which safetensors reserves; give a --prefix.")
-        size = entry.numel * dtype.itemsize
-        table[name] = {
-            "dtype": DTYPE_NAMES[dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
 def _chunks(checkpoint: Checkpoint, section: str, name: str, entry: TensorEntry) -> Iterator[torch.Tensor]:
     for start in range(0, entry.numel, CHUNK_ELEMENTS):
         chunk = torch.empty(min(CHUNK_ELEMENTS, entry.numel - start), dtype=entry.dtype)
         checkpoint.read_part(section, Piece(name, entry.shape, start, chunk))
         yield chunk
-
-
-def _write(stream: BinaryIO, view: memoryview) -> None:
-    while view:
-        view = view[stream.write(view) :]
 
 
 def _refuse_existing(files: LocalFiles, target: str) -> None:

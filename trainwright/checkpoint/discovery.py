@@ -1,7 +1,7 @@
-"""Finding the checkpoints of a directory, and removing one.
+"""Finding the checkpoints of a directory, replacing one, and removing one.
 
 A checkpoint is a directory with a manifest that matches its own digest; checkpoints are ordered by step, never by file times.
-`find_candidates` also returns damaged ones, and what is wrong with them.
+While one replaces another, and after a crash at any moment, one of the two is whole.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import json
 import math
 import os
 import re
+import warnings
 from dataclasses import dataclass
 
-from trainwright.checkpoint.filesystem import Files, resolve
+from trainwright.checkpoint.filesystem import Files, describe, resolve, temporary_path
 from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, FormatRefused, Manifest, parse
-from trainwright.checkpoint.temporary import temporary_path
 from trainwright.errors import CheckpointError
 
 _OURS = re.compile(r"(?:[a-z][a-z0-9_]*-\d{5}\.safetensors|rank-\d{5}\.json)", re.ASCII)
@@ -52,11 +52,7 @@ class CheckpointEntry:
 
 
 def read_manifest(files: Files, path: str) -> Manifest:
-    """Read and check the manifest of a directory.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
+    """Read and check the manifest of a directory; CheckpointError if it is missing or damaged."""
     try:
         listed = files.listing(path)
     except FileNotFoundError as error:
@@ -81,8 +77,7 @@ def read_manifest(files: Files, path: str) -> Manifest:
         raise CheckpointError(f"{path}: {MANIFEST_NAME} has {size} bytes, more than any that trainwright writes.")
     try:
         with files.open(f"{path}/{MANIFEST_NAME}") as stream:
-            data = stream.read()
-        return parse(data)
+            return parse(stream.read())
     except OSError as error:
         raise CheckpointError(f"{path}: {MANIFEST_NAME} cannot be read: {error}") from error
     except CheckpointError as error:
@@ -115,33 +110,30 @@ def find_candidates(directory: str) -> list[CheckpointEntry]:
         try:
             manifest = read_manifest(files, f"{inside}/{name}")
         except CheckpointError as error:
-            entry = _damaged(files, f"{inside}/{name}", path, error)
-        else:
-            # Older headers do not say weights_only; a whole checkpoint has the state of each rank.
-            without = not any(file.startswith("rank-") for file in manifest.files)
-            header = manifest.header
-            weights_only = bool(header.get("weights_only", without))
-            number = header.get("number", 0)
-            number = number if type(number) is int else 0
-            entry = CheckpointEntry(path, header["step"], header["epoch"], weights_only, number)
-        found += [entry] if entry is not None else []
+            found += _damaged(files, f"{inside}/{name}", path, error)
+            continue
+        header = manifest.header
+        # Older headers do not say weights_only; a whole checkpoint has the state of each rank.
+        without = not any(file.startswith("rank-") for file in manifest.files)
+        weights_only = bool(header.get("weights_only", without))
+        number = header.get("number")
+        number = number if type(number) is int else 0
+        found.append(CheckpointEntry(path, header["step"], header["epoch"], weights_only, number))
     # As the last resort, the longer name is the newer one: it has a version ("-v1").
     return sorted(found, key=lambda entry: (*entry.order, len(entry.path), entry.path))
 
 
-def _damaged(files: Files, inside: str, path: str, error: CheckpointError) -> CheckpointEntry | None:
-    """Return the entry of a damaged checkpoint; None if it does not look like a checkpoint."""
+def _damaged(files: Files, inside: str, path: str, error: CheckpointError) -> list[CheckpointEntry]:
+    """Return the entry of a damaged checkpoint; none if it does not look like a checkpoint."""
     try:
         listed = files.listing(inside)
     except OSError:
         listed = {}
     is_ours = path.endswith(".ckpt") or any(_OURS.fullmatch(name) for name in listed)
     if not is_ours or (MANIFEST_NAME not in listed and not files.has_rename):
-        return None
-    step: float = math.inf
+        return []
     named = _STEP_IN_NAME.search(os.path.basename(path))
-    if named:
-        step = int(named[1])
+    step = int(named[1]) if named else math.inf
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         if listed.get(MANIFEST_NAME) is not None:  # a plain file: a pipe would block
             with files.open(f"{inside}/{MANIFEST_NAME}") as stream:
@@ -151,13 +143,12 @@ def _damaged(files: Files, inside: str, path: str, error: CheckpointError) -> Ch
             with files.open(f"{inside}/state.json") as stream:
                 step = int(json.loads(stream.read(MAX_JSON_BYTES))["position"]["step"])
     text = str(error).removeprefix(f"{inside}: ")
-    return CheckpointEntry(path, step, 0, damage=text, is_refused=isinstance(error.__cause__, FormatRefused))
+    return [CheckpointEntry(path, step, 0, damage=text, is_refused=isinstance(error.__cause__, FormatRefused))]
 
 
 def latest_checkpoint(directory: str) -> CheckpointEntry | None:
     """Return the checkpoint of the highest step in a directory, or None."""
-    found = find_checkpoints(directory)
-    return found[-1] if found else None
+    return next(reversed(find_checkpoints(directory)), None)
 
 
 def same_path(left: str, right: str) -> bool:
@@ -183,10 +174,7 @@ def is_checkpoint(path: str) -> bool:
 def remove_checkpoint(path: str) -> None:
     """Remove a checkpoint so that a crash midway never leaves half of one that looks whole.
 
-    Files that are not the checkpoint's are left, and the directory with them.
-
-    Raises:
-        CheckpointError: the path is not a checkpoint; nothing was removed.
+    Files that are not the checkpoint's are left, and the directory with them. CheckpointError if it is not a checkpoint.
     """
     files, inside = resolve(path)
     if _is_link(files, inside):
@@ -210,3 +198,76 @@ def remove_checkpoint(path: str) -> None:
 
 def _is_link(files: Files, path: str) -> bool:
     return files.has_rename and os.path.islink(path)
+
+
+def is_link(path: str) -> bool:
+    """Return whether a path is a symbolic link."""
+    return _is_link(*resolve(path))
+
+
+def is_replaceable(path: str) -> bool:
+    """Return whether a path is a whole checkpoint that can be replaced: no link, and without foreign files."""
+    return not _objection(*resolve(path))
+
+
+def refuse_irreplaceable(files: Files, path: str) -> None:
+    """Refuse a path that is taken and cannot be replaced (CheckpointError)."""
+    if objection := _objection(files, path):
+        raise CheckpointError(
+            f"{path} exists already, and overwrite=True only replaces a whole checkpoint: {objection}. Remove it, or choose "
+            "another name."
+        )
+
+
+def _objection(files: Files, path: str) -> str:
+    """Return why a path cannot be replaced by a checkpoint; empty if it can."""
+    if not files.has_rename:
+        return "its file system has no rename, by which one replaces the other"
+    if _is_link(files, path):
+        return "it is a symbolic link"
+    try:
+        own = {MANIFEST_NAME, *read_manifest(files, path).files}
+    except CheckpointError as error:
+        return str(error).removesuffix(".")
+    others = sorted(files.listing(path).keys() - own)
+    return f"it also holds {others[0]}, which is not the checkpoint's" if others else ""
+
+
+def versioned_path(files: Files, path: str) -> str:
+    """Return the first free path with a version; a search for checkpoints finds it there."""
+    stem, number = path.removesuffix(".ckpt"), 1
+    while files.exists(free := f"{stem}-v{number}{path[len(stem) :]}"):
+        number += 1
+    return free
+
+
+def replace_checkpoint(newer: str, path: str) -> None:
+    """Rename a whole checkpoint to the path of an older one, which is removed. Between two renames neither has that path.
+
+    On a CheckpointError nothing was replaced, and both checkpoints are where they were.
+    """
+    files, source = resolve(newer)
+    target = resolve(path)[1]
+    if not is_checkpoint(newer):
+        raise CheckpointError(f"{newer} is not a whole checkpoint, so {path} is kept.")
+    old = ""
+    try:
+        if files.exists(target):
+            refuse_irreplaceable(files, target)
+            old = temporary_path(target)
+            files.rename(target, old)
+        files.rename(source, target)
+        files.sync_directory(os.path.dirname(target))
+    except (OSError, CheckpointError) as error:
+        with contextlib.suppress(OSError):
+            if not files.exists(source):  # not known to be durable
+                files.rename(target, source)
+            if old:
+                files.rename(old, target)
+        text = describe(error, target)
+        raise CheckpointError(f"{newer} is whole, but could not be renamed to {path}: {text}") from error
+    if old:
+        try:
+            files.remove_tree(old)
+        except OSError as error:  # the rest has a temporary name, so a later run sweeps it
+            warnings.warn(f"{path} was replaced, but not all of it could be removed: {error}.", stacklevel=2)

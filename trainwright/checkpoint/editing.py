@@ -1,7 +1,7 @@
 """A checkpoint's contents as one dict, for hooks that add, remove or change values.
 
 Its "state_dict" holds the model's tensors by name: at a save whole tensors, or this rank's parts if the strategy shards them
-(see rank_part.py); at a load whole tensors in host memory.
+(RankPart); at a load whole tensors in host memory.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainwright.checkpoint.rank_part import is_range, shown, stored
 from trainwright.checkpoint.reader import Checkpoint
 from trainwright.checkpoint.shards import copy_whole
-from trainwright.checkpoint.tensors import Piece
+from trainwright.checkpoint.tensors import Piece, is_range, shown, stored
 from trainwright.errors import CheckpointError
 
 RESERVED = frozenset({"seed", "extra", "precision", "strategy", "optimizers"})
@@ -31,10 +30,6 @@ def edit_for_save(
     """Return the edited state, and a function that returns the edited model's pieces.
 
     The function may fail on one rank only (CheckpointError), so exchange its result.
-
-    Raises:
-        TypeError: the "state_dict" is no longer a mapping of names to tensors.
-        ValueError: a hook used a key of the engine's own state.
     """
     contents = {**header, **state, "state_dict": {piece.name: shown(piece) for piece in pieces}}
     before: dict[str, Tensor] = dict(contents["state_dict"])
@@ -44,11 +39,7 @@ def edit_for_save(
             f"on_save_checkpoint put {', '.join(taken)} into the checkpoint, which is reserved for the engine's state; choose "
             "another key."
         )
-    tensors = contents.pop("state_dict", {})
-    if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise TypeError(
-            "on_save_checkpoint left a state_dict that is not a dict of tensors; put other values under another key."
-        )
+    tensors = _taken_tensors(contents, "on_save_checkpoint")
 
     def left() -> list[Piece]:
         shown_as = [(piece, before[piece.name]) for piece in pieces]
@@ -63,15 +54,17 @@ def edit_for_load(
     checkpoint: Checkpoint, state: Mapping[str, Any], header: Mapping[str, int], edit: Edit
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the edited state, and the edited tensors of the model, read whole."""
-    entries = checkpoint.tensors("model")
-    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
-    checkpoint.read_into("model", [Piece(name, entries[name].shape, 0, each) for name, each in tensors.items()])
-    contents = {**header, **state, "state_dict": tensors}
+    contents = {**header, **state, "state_dict": checkpoint.read_tensors("model")}
     edit(contents)
-    left = contents.pop("state_dict", {})
-    if not isinstance(left, Mapping) or not all(isinstance(value, Tensor) for value in left.values()):
-        raise TypeError("on_load_checkpoint left a state_dict that is not a dict of tensors.")
-    return {key: value for key, value in contents.items() if key not in header}, dict(left)
+    tensors = _taken_tensors(contents, "on_load_checkpoint")
+    return {key: value for key, value in contents.items() if key not in header}, dict(tensors)
+
+
+def _taken_tensors(contents: dict[str, Any], hook: str) -> Mapping[str, Tensor]:
+    tensors = contents.pop("state_dict", {})
+    if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise TypeError(f"{hook} left a state_dict that is not a dict of tensors; put other values under another key.")
+    return tensors
 
 
 def check_model(
@@ -80,26 +73,19 @@ def check_model(
     """Return the pieces that a checkpoint with these names and shapes fills; refuse one of another model.
 
     With strict False, tensors that only one side has are skipped. `lazy` names tensors of the model that accept any shape.
-
-    Raises:
-        CheckpointError: names (if strict) or shapes differ.
     """
-    present = {piece.name: piece.shape for piece in pieces}
-    without_shape = set(lazy)
-    missing = sorted((set(present) | without_shape) - set(stored)) if strict else []
-    unexpected = sorted(set(stored) - set(present) - without_shape) if strict else []
+    here: dict[str, Any] = {**dict.fromkeys(lazy, "(lazy)"), **{piece.name: tuple(piece.shape) for piece in pieces}}
+    there = {name: tuple(shape) for name, shape in stored.items()}
+    missing = [f"{name} {here[name]}" for name in sorted(here.keys() - there.keys()) if strict]
+    unexpected = [f"{name} {there[name]}" for name in sorted(there.keys() - here.keys()) if strict]
     unlike = [
-        f"{name} {tuple(stored[name])} there, {tuple(shape)} here"
-        for name, shape in present.items()
-        if name in stored and tuple(stored[name]) != tuple(shape)
+        f"{name} {there[name]} there, {shape} here"
+        for name, shape in here.items()
+        if shape not in ("(lazy)", there.get(name, shape))
     ]
     problems = [
         f"{title}: {', '.join(names[:5])}{f' ... ({len(names)} in all)' if len(names) > 5 else ''}"
-        for title, names in (
-            ("not in it", [f"{name} {tuple(present[name]) if name in present else '(lazy)'}" for name in missing]),
-            ("only in it", [f"{name} {tuple(stored[name])}" for name in unexpected]),
-            ("other shape", unlike),
-        )
+        for title, names in (("not in it", missing), ("only in it", unexpected), ("other shape", unlike))
         if names
     ]
     if problems:
@@ -112,11 +98,7 @@ def check_model(
 
 
 def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool, path: str) -> None:
-    """Load a state_dict with the module's own `load_state_dict`.
-
-    Raises:
-        CheckpointError: it is of another model; the message says what differs.
-    """
+    """Load a state_dict with the module's own `load_state_dict`; CheckpointError says how another model differs."""
     try:
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:

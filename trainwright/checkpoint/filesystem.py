@@ -1,7 +1,7 @@
 """The file systems a checkpoint can be on: a local one, with fsync and rename, or any other of fsspec.
 
-A local checkpoint is written under a temporary name and renamed. Elsewhere, where rename may not be atomic, files are written
-under their final names, and the manifest, written last in one piece, is the commit.
+A local checkpoint is written under a temporary name, which records the writing process, and renamed. Elsewhere, where rename
+may not be atomic, files are written under their final names, and the manifest, written last in one piece, is the commit.
 """
 
 from __future__ import annotations
@@ -9,13 +9,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import os
+import re
 import shutil
+import socket
 import stat
 import sys
 import time
+import uuid
 from collections.abc import Iterator
-from typing import Any, BinaryIO, Protocol, cast
+from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 import fsspec.core
 
@@ -26,52 +31,14 @@ _NOT_RETRIED = (FileNotFoundError, PermissionError, FileExistsError, IsADirector
 DRAINED_BYTES = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-
-
-class Files(Protocol):
-    """The file operations that a checkpoint needs; paths are those that `resolve` returned, joined by `/`."""
-
-    has_rename: bool
-
-    def exists(self, path: str) -> bool:
-        """Return whether the path exists."""
-
-    def listing(self, path: str) -> dict[str, int | None]:
-        """Return the names in a directory with the size of each plain file, and None for anything else."""
-
-    def make_directories(self, path: str) -> None:
-        """Create a directory and its missing parents, durably."""
-
-    def make_new_directory(self, path: str) -> None:
-        """Create a directory in an existing one; it must not exist yet."""
-
-    def create(self, path: str) -> contextlib.AbstractContextManager[BinaryIO]:
-        """Open a new file for writing; on leaving the context it is flushed, synced and closed."""
-
-    def put(self, path: str, data: bytes) -> None:
-        """Write a small file durably, atomically if the file system can."""
-
-    def open(self, path: str) -> BinaryIO:
-        """Open a file for reading."""
-
-    def sync_directory(self, path: str) -> None:
-        """Make the names in a directory durable."""
-
-    def rename(self, source: str, target: str) -> None:
-        """Rename a directory; the caller has checked that the target is free."""
-
-    def remove_file(self, path: str) -> None:
-        """Remove a file."""
-
-    def remove_tree(self, path: str) -> None:
-        """Remove a directory and its contents."""
-
-    def remove_empty(self, path: str) -> None:
-        """Remove a directory if it is empty."""
+# .<name>.tmp-<machine>-<pid>-<start of the process>-<unique>: one mkdir also records the writer.
+_TEMPORARY = re.compile(r"\..+\.tmp-([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{12}", re.ASCII | re.DOTALL)
+FOREIGN_SECONDS = 86400.0
+"""How long a temporary directory of another machine is kept after the last write: whether its writer lives cannot be seen."""
 
 
 def _find_drain() -> Any:
-    """Return the system call that starts writing a file's dirty pages to disk without waiting; None if there is none."""
+    """Return the system call that starts writing a file's dirty pages to disk without waiting, if the system has it."""
     call = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
     if call is not None:
         call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
@@ -82,27 +49,27 @@ _drain = _find_drain()
 
 
 class _Draining:
-    """A file whose data goes to disk while it is being written, so that the sync at its end has little left to do.
-
-    Otherwise the kernel keeps the data in memory, and the disk is idle during hashing and copying. See sync_file_range(2).
-    """
+    """A file whose data goes to disk while it is being written, so that the sync at its end has little left to do."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self._waiting = 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write the data and return the number of bytes written."""
-        count = self._stream.write(data)
-        self._waiting += count
-        if self._waiting >= DRAINED_BYTES and _drain is not None:
-            self._waiting = 0
-            _drain(self._stream.fileno(), 0, 0, _SYNC_FILE_RANGE_WRITE)  # an error here shows up in the sync
-        return count
+        left = memoryview(data)
+        while left:
+            count = self._stream.write(left[:DRAINED_BYTES])
+            left = left[count:]
+            self._waiting += count
+            # Otherwise the kernel keeps the data in memory, and the disk is idle during hashing and copying.
+            if self._waiting >= DRAINED_BYTES and _drain is not None:
+                self._waiting = 0
+                _drain(self._stream.fileno(), 0, 0, _SYNC_FILE_RANGE_WRITE)  # an error here shows up in the sync
+        return len(data)
 
 
 class LocalFiles:
-    """A local file system, through `os`."""
+    """A local file system, through `os`; paths are those that `resolve` returned, joined by `/`."""
 
     has_rename = True
 
@@ -110,6 +77,7 @@ class LocalFiles:
         return os.path.lexists(path)
 
     def listing(self, path: str) -> dict[str, int | None]:
+        """Return the names in a directory with the size of each plain file, and None for anything else."""
         found: dict[str, int | None] = {}
         with os.scandir(path) as entries:
             for entry in entries:
@@ -119,6 +87,7 @@ class LocalFiles:
         return found
 
     def make_directories(self, path: str) -> None:
+        """Create a directory and its missing parents, durably."""
         if path and not os.path.isdir(path):
             parent = os.path.dirname(path)
             self.make_directories(parent)
@@ -127,24 +96,26 @@ class LocalFiles:
             self.sync_directory(parent)
 
     def make_new_directory(self, path: str) -> None:
+        """Create a directory in an existing one; it must not exist yet."""
         os.mkdir(path)
 
     @contextlib.contextmanager
     def create(self, path: str) -> Iterator[BinaryIO]:
+        """Open a new file, whose `write` writes all of the data; on leaving the context it is synced and closed."""
         with open(path, "xb", buffering=0) as stream:
             yield cast(BinaryIO, _Draining(cast(BinaryIO, stream)))
             os.fsync(stream.fileno())
 
     def put(self, path: str, data: bytes) -> None:
-        view = memoryview(data)
+        """Write a small file durably, atomically if the file system can."""
         with self.create(path) as stream:
-            while view:
-                view = view[stream.write(view) :]
+            stream.write(data)
 
     def open(self, path: str) -> BinaryIO:
         return cast(BinaryIO, open(path, "rb", buffering=0, opener=_open_plain))
 
     def sync_directory(self, path: str) -> None:
+        """Make the names in a directory durable."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -155,6 +126,7 @@ class LocalFiles:
             os.close(descriptor)
 
     def rename(self, source: str, target: str) -> None:
+        """Rename a directory or file; the caller has checked that the target is free."""
         os.rename(source, target)
 
     def remove_file(self, path: str) -> None:
@@ -164,6 +136,7 @@ class LocalFiles:
         shutil.rmtree(path)
 
     def remove_empty(self, path: str) -> None:
+        """Remove a directory if it is empty."""
         with contextlib.suppress(OSError):
             os.rmdir(path)
 
@@ -178,7 +151,7 @@ def _open_plain(path: str, flags: int) -> int:
 
 
 class RemoteFiles:
-    """Any other fsspec file system (an object store, memory); a file exists once it is closed."""
+    """Any other fsspec file system (an object store, memory), used like LocalFiles; a file exists once it is closed."""
 
     has_rename = False
 
@@ -238,6 +211,9 @@ class RemoteFiles:
             self._fs.rmdir(path)
 
 
+Files = LocalFiles | RemoteFiles
+
+
 def resolve(path: str) -> tuple[Files, str]:
     """Return the file system of a path or URL, and the path within it."""
     filesystem, inside = fsspec.core.url_to_fs(os.fspath(path))
@@ -274,3 +250,68 @@ def _free(path: str) -> str:
         free = shutil.disk_usage(os.path.dirname(path)).free
         return f"; {free >> 20} MiB ({free} bytes) are free"
     return ""
+
+
+def temporary_path(path: str) -> str:
+    """Return an unused name in the directory of a path, which records the process."""
+    parent, name = os.path.split(path)
+    pid = os.getpid()
+    return f"{parent}/.{name}.tmp-{machine()}-{pid}-{process_start_time(pid)}-{uuid.uuid4().hex[:12]}"
+
+
+def machine() -> str:
+    """Return an identifier of this machine and its namespace of process ids, for file names."""
+    # Containers may share a host name; the namespace of process ids then differs.
+    namespace = ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return hashlib.sha256(f"{socket.gethostname()} {namespace}".encode()).hexdigest()[:8]
+
+
+def process_start_time(pid: int) -> str:
+    """Return when a process of this machine started; empty if it has ended."""
+    # Process ids are reused, so the start time (ticks since boot) is stored with them; "0" if unknown.
+    with contextlib.suppress(OSError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]  # a zombie no longer writes
+    return "0"
+
+
+def is_process_alive(pid: int, start: str) -> bool:
+    """Return whether the process of this machine with this id and start time is alive."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return process_start_time(pid) == start
+
+
+def sweep_temporaries(directory: str) -> list[str]:
+    """Remove the temporary directories of dead writers, and return their names."""
+    files, inside = resolve(directory)
+    if not files.has_rename or not os.path.isdir(inside):
+        return []
+    swept = []
+    for name, size in sorted(files.listing(inside).items()):
+        match = _TEMPORARY.fullmatch(name)
+        path = f"{inside}/{name}"
+        if match is None or size is not None or os.path.islink(path):
+            continue
+        is_here = match[1] == machine()
+        if not is_process_alive(int(match[2]), match[3]) if is_here else _age(path) > FOREIGN_SECONDS:
+            with contextlib.suppress(OSError):  # no reason to end a run
+                files.remove_tree(path)
+                swept.append(name)
+    return swept
+
+
+def _age(directory: str) -> float:
+    """Return the seconds since the latest change in a directory; 0 if unknown."""
+    try:
+        with os.scandir(directory) as entries:
+            times = [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
+        return time.time() - max(times, default=os.stat(directory).st_mtime)
+    except OSError:
+        return 0.0

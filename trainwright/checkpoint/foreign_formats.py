@@ -26,7 +26,7 @@ from trainwright.checkpoint.contents import is_extra_state
 from trainwright.checkpoint.manifest import FILE_NAME, MANIFEST_NAME, load_json
 from trainwright.checkpoint.reader import Verify, check_verify, open_checkpoint
 from trainwright.checkpoint.shards import METADATA_KEY
-from trainwright.checkpoint.tensors import DTYPES, Piece
+from trainwright.checkpoint.tensors import DTYPES
 from trainwright.compiled_names import clean_name
 from trainwright.errors import CheckpointError
 
@@ -159,9 +159,7 @@ def _from_directory(path: str, names: set[str], verify: Verify) -> Weights:
     checkpoint = open_checkpoint(path, verify)
     if "model" not in checkpoint.sections:
         raise CheckpointError(f"{path} holds no model; its sections are {', '.join(checkpoint.sections) or 'none'}.")
-    entries = checkpoint.tensors("model")
-    tensors: dict[str, Any] = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
-    checkpoint.read_into("model", [Piece(name, entries[name].shape, 0, each) for name, each in tensors.items()])
+    tensors: dict[str, Any] = {**checkpoint.read_tensors("model")}
     state = checkpoint.run_state()
     for number, states in state.get("extra", {}).items():  # the first module's names have no number
         tensors.update({name if number == "0" else f".{number}.{name}": value for name, value in states.items()})

@@ -30,18 +30,13 @@ class HostMemory:
         self._locked: LockedMemory | None = None
 
     def release(self) -> None:
-        """Free the memory."""
         self._memory = torch.empty(0, dtype=torch.uint8)
         if self._locked is not None:
             self._locked.release()
             self._locked = None
 
     def copy(self, parts: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
-        """Return the pieces with copies of their tensors; tied ones stay tied. The next call overwrites these copies.
-
-        Raises:
-            CheckpointError: a checkpoint cannot store a tensor's kind or dtype.
-        """
+        """Return the pieces with copies of their tensors; tied ones stay tied. The next call overwrites these copies."""
         groups = [group for pieces in parts for group in tied_groups(pieces)]
         for group in groups:
             check_storable(group[0].name, group[0].tensor)
@@ -52,7 +47,7 @@ class HostMemory:
             offset = 0
             for group in groups:
                 tensor = group[0].tensor
-                room = self._memory[offset : offset + tensor.numel() * tensor.element_size()]
+                room = self._memory[offset : offset + tensor.nbytes]
                 copy = room.view(tensor.dtype).view(tensor.shape) if tensor.numel() else tensor.new_empty(tensor.shape)
                 copy.copy_(tensor, non_blocking=self._locked is not None)  # MPS does not wait for other memory either
                 offset += _room(tensor)
@@ -75,4 +70,4 @@ class HostMemory:
 
 
 def _room(tensor: Tensor) -> int:
-    return math.ceil(tensor.numel() * tensor.element_size() / ALIGNMENT) * ALIGNMENT
+    return math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT

@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from trainwright.checkpoint.filesystem import Files, describe, resolve
-from trainwright.checkpoint.temporary import is_process_alive, machine, process_start_time
+from trainwright.checkpoint.filesystem import Files, describe, is_process_alive, machine, process_start_time, resolve
 from trainwright.errors import CheckpointError
 from trainwright.paths import open_no_link
 

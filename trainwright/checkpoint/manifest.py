@@ -66,7 +66,7 @@ def render(manifest: Manifest) -> bytes:
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "header": manifest.header,
-        "files": {name: [record.size, record.sha256] for name, record in sorted(manifest.files.items())},
+        "files": dict(sorted(manifest.files.items())),
         "sections": {name: table_to_json(table) for name, table in sorted(manifest.sections.items())},
     }
     text = dump_json(body, MANIFEST_NAME)
@@ -152,7 +152,7 @@ def parse(data: bytes) -> Manifest:
     check_tensors(manifest)
     for table in sections.values():
         for name, entry in table.items():
-            check_coverage(name, entry.numel, entry.pieces)
+            check_coverage(name, entry)
     return manifest
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
@@ -15,14 +16,13 @@ from trainwright.checkpoint.filesystem import Files, describe, resolve
 from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, Manifest, load_json, rank_section
 from trainwright.checkpoint.shards import (
     CHUNK_BYTES,
-    Copy,
     FileRecord,
     StoredArray,
     copy_into,
     plan_copies,
     read_header,
 )
-from trainwright.checkpoint.tensors import Piece, TensorEntry
+from trainwright.checkpoint.tensors import Piece, StoredPiece, TensorEntry
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
@@ -97,11 +97,11 @@ class Checkpoint:
         self._fill(entries, [piece for piece in pieces if piece.name in entries])
         # A name that is tied to one that was read is not unexpected.
         read = {(piece.file, piece.key) for name in wanted & entries.keys() for piece in entries[name].pieces}
-        rest = [name for name in entries if name not in wanted]
-        tied = {
-            name for name in rest if entries[name].pieces and all((p.file, p.key) in read for p in entries[name].pieces)
-        }
-        return ReadReport(missing, sorted(name for name in rest if name not in tied))
+
+        def is_tied(entry: TensorEntry) -> bool:
+            return bool(entry.pieces) and all((piece.file, piece.key) in read for piece in entry.pieces)
+
+        return ReadReport(missing, sorted(n for n, entry in entries.items() if n not in wanted and not is_tied(entry)))
 
     def read_part(self, section: str, piece: Piece) -> None:
         """Fill one piece of a stored tensor in place; the cost does not depend on the section's size."""
@@ -109,51 +109,50 @@ class Checkpoint:
 
     def _fill(self, entries: Mapping[str, TensorEntry], pieces: Sequence[Piece]) -> None:
         """Check that all pieces are stored, then fill them in place."""
-        with _OpenShards(self._files, self._inside, self._manifest, self._headers) as shards:
-            try:
-                plans = [(piece, plan_copies(entries, piece)) for piece in pieces]
-                for piece, copies in plans:
-                    for copy in copies:
-                        _check_copy(copy, entries[piece.name], shards)
-                for piece, copies in plans:
-                    copy_into(piece, entries[piece.name].dtype, copies, shards.locate)
-            except (CheckpointError, OSError) as error:
-                raise CheckpointError(f"{self.path}: {error}") from error
+        with self._open_shards() as shards:
+            plans = [(piece, plan_copies(entries, piece)) for piece in pieces]
+            for piece, copies in plans:
+                for copy in copies:
+                    shards.check(copy.source, entries[piece.name])
+            for piece, copies in plans:
+                copy_into(piece, entries[piece.name].dtype, copies, shards.locate)
 
     def check_layout(self) -> None:
-        """Compare every file's own table with the manifest, without reading tensors.
+        """Compare every file's own table with the manifest, without reading tensors (CheckpointError)."""
+        with self._open_shards() as shards:
+            for table in self._manifest.sections.values():
+                for entry in table.values():
+                    for source in entry.pieces:
+                        shards.check(source, entry)
 
-        Raises:
-            CheckpointError: a tensor is missing or differs.
-        """
-        with _OpenShards(self._files, self._inside, self._manifest, self._headers) as shards:
-            try:
-                for table in self._manifest.sections.values():
-                    for entry in table.values():
-                        for source in entry.pieces:
-                            _check_copy(Copy(source, 0, 0, source.numel), entry, shards)
-            except (CheckpointError, OSError) as error:
-                raise CheckpointError(f"{self.path}: {error}") from error
+    @contextlib.contextmanager
+    def _open_shards(self) -> Iterator[_OpenShards]:
+        try:
+            with _OpenShards(self._files, self._inside, self._manifest, self._headers) as shards:
+                yield shards
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
+
+    def read_tensors(self, section: str, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """Return whole tensors in host memory by name; all of the section by default."""
+        entries = self.tensors(section)
+        if absent := sorted(set(names or ()) - entries.keys()):
+            raise CheckpointError(f"{self.path} has no {section} tensor {absent[0]!r}.")
+        wanted = [name for name in entries if names is None or name in names]
+        tensors = {name: torch.empty(entries[name].shape, dtype=entries[name].dtype) for name in wanted}
+        self.read_into(section, [Piece(name, entries[name].shape, 0, each) for name, each in tensors.items()])
+        return tensors
 
     def read_tensor(self, section: str, name: str) -> torch.Tensor:
         """Return one whole tensor in host memory."""
-        entry = self.tensors(section).get(name)
-        if entry is None:
-            raise CheckpointError(f"{self.path} has no {section} tensor {name!r}.")
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        self.read_into(section, [Piece(name, entry.shape, 0, tensor)])
-        return tensor
+        return self.read_tensors(section, [name])[name]
 
     def state(self) -> Any:
         """Return the plain state that the run stored."""
         return self._read_plain("state")
 
     def run_state(self) -> dict[str, Any]:
-        """Return the plain state of a run, which is a dict.
-
-        Raises:
-            CheckpointError: it is not a dict, so no run wrote it.
-        """
+        """Return the plain state of a run; CheckpointError if it is not a dict, so that no run wrote it."""
         state = self.state()
         if not isinstance(state, dict):
             raise CheckpointError(
@@ -178,10 +177,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from error
         if self._verify != "off" and hashlib.sha256(data).hexdigest() != record.sha256:
             raise CheckpointError(f"{self.path}: {name} does not match its digest: it is damaged. {REMEDY}")
-        entries = self._manifest.sections.get(section, {})
-        tensors = {key: torch.empty(entry.shape, dtype=entry.dtype) for key, entry in entries.items()}
-        if tensors:
-            self.read_into(section, [Piece(key, entries[key].shape, 0, tensor) for key, tensor in tensors.items()])
+        tensors = self.read_tensors(section) if section in self._manifest.sections else {}
         try:
             return decode(load_json(data, name), tensors)
         except CheckpointError as error:
@@ -217,10 +213,22 @@ class _OpenShards:
             self._headers[file] = read_header(self._open(file), file, self._manifest.files[file].size)
         return self._headers[file]
 
+    def check(self, source: StoredPiece, entry: TensorEntry) -> None:
+        """Refuse a piece that its file does not hold as the manifest says (CheckpointError)."""
+        array = self.header(source.file).get(source.key)
+        if array is None:
+            raise CheckpointError(
+                f"{source.file} holds no {source.key!r}, though {MANIFEST_NAME} lists a tensor there."
+            )
+        if (array.dtype, array.numel) != (entry.dtype, source.numel):
+            raise CheckpointError(
+                f"{source.file} holds {array.numel} elements of {array.dtype} as {source.key!r}; {MANIFEST_NAME} says "
+                f"{source.numel} of {entry.dtype}."
+            )
+
     def locate(self, file: str, key: str) -> tuple[BinaryIO, StoredArray]:
         """Return the open file, and where the key's bytes are in it."""
-        array = self.header(file)[key]
-        return self._open(file), array
+        return self._open(file), self.header(file)[key]
 
     def _open(self, file: str) -> BinaryIO:
         if file not in self._opened:
@@ -228,18 +236,6 @@ class _OpenShards:
                 self._opened.pop(next(iter(self._opened))).close()
             self._opened[file] = self._files.open(f"{self._inside}/{file}")
         return self._opened[file]
-
-
-def _check_copy(copy: Copy, entry: TensorEntry, shards: _OpenShards) -> None:
-    source = copy.source
-    array = shards.header(source.file).get(source.key)
-    if array is None:
-        raise CheckpointError(f"{source.file} holds no {source.key!r}, though {MANIFEST_NAME} places a tensor there.")
-    if (array.dtype, array.numel) != (entry.dtype, source.numel):
-        raise CheckpointError(
-            f"{source.file} holds {array.numel} elements of {array.dtype} as {source.key!r}; {MANIFEST_NAME} says "
-            f"{source.numel} of {entry.dtype}."
-        )
 
 
 def check_verify(verify: str) -> None:
@@ -278,13 +274,10 @@ def open_checkpoint(
         manifest = read_manifest(files, inside)
         try:
             listed = files.listing(inside)
-            for name, record in manifest.files.items():
-                _refuse(path, name, size_fault(record, name, listed, compare=verify != "off"))
-            if verify == "full":
-                for name in _assigned(manifest.files, rank, world_size):
-                    _refuse(path, name, digest_fault(files, f"{inside}/{name}", manifest.files[name]))
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if fault := next(faults(files, inside, manifest, listed, verify, rank, world_size), None):
+            raise CheckpointError(f"{path}: {fault}. {REMEDY}")
         extra = sorted(listed.keys() - manifest.files.keys() - {MANIFEST_NAME})
         found.append(Checkpoint(files, str(path), inside, manifest, verify, extra))
         return hashlib.sha256(repr(sorted(manifest.files.items())).encode()).hexdigest()
@@ -298,21 +291,32 @@ def open_checkpoint(
     return found[0]
 
 
-def _refuse(path: str, name: str, fault: str | None) -> None:
-    if fault is not None:
-        raise CheckpointError(f"{path}: {name} {fault}. {REMEDY}")
-
-
-def size_fault(record: FileRecord, name: str, listed: Mapping[str, int | None], compare: bool = True) -> str | None:
-    """Return what is wrong with a file by the directory's listing; None if nothing is."""
-    if name not in listed:
-        return "is missing"
-    size = listed[name]
-    if size is None:
-        return "is not a plain file (a link or a directory)"
-    if compare and size != record.size:
-        return f"has {size} bytes and should have {record.size}: it is damaged"
-    return None
+def faults(
+    files: Files,
+    inside: str,
+    manifest: Manifest,
+    listed: Mapping[str, int | None],
+    verify: Verify = "full",
+    rank: int = 0,
+    world_size: int = 1,
+) -> Iterator[str]:
+    """Yield what is wrong with each file of a checkpoint; of several ranks each hashes a part of the files."""
+    whole = {}
+    for name, record in manifest.files.items():
+        if name not in listed:
+            yield f"{name} is missing"
+        elif (size := listed[name]) is None:
+            yield f"{name} is not a plain file (a link or a directory)"
+        elif verify != "off" and size != record.size:
+            yield f"{name} has {size} bytes and should have {record.size}: it is damaged"
+        else:
+            whole[name] = record
+    for name in sorted(_assigned(whole, rank, world_size)) if verify == "full" else ():
+        try:
+            if _digest(files, f"{inside}/{name}", whole[name].size) != whole[name].sha256:
+                yield f"{name} does not match its digest: it is damaged"
+        except OSError as error:
+            yield f"{name} cannot be read: {error}"
 
 
 def _assigned(records: Mapping[str, FileRecord], rank: int, world_size: int) -> list[str]:
@@ -325,11 +329,10 @@ def _assigned(records: Mapping[str, FileRecord], rank: int, world_size: int) -> 
     return mine
 
 
-def digest_fault(files: Files, inside: str, record: FileRecord) -> str | None:
-    """Read a whole file and return what is wrong with its bytes; None if nothing is."""
+def _digest(files: Files, inside: str, size: int) -> str:
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(min(CHUNK_BYTES, record.size + 1)))
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, size + 1)))
     with files.open(inside) as stream:
         while count := stream.readinto(buffer):  # type: ignore[attr-defined]
             digest.update(buffer[:count])
-    return None if digest.hexdigest() == record.sha256 else "does not match its digest: it is damaged"
+    return digest.hexdigest()

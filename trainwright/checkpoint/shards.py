@@ -10,9 +10,10 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from types import MappingProxyType
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -27,8 +28,7 @@ METADATA_KEY = "__metadata__"
 _OR_ELSE = "or leave it out of the state_dict that it comes from (a buffer by persistent=False)."
 
 
-@dataclass(frozen=True)
-class FileRecord:
+class FileRecord(NamedTuple):
     """The size and digest of a file, as the manifest records them."""
 
     size: int
@@ -46,28 +46,22 @@ class HashingStream:
     def write(self, data: bytes | memoryview) -> None:
         """Write all of the data; hash large data in a thread meanwhile, since both take about the same time."""
         view = memoryview(data)
-        if len(view) < THREADED_BYTES:
-            self._digest.update(view)
-            self._write(view)
-        else:
+        thread: threading.Thread | None = None
+        if len(view) >= THREADED_BYTES:
             thread = threading.Thread(target=self._digest.update, args=(view,), name="trainwright-hash")
             try:
                 thread.start()
             except RuntimeError:  # Python 3.12.0 and 3.12.1 start no threads at interpreter exit
-                self._digest.update(view)
-                self._write(view)
-            else:
-                try:
-                    self._write(view)
-                finally:
-                    thread.join()
+                thread = None
+        if thread is None:
+            self._digest.update(view)
+        try:
+            for begin in range(0, len(view), CHUNK_BYTES):
+                self.stream.write(view[begin : begin + CHUNK_BYTES])
+        finally:
+            if thread is not None:
+                thread.join()
         self.size += len(view)
-
-    def _write(self, view: memoryview) -> None:
-        for begin in range(0, len(view), CHUNK_BYTES):
-            chunk = view[begin : begin + CHUNK_BYTES]
-            while chunk:
-                chunk = chunk[self.stream.write(chunk) :]
 
     def record(self) -> FileRecord:
         """Return the size and digest of the written data."""
@@ -78,10 +72,7 @@ def write_shard(out: HashingStream, file_name: str, pieces: Sequence[Piece]) -> 
     """Write the pieces as one safetensors file and return its entries by tensor name.
 
     Tied names are stored once, and their entries point at one key. An empty piece of a tensor that is not empty is skipped.
-    At most one tensor at a time is copied to host memory.
-
-    Raises:
-        CheckpointError: a safetensors file cannot store a tensor's kind or dtype.
+    At most one tensor at a time is copied to host memory. CheckpointError names a tensor that cannot be stored.
     """
     entries: dict[str, TensorEntry] = {}
     stored: list[tuple[str, Sequence[int], torch.Tensor]] = []
@@ -105,7 +96,7 @@ def write_shard(out: HashingStream, file_name: str, pieces: Sequence[Piece]) -> 
                 raise CheckpointError(f"two pieces of tensor {piece.name!r} differ in the shape or dtype of the whole.")
             entries[piece.name] = TensorEntry(shape, dtype, known.pieces + own)
     stored.sort(key=lambda item: -item[2].element_size())  # keeps every tensor aligned, like the library
-    out.write(_render_header(file_name, stored))
+    out.write(render_header(file_name, [(key, tensor.dtype, shape) for key, shape, tensor in stored]))
     for _, _, tensor in stored:
         out.write(host_bytes(tensor))
     return entries
@@ -134,21 +125,23 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
         raise CheckpointError(f"tensor {name!r} has its memory freed; gather it, or give this rank's own range.")
 
 
-def _render_header(file_name: str, stored: Sequence[tuple[str, Sequence[int], torch.Tensor]]) -> bytes:
-    table: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}
-    offset = 0
-    for key, shape, tensor in stored:
-        size = tensor.numel() * tensor.element_size()
-        table[key] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
+def render_header(
+    file_name: str,
+    tensors: Collection[tuple[str, torch.dtype, Sequence[int]]],
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> bytes:
+    """Return the head of a safetensors file for tensors in this order, given by key, dtype and shape."""
+    table: dict[str, Any] = {METADATA_KEY: {**metadata, "format": "pt"}}
+    stop = 0
+    for key, dtype, shape in tensors:
+        begin, stop = stop, stop + math.prod(shape) * dtype.itemsize
+        table[key] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, stop]}
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=True).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{file_name} would hold {len(stored)} tensors, more than a safetensors header can list.")
+        raise CheckpointError(
+            f"{file_name} would hold {len(tensors)} tensors, more than a safetensors header can list."
+        )
     return len(text).to_bytes(8, "little") + text
 
 
@@ -178,13 +171,8 @@ class StoredArray:
 
 
 def read_header(stream: BinaryIO, name: str, size: int) -> dict[str, StoredArray]:
-    """Read the table of a safetensors file of `size` bytes, checking sizes, bounds, holes and overlaps.
-
-    Raises:
-        CheckpointError: the header is malformed, or does not match the file.
-    """
-    prefix = _read_exactly(stream, 8, name)
-    length = int.from_bytes(prefix, "little")
+    """Read the table of a safetensors file of `size` bytes; CheckpointError for a wrong size or bound, a hole, an overlap."""
+    length = int.from_bytes(_read_exactly(stream, 8, name), "little")
     if length > min(MAX_HEADER_BYTES, size - 8):
         raise CheckpointError(f"{name}: the header claims {length} bytes in a file of {size}; the file is damaged.")
     try:
@@ -250,11 +238,7 @@ class Copy:
 
 
 def plan_copies(entries: Mapping[str, TensorEntry], piece: Piece) -> list[Copy]:
-    """Return the stored ranges that fill a destination.
-
-    Raises:
-        CheckpointError: the tensor has another shape, or an element of the destination is not stored.
-    """
+    """Return the stored ranges that fill a destination; CheckpointError if its shape differs or an element is not stored."""
     entry = entries[piece.name]
     if tuple(piece.shape) != entry.shape:
         raise CheckpointError(
@@ -305,11 +289,7 @@ def copy_into(
 
 
 def copy_whole(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values into a tensor of their shape; into an expanded one if its repeated elements are equal.
-
-    Raises:
-        RuntimeError: they are not, or the dtypes do not convert.
-    """
+    """Copy values into a tensor of their shape; RuntimeError if an expanded one would get unequal elements."""
     for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if stride == 0 and size > 1:
             first = values.narrow(dim, 0, 1)

@@ -1,71 +1,202 @@
-"""Writing a checkpoint so that it exists whole or not at all; the public names of this part are gathered here.
+"""Writing a checkpoint so that it exists whole or not at all, within the call or in the background.
 
 Rank 0 creates a temporary directory next to the target; every rank writes its files there, hashed on the way and synced; rank 0
 writes the manifest last, renames the directory and syncs its parent. After each of the three steps the ranks exchange results:
 every rank reaches each exchange, and a failure on one rank is the same error on all. Without rename (object stores) the files
 are written under their final names, and the manifest, written last, is the commit.
+
+In the background the call returns once this rank's part is in host memory, and a thread does the rest without a collective: the
+ranks exchange results over the key-value store, on a channel for these saves only.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from trainwright.checkpoint.codec import encode_stored
-from trainwright.checkpoint.discovery import (
-    CheckpointEntry,
-    find_candidates,
-    find_checkpoints,
-    is_checkpoint,
-    latest_checkpoint,
-    remove_checkpoint,
-    same_path,
-)
-from trainwright.checkpoint.filesystem import Files, describe, resolve
+from trainwright.checkpoint.contents import Contents, collect
+from trainwright.checkpoint.discovery import refuse_irreplaceable, replace_checkpoint, versioned_path
+from trainwright.checkpoint.filesystem import Files, describe, resolve, temporary_path
+from trainwright.checkpoint.host_copy import HostMemory
 from trainwright.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
     check_tensors,
     dump_json,
-    rank_section,
     render,
     table_from_json,
     table_to_json,
 )
-from trainwright.checkpoint.reader import Checkpoint, ReadReport, open_checkpoint
-from trainwright.checkpoint.replacement import refuse_irreplaceable, replace_checkpoint, versioned_path
-from trainwright.checkpoint.shards import FileRecord, HashingStream, check_storable, write_shard
-from trainwright.checkpoint.temporary import sweep_temporaries, temporary_path
-from trainwright.checkpoint.tensors import Piece, TensorEntry, assign_writers, merge
+from trainwright.checkpoint.shards import FileRecord, HashingStream, write_shard
+from trainwright.checkpoint.tensors import Piece, merge
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
 SAVE = "the save of a checkpoint"
 """What the ranks do together here, by name."""
+NICENESS = 10
+DROP_SECONDS = 2.0
+"""How long an abandoned save may take to stop using the files and the store."""
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointEntry",
-    "Piece",
-    "ReadReport",
-    "TensorEntry",
-    "encode_state",
-    "find_candidates",
-    "find_checkpoints",
-    "is_checkpoint",
-    "latest_checkpoint",
-    "open_checkpoint",
-    "remove_checkpoint",
-    "same_path",
-    "sweep_temporaries",
-    "write_checkpoint",
-]
 
-_SECTION = re.compile(r"(?!(?:state|rank|manifest)$)[a-z][a-z0-9_]{0,63}", re.ASCII)
+class CheckpointWriter:
+    """Writes the checkpoints of one engine. Collective: make it on every rank, and save on every rank in the same order.
+
+    Args:
+        ranks: those that save.
+        has_failed: returns whether this process has failed, so that its peers are leaving.
+    """
+
+    def __init__(self, ranks: Ranks, has_failed: Callable[[], bool]) -> None:
+        self._ranks, self._thread_ranks = ranks, ranks.subchannel("saves")
+        self._has_failed = has_failed
+        self._memory = HostMemory()
+        self.in_flight: BackgroundSave | None = None
+        """The save in the background, until it is waited for."""
+
+    def save(
+        self,
+        path: str,
+        *,
+        sections: Mapping[str, Sequence[Piece]],
+        state: Any,
+        rank_state: Any,
+        header: Mapping[str, Any],
+        blocking: bool,
+        overwrite: bool = False,
+    ) -> None:
+        """Write a checkpoint (see `write_checkpoint`), or start to. Collective.
+
+        Raises:
+            CheckpointError: this save failed, or the one in flight before it; the same on every rank.
+        """
+        self.finish()
+        files, inside = resolve(path)
+        path = inside if files.has_rename else path  # the working directory may change before the thread runs
+        write = partial(write_contents, path, header=header, overwrite=overwrite)
+        gather = partial(collect, sections, state, rank_state, self._ranks.rank, self._ranks.world_size)
+        if blocking:
+            write(gather=gather, ranks=self._ranks)
+            return
+        self.in_flight = BackgroundSave(path, partial(write, gather=self._copied(gather), ranks=self._thread_ranks))
+        self.in_flight.start()
+        atexit.register(self._finish_at_exit)
+
+    def finish(self) -> None:
+        """Wait for the save in flight, if any. Collective.
+
+        Raises:
+            CheckpointError: it failed, the same on every rank; earlier checkpoints are unchanged.
+        """
+        save = self.in_flight
+        if save is None:
+            return
+        try:
+            save.wait()
+        except BaseException:  # Ctrl-C
+            self.drop()
+            raise
+        self._clear()
+        if save.error is not None:
+            raise save.error
+
+    def drop(self) -> None:
+        """Abandon the save in flight, since a rank that it needs is gone; earlier checkpoints are unchanged."""
+        save = self.in_flight
+        if save is not None:
+            self._clear()
+            self._thread_ranks.give_up()
+            memory, self._memory = self._memory, HostMemory()  # the abandoned save may still read its copy
+            if save.wait(DROP_SECONDS):
+                self._memory = memory
+
+    def release(self) -> None:
+        """Free the host memory that is kept for the next save."""
+        if self.in_flight is None:
+            self._memory.release()
+
+    def _copied(self, gather: Callable[[], Contents]) -> Callable[[], Contents]:
+        """Return a function that returns a copy of the contents, or raises the copy's error in the exchange with all ranks."""
+        try:
+            sections, plain = gather()
+            parts = [*sections.values(), *(tensors for _, tensors in plain.values())]
+            copies = dict(zip([*sections, *plain], self._memory.copy(parts), strict=True))
+        except Exception as error:
+            return partial(_raise, error)
+        copied = {name: (value, copies[name]) for name, (value, _) in plain.items()}
+        return lambda: Contents({name: copies[name] for name in sections}, copied)
+
+    def _clear(self) -> None:
+        self.in_flight = None
+        atexit.unregister(self._finish_at_exit)
+
+    def _finish_at_exit(self) -> None:
+        """Keep the process from ending before its last save has committed, and print a failure."""
+        save = self.in_flight
+        if save is None:
+            return
+        if self._has_failed():
+            self.drop()
+        elif not save.wait(self._ranks.timeout_seconds):
+            print(
+                f"trainwright: checkpoint {save.path} was not written: it was not done {self._ranks.timeout_seconds:g} s after "
+                "the end of the program.",
+                file=sys.stderr,
+            )
+        elif save.error is not None:
+            print(f"trainwright: {save.error}", file=sys.stderr)
+
+
+class BackgroundSave(threading.Thread):
+    """One save of a path in its thread; `write` writes and commits it."""
+
+    def __init__(self, path: str, write: Callable[[], None]) -> None:
+        # A daemon: the interpreter waits in `_finish_at_exit` instead, which knows whether the other ranks have failed.
+        super().__init__(name="trainwright-save", daemon=True)
+        self.path = path
+        self.error: CheckpointError | None = None
+        """Why it failed, the same on every rank; None unless it has."""
+        self._write = write
+        # Not Thread.is_alive: up to Python 3.12, a join interrupted by Ctrl-C marks a running thread as ended.
+        self._has_ended = threading.Event()
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the checkpoint is durable."""
+        return self._has_ended.is_set() and self.error is None
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it has committed or failed; return whether it did within the given time."""
+        return self._has_ended.wait(seconds)
+
+    def run(self) -> None:
+        _lower_priority()
+        try:
+            self._write()
+        except CheckpointError as error:
+            self.error = error
+        except BaseException as error:
+            self.error = CheckpointError(f"checkpoint {self.path} was not written: {describe(error, self.path)}")
+            self.error.__cause__ = error
+        finally:
+            self._has_ended.set()
+
+
+def _lower_priority() -> None:
+    # Where threads have a priority. Those of a training step wait for each other, so slowing one of them slows down all.
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def _raise(error: Exception) -> Contents:
+    raise error
 
 
 def write_checkpoint(
@@ -92,135 +223,77 @@ def write_checkpoint(
     Raises:
         CheckpointError: on every rank with the same text; earlier checkpoints are unchanged.
     """
-    write_contents(
-        path,
-        gather=partial(collect, sections, state, rank_state, ranks.rank, ranks.world_size),
-        header=header,
-        ranks=ranks,
-        overwrite=overwrite,
-    )
-
-
-class Contents(NamedTuple):
-    """What one rank writes: its pieces by section, and encoded plain data with its tensors by file name."""
-
-    sections: dict[str, list[Piece]]
-    plain: dict[str, tuple[Any, list[Piece]]]
-
-
-def collect(
-    sections: Mapping[str, Sequence[Piece]], state: Any, rank_state: Any, rank: int, world_size: int
-) -> Contents:
-    """Return this rank's part of a checkpoint; see `write_checkpoint` for the arguments. Its tensors are not copied.
-
-    Raises:
-        CheckpointError: a section's name or a value in the state is not accepted.
-    """
-    for name in sections:
-        if not _SECTION.fullmatch(name):
-            raise CheckpointError(f"the section name {name!r} is not accepted: small letters, digits and _ are.")
-    states = {"state": state} if rank == 0 else {}
-    if rank_state is not None:
-        states[rank_section(rank)] = rank_state
-    plain = {name: encode_state(value, name) for name, value in states.items()}
-    return Contents({name: assign_writers(pieces, rank, world_size) for name, pieces in sections.items()}, plain)
-
-
-def encode_state(value: Any, name: str) -> tuple[Any, list[Piece]]:
-    """Return a state as plain data, and the tensors in it.
-
-    Raises:
-        CheckpointError: a checkpoint cannot store a value or tensor in it; the message says where it is.
-    """
-    encoded, tensors = encode_stored(value, name)
-    for key, tensor in tensors.items():
-        check_storable(key, tensor)
-    return encoded, [Piece(key, tuple(each.shape), 0, each) for key, each in tensors.items()]
+    gather = partial(collect, sections, state, rank_state, ranks.rank, ranks.world_size)
+    write_contents(path, gather=gather, header=header, ranks=ranks, overwrite=overwrite)
 
 
 def write_contents(
-    path: str,
-    *,
-    gather: Callable[[], Contents],
-    header: Mapping[str, Any],
-    ranks: Ranks,
-    overwrite: bool = False,
+    path: str, *, gather: Callable[[], Contents], header: Mapping[str, Any], ranks: Ranks, overwrite: bool
 ) -> None:
     """Write a checkpoint of what `gather` returns on each rank; else as `write_checkpoint`. Collective."""
     files, target = resolve(path)
-    rank = ranks.rank
+    is_first = ranks.rank == 0
     run_on_all = partial(
         ranks.run_on_all,
         call=SAVE,
         subject=f"checkpoint {path} was not written",
         describe=partial(describe, path=target),
     )
-    full_header = {"world_size": ranks.world_size, **header}
-    directory = run_on_all((lambda: _begin(files, target, full_header, overwrite)) if rank == 0 else None)[0]
-    writer = _Writer(files, directory)
-
-    def write_own() -> dict[str, Any]:
-        contents = gather()
-        for name, pieces in contents.sections.items():
-            writer.write_shard(name, f"{name}-{rank:05d}", pieces)
-        for name, (value, tensors) in contents.plain.items():
-            writer.write_plain(name, value, tensors)
-        return writer.table()
-
+    header = {"world_size": ranks.world_size, **header}
+    directory = run_on_all(partial(_begin, files, target, header, overwrite) if is_first else None)[0]
+    own = _RankFiles(files, directory)
     try:
-        tables = run_on_all(write_own, reads=rank == 0)
-        run_on_all((lambda: _commit(files, directory, target, full_header, tables, overwrite)) if rank == 0 else None)
+        tables = run_on_all(lambda: own.write(gather(), ranks.rank), reads=is_first)
+        run_on_all(partial(_commit, files, directory, target, header, tables, overwrite) if is_first else None)
     except Exception as error:
         if files.has_rename:
-            if rank == 0:
-                _discard(files, directory)
-        elif isinstance(error, CheckpointError):  # else rank 0 may have committed
-            writer.discard()
+            if is_first:
+                with contextlib.suppress(OSError):
+                    files.remove_tree(directory)
+        elif isinstance(error, CheckpointError):  # after any other, rank 0 may have committed
+            own.discard()
         raise
 
 
-class _Writer:
-    """The files that this rank writes, and what they hold."""
+class _RankFiles:
+    """The files that this rank writes into the directory of a checkpoint."""
 
     def __init__(self, files: Files, directory: str) -> None:
         self._files = files
         self._directory = directory
         self._created: list[str] = []
-        self._records: dict[str, FileRecord] = {}
-        self._sections: dict[str, dict[str, TensorEntry]] = {}
+        self._table: dict[str, Any] = {"files": {}, "sections": {}}
 
-    def write_shard(self, section: str, stem: str, pieces: Sequence[Piece]) -> None:
-        """Write the pieces as one file, if there are any."""
-        if pieces:
-            name = f"{stem}.safetensors"
-            self._sections[section] = self._write(name, lambda out: write_shard(out, name, pieces))
-
-    def write_plain(self, name: str, value: Any, tensors: Sequence[Piece]) -> None:
-        """Write encoded plain data, and its tensors in a second file."""
-        data = dump_json(value, f"{name}.json")
-        self._write(f"{name}.json", lambda out: out.write(data))
-        self.write_shard(name, name, tensors)
-
-    def table(self) -> dict[str, Any]:
-        """Return the manifest's entries for the written files."""
-        return {
-            "files": {name: [record.size, record.sha256] for name, record in self._records.items()},
-            "sections": {name: table_to_json(table) for name, table in self._sections.items()},
-        }
+    def write(self, contents: Contents, rank: int) -> dict[str, Any]:
+        """Write them all, and return their entries for the manifest."""
+        for section, pieces in contents.sections.items():
+            self._write_shard(section, f"{section}-{rank:05d}.safetensors", pieces)
+        for name, (value, tensors) in contents.plain.items():
+            data = dump_json(value, f"{name}.json")
+            with self._file(f"{name}.json") as out:
+                out.write(data)
+            self._write_shard(name, f"{name}.safetensors", tensors)
+        return self._table
 
     def discard(self) -> None:
-        """Remove this rank's files, as far as possible."""
+        """Remove them, as far as possible."""
         for name in self._created:
             with contextlib.suppress(Exception):
                 self._files.remove_file(f"{self._directory}/{name}")
 
-    def _write(self, name: str, write: Callable[[HashingStream], Any]) -> Any:
+    def _write_shard(self, section: str, name: str, pieces: Sequence[Piece]) -> None:
+        if pieces:
+            with self._file(name) as out:
+                self._table["sections"][section] = table_to_json(write_shard(out, name, pieces))
+
+    @contextlib.contextmanager
+    def _file(self, name: str) -> Iterator[HashingStream]:
         path = f"{self._directory}/{name}"
         self._created.append(name)
         try:
             with self._files.create(path) as stream:
                 out = HashingStream(stream)
-                result = write(out)
+                yield out
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{name}: the directory that rank 0 created does not exist here ({error}). "
@@ -228,8 +301,7 @@ class _Writer:
             ) from error
         except OSError as error:
             raise CheckpointError(f"{path}: {describe(error, path)}. Earlier checkpoints are unchanged.") from error
-        self._records[name] = out.record()
-        return result
+        self._table["files"][name] = out.record()
 
 
 def _begin(files: Files, target: str, header: Mapping[str, Any], overwrite: bool) -> str:
@@ -292,8 +364,3 @@ def _commit(
         raise
     if free != target:
         replace_checkpoint(free, target)
-
-
-def _discard(files: Files, directory: str) -> None:
-    with contextlib.suppress(OSError):
-        files.remove_tree(directory)

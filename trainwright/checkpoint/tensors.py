@@ -1,4 +1,4 @@
-"""Pieces of tensors: what a rank holds of each tensor, which rank writes it, and where a checkpoint stores it.
+"""Pieces of tensors: what a rank holds of each tensor, how hooks see it, which rank writes it, and where it is stored.
 
 A piece is one contiguous range of a tensor flattened in row-major order. Every strategy's shard of a tensor is such a range,
 so a checkpoint written under one strategy is read under another by copying the overlaps of two lists of pieces. `shards.py`
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainwright.errors import CheckpointError
 
@@ -57,7 +59,7 @@ class Piece:
     name: str
     shape: tuple[int, ...]
     start: int
-    tensor: torch.Tensor
+    tensor: Tensor
     writer: int | None = None
 
     def __post_init__(self) -> None:
@@ -150,11 +152,7 @@ def _bytes(piece: Piece) -> int:
 
 
 def merge(tables: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
-    """Merge the tables of several files for one section, and check that every element is stored exactly once.
-
-    Raises:
-        CheckpointError: two tables disagree on a shape or dtype, elements are missing, or some are stored twice.
-    """
+    """Merge the tables of several files for one section, and check that every element is stored exactly once."""
     merged: dict[str, TensorEntry] = {}
     found: dict[str, list[StoredPiece]] = {}
     for table in tables:
@@ -168,18 +166,15 @@ def merge(tables: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]
             found.setdefault(name, []).extend(entry.pieces)
     for name, entry in merged.items():
         pieces = sorted(found[name], key=attrgetter("start", "numel"))
-        numel = entry.numel
-        if numel == 0:
-            pieces = pieces[:1]
-        check_coverage(name, numel, pieces)
-        merged[name] = TensorEntry(entry.shape, entry.dtype, tuple(pieces))
+        merged[name] = replace(entry, pieces=tuple(pieces if entry.numel else pieces[:1]))
+        check_coverage(name, merged[name])
     return merged
 
 
-def check_coverage(name: str, numel: int, pieces: Sequence[StoredPiece]) -> None:
-    """Raise unless the pieces, ordered by start, cover each of `numel` elements exactly once."""
-    reached = 0
-    for piece in pieces:
+def check_coverage(name: str, entry: TensorEntry) -> None:
+    """Raise unless the pieces, ordered by start, cover each element exactly once."""
+    numel, reached = entry.numel, 0
+    for piece in entry.pieces:
         if piece.start > reached:
             break
         if piece.start < reached:
@@ -190,3 +185,77 @@ def check_coverage(name: str, numel: int, pieces: Sequence[StoredPiece]) -> None
         reached = piece.start + piece.numel
     if reached != numel:
         raise CheckpointError(f"tensor {name!r} is incomplete: element {reached} of {numel} is in no file.")
+
+
+class RankPart(Tensor):
+    """A range of a tensor whose other ranges are on other ranks, as hooks see it at a save; made by `shown`.
+
+    An elementwise result is the same range of the whole result, so it can be stored under any name. A result of another shape
+    (a norm, a slice) corresponds to no range of anything, and cannot be stored.
+    """
+
+    source: Piece
+    """The piece that it is, or was computed from."""
+    is_range: bool
+    """Whether its elements still correspond one to one to the source's range."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, source: Piece, is_range: bool) -> RankPart:
+        """Return a tensor, in the same memory, as a part."""
+        part = tensor.detach().as_subclass(cls)
+        part.source, part.is_range = source, is_range
+        return part
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        parts = [each for each in tree_leaves((args, kwargs)) if isinstance(each, RankPart)]
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            ranges = {(each.source.shape, each.source.start) for each in parts}
+            are_ranges = len(ranges) == 1 and all(each.is_range for each in parts)
+
+            def derived(tensor: Tensor) -> Tensor:
+                if isinstance(tensor, RankPart):  # changed in place, or returned unchanged
+                    tensor.is_range = tensor.is_range and are_ranges
+                    return tensor
+                is_range = are_ranges and tensor.shape == parts[0].source.tensor.shape
+                return RankPart.of(tensor, parts[0].source, is_range)
+
+            return tree_map_only(Tensor, derived, result)
+
+    def __deepcopy__(self, memo: Any) -> RankPart:
+        copied: RankPart = self.clone()  # type: ignore[assignment]
+        return copied
+
+
+def shown(piece: Piece) -> Tensor:
+    """Return a piece's tensor for hooks: a whole one, or this rank's part. It is the memory in use."""
+    if piece.is_whole and piece.tensor.shape != piece.shape:  # sharded, but this rank holds all of it
+        piece = replace(piece, tensor=piece.tensor.view(piece.shape))
+    if piece.is_whole and piece.writer in (None, 0):
+        return piece.tensor
+    return RankPart.of(piece.tensor, piece, True)
+
+
+def is_range(tensor: Tensor) -> bool:
+    """Return whether a tensor is whole, or a part that still corresponds to its range."""
+    return not isinstance(tensor, RankPart) or tensor.is_range
+
+
+def stored(name: str, value: Tensor) -> Piece:
+    """Return the piece for a tensor that hooks left in a state_dict; CheckpointError if it is no range of a whole one."""
+    if not isinstance(value, RankPart):
+        return Piece(name, tuple(value.shape), 0, value.detach(), 0)
+    if not value.is_range:
+        raise CheckpointError(
+            f"on_save_checkpoint left {name!r} in the state_dict, computed from this rank's part of {value.source.name!r}; the "
+            "other ranks hold the rest. Use elementwise operations on such tensors (a cast, a factor), or strategy='ddp', "
+            "which keeps them whole."
+        )
+    return replace(value.source, name=name, tensor=value.detach().as_subclass(Tensor))

@@ -21,10 +21,9 @@ from trainwright.checkpoint.contents import (
 )
 from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
 from trainwright.checkpoint.filesystem import describe
-from trainwright.checkpoint.reader import Verify
-from trainwright.checkpoint.store import SAVE, Checkpoint, open_checkpoint
+from trainwright.checkpoint.reader import Checkpoint, Verify, open_checkpoint
+from trainwright.checkpoint.store import SAVE, CheckpointWriter
 from trainwright.checkpoint.tensors import Piece
-from trainwright.checkpoint.writer import CheckpointWriter
 from trainwright.data.generator_states import is_generator_state
 from trainwright.data.index_stream import Mode
 from trainwright.data.loaders import ShardedLoader

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from trainwright.checkpoint.store import SAVE, is_checkpoint
+from trainwright.checkpoint.discovery import is_checkpoint
+from trainwright.checkpoint.store import SAVE
 from trainwright.checkpoint.tensors import Piece
 from trainwright.compiled_names import clean_name
 from trainwright.distributed.ranks import Ranks

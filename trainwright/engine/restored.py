@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainwright.checkpoint.store import Checkpoint
+from trainwright.checkpoint.reader import Checkpoint
 from trainwright.data.generator_states import check_generator_states, is_generator_state
 from trainwright.data.seeding import derive_seed, derived_rng_state
 from trainwright.devices.accelerator import count

@@ -134,9 +134,7 @@ def set_aside(path: str) -> None:
 class MetricsFile:
     """A CSV file that rows with any columns are added to; it continues an existing one.
 
-    Args:
-        path: the file.
-        keep: the number of rows to keep: the first write drops later ones, but not their columns. None keeps all.
+    With `keep` the first write drops all rows but the first `keep`, and the columns that none of these has a value in.
     """
 
     def __init__(self, path: str, keep: int | None = None) -> None:
@@ -153,15 +151,18 @@ class MetricsFile:
         if "\n" in text:
             self._columns, *rows = csv.reader(io.StringIO(text[: text.rindex("\n") + 1], newline=""))
             self._text = "" if self._is_local else text
-        self.num_rows = len(rows)
-        if keep is not None and keep != self.num_rows:
-            if keep > self.num_rows:
+        if keep is not None and keep != len(rows):
+            if keep > len(rows):
                 warnings.warn(
-                    f"{path} has {self.num_rows} rows, but the checkpoint expects {keep}; the missing ones cannot be written "
+                    f"{path} has {len(rows)} rows, but the checkpoint expects {keep}; the missing ones cannot be written "
                     "again. Find out what changed the file.",
                     stacklevel=2,
                 )
-            self.num_rows, self._is_whole = min(keep, self.num_rows), False
+            rows, self._is_whole = rows[:keep], False
+            # A column that a dropped row added first would come before those that the resumed run adds before it.
+            used = {at for row in rows for at, value in enumerate(row) if value}
+            self._columns = [name for at, name in enumerate(self._columns) if at in used]
+        self.num_rows = len(rows)
 
     def append(self, rows: list[Row]) -> None:
         """Append rows; rewrite the file if they have new columns. Rows that fail are retried with the next ones."""
@@ -172,7 +173,7 @@ class MetricsFile:
         earlier = list(csv.DictReader(io.StringIO(self._read(), newline="")))[: self.num_rows] if is_new else []
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore")
-        if is_new:
+        if is_new and columns:
             writer.writeheader()
         writer.writerows(earlier)
         writer.writerows(rows)
@@ -187,7 +188,7 @@ class MetricsFile:
 
     def cut(self) -> None:
         """Drop the rows after those to keep, if any."""
-        if self._columns and not self._is_whole:
+        if not self._is_whole and self._read():
             self.append([])
 
     def sync(self) -> None:

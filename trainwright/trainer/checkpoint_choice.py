@@ -9,9 +9,9 @@ from typing import Any
 
 from trainwright.callbacks.checkpoint_files import SUFFIX
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.checkpoint.discovery import CheckpointEntry, find_candidates, find_checkpoints, same_path
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.reader import Checkpoint, Verify, check_verify
-from trainwright.checkpoint.store import CheckpointEntry, find_candidates, find_checkpoints, same_path
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine.engine import Engine
 from trainwright.errors import CheckpointError

@@ -12,11 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainwright.callbacks.base import Callback, stop_themselves
-from trainwright.checkpoint.contents import extra_states
+from trainwright.checkpoint.contents import encode_state, extra_states
 from trainwright.checkpoint.editing import Edit
 from trainwright.checkpoint.foreign_formats import is_plain
 from trainwright.checkpoint.shards import check_storable
-from trainwright.checkpoint.store import encode_state
 from trainwright.data.datamodule import DataModule
 from trainwright.data.loader_state import LoaderState
 from trainwright.data.seeding import rng_state

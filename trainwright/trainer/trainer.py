@@ -388,6 +388,10 @@ class Trainer(Status):
 
     @accumulate_grad_batches.setter
     def accumulate_grad_batches(self, value: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(
+                f"trainer.accumulate_grad_batches={value!r} is not accepted; set it to a whole number of batches from 1."
+            )
         self.run.trained.accumulate(value)
 
     # -- how a call is made ------------------------------------------------------------------------------------------
