@@ -13,7 +13,7 @@ from trainwright.data.collection import is_collection
 from trainwright.data.combined_loader import Combination, combined_length
 from trainwright.data.combined_loader import CombinedLoader as CombinedLoader
 from trainwright.data.index_stream import IndexStream
-from trainwright.data.loader_state import LoaderState, StatefulLoader
+from trainwright.data.loader_state import StatefulLoader
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.proportions import are_proportional, in_proportion
 from trainwright.data.seeding import derive_seed
@@ -79,8 +79,8 @@ class ShardedCombination(StatefulLoader):
             for part in self.parts:
                 part.read_ahead()  # the combination's end shows only when the next round is read
 
-    def begin(self, seed: int, epoch: int, start_batch: int, state: LoaderState) -> None:
-        places, sources = state["places"], state["sources"]
+    def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
+        places, sources = self._loaded["places"], self._loaded["sources"]
         if places and len(places) != len(self.parts):
             raise ValueError(
                 f"the checkpoint's position in the data is of {len(places)} loaders, but there are {len(self.parts)} now; "
@@ -93,10 +93,9 @@ class ShardedCombination(StatefulLoader):
         for index, part in enumerate(self.parts):
             start = (
                 0 if is_sequential else start_batch
-            )  # without a position, _start_of seeks when the loader's turn comes
-            start = places[index]["batch"] if places else start
-            own = LoaderState(places=places[index : index + 1], sources=sources[index : index + 1])
-            part.begin(self._seed_of(index), epoch, start, own)
+            )  # _start_of seeks when the turn of a loader without a position comes
+            part.load_state_dict({"places": places[index : index + 1], "sources": sources[index : index + 1]})
+            part.set_epoch(self._seed_of(index), epoch, places[index]["batch"] if places else start)
             part.shard.stop_before(None)
         if is_sequential:
             return
@@ -167,8 +166,7 @@ class ShardedCombination(StatefulLoader):
     def _seed_of(self, index: int) -> int:
         return self._seed if index == 0 else derive_seed(self._seed, index)  # equal seeds would correlate the loaders
 
-    def __iter__(self) -> Iterator[Any]:
-        self.note_begun()
+    def batches(self) -> Iterator[Any]:
         return self._one_after_another() if self.combination == "sequential" else self._side_by_side()
 
     def _one_after_another(self) -> Iterator[Any]:
@@ -199,8 +197,8 @@ class ShardedCombination(StatefulLoader):
             return part.start_batch
         length = part.exact_length
         start = min(left, length) if length is not None else 0
-        source = [] if start else self._left[index : index + 1]
-        part.begin(self._seed_of(index), self.epoch, start, {"places": [], "sources": source})
+        part.load_state_dict({"places": [], "sources": [] if start else self._left[index : index + 1]})
+        part.set_epoch(self._seed_of(index), self.epoch, start)
         return start
 
     def _side_by_side(self) -> Iterator[Any]:

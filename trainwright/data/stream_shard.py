@@ -47,19 +47,12 @@ class StreamPosition(TypedDict):
 
 
 class StreamShard:
-    """One rank's shard; a subclass says what a pass over its source yields, and how a last round is split.
+    """One rank's shard; a subclass defines what a pass over its source yields, and how a last round is split."""
 
-    Args:
-        rank, world_size: this rank, and how many there are.
-        mode: which items are this rank's (see the module).
-    """
-
-    def __init__(self, *, rank: int, world_size: int, mode: Mode) -> None:
+    def __init__(self, source: Any, *, rank: int, world_size: int, mode: Mode) -> None:
+        self.source = source
         self.rank, self.world_size, self.mode = rank, world_size, mode
-        self.seed = 0
-        """Seeds, with the epoch, everything that the source draws."""
-        self.epoch = 0
-        self.start_batch = 0
+        self.seed = self.epoch = self.start_batch = 0
         self.cycles = False
         self._most: int | None = None
         self.uneven: dict[int, list[int]] = {}
@@ -189,8 +182,11 @@ class StreamShard:
 
     @property
     def source_length(self) -> int | None:
-        """Return the items in a pass, over all ranks; None if unknown."""
-        raise NotImplementedError
+        """Return the items in a pass, over all ranks, as the source reports them; None if it does not."""
+        try:
+            return len(self.source)
+        except (TypeError, NotImplementedError):
+            return None
 
     @property
     def exact_source_length(self) -> int | None:
@@ -200,7 +196,7 @@ class StreamShard:
     @property
     def drops_short_round(self) -> bool:
         """Return whether a last round with fewer items than ranks is dropped."""
-        raise NotImplementedError
+        return self.mode == "train" and getattr(self.source, "drop_last", False) is True
 
     def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
         """Yield the items of one pass over the source, of all ranks, from `start` on."""
