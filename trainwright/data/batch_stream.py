@@ -44,10 +44,10 @@ class BatchStream(StreamShard):
         rank: int,
         world_size: int,
         mode: Mode,
-        seed_rank: int = 0,
-        generator: torch.Generator | None = None,
-        draws: bool = True,
-        states: SourceStates | None = None,
+        seed_rank: int,
+        generator: torch.Generator | None,
+        draws: bool,
+        states: SourceStates | None,
     ) -> None:
         super().__init__(source, rank=rank, world_size=world_size, mode=mode)
         self.seed_rank, self.states = seed_rank, states
@@ -66,11 +66,7 @@ class BatchStream(StreamShard):
         position: StreamPosition | None = None,
         state: SourceState | None = None,
     ) -> None:
-        """See StreamShard; with the source's state if it is known.
-
-        Raises:
-            ValueError: the batch size has changed, and the position lies within a batch of the new one.
-        """
+        """See StreamShard; ValueError if the batch size has changed and the position lies within a batch of the new one."""
         # With an exact state the rest of a batch may be dropped. Without one, batches of the new size would have to be re-read,
         # and they do not end where the consumed ones ended.
         is_exact = state is not None and position is not None and state["items"] == position["items"]

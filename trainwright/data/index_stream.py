@@ -47,15 +47,14 @@ class IndexStream(StreamShard):
         rank: int,
         world_size: int,
         mode: Mode,
-        seed_rank: int | None = None,
-        same_on_ranks: bool = True,
-        gives_seeds: bool = False,
+        seed_rank: int,
+        same_on_ranks: bool,
+        gives_seeds: bool,
     ) -> None:
         super().__init__(source, rank=rank, world_size=world_size, mode=mode)
         self.batched, self.gives_seeds = batched, gives_seeds
-        self._same_on_ranks = same_on_ranks
+        self.seed_rank, self._same_on_ranks = seed_rank, same_on_ranks
         self._digest = OrderDigest()
-        self.seed_rank = rank if seed_rank is None else seed_rank
         self._trimmed = 0
         """Samples missing from the batch at the start, because they were consumed."""
         self._resumed_at: StreamPosition | None = None
@@ -95,7 +94,6 @@ class IndexStream(StreamShard):
         return self._noted
 
     def __len__(self) -> int:
-        """Return the batches of this rank in an epoch; TypeError if the source has no length."""
         length = self._length_of(len(self.source))
         assert length is not None
         return length
@@ -114,13 +112,12 @@ class IndexStream(StreamShard):
 
     @property
     def item_size(self) -> int:
-        """Return the batch size if torch's own batch sampler makes the batches; 1 without batching."""
         if not self.batched:
             return 1
         return int(self.source.batch_size) if type(self.source) is BatchSampler else 0
 
     def item_at(self, samples: int, was: int) -> int:
-        # Of a batch of the new size that was partly consumed only the rest comes.
+        # Only the rest comes of a batch of the new size that was partly consumed.
         sampler, items = self.source.sampler if self.batched else self.source, self.source_length
         if items is not None and samples >= len(sampler):
             return items
@@ -184,7 +181,7 @@ class IndexStream(StreamShard):
 
     @property
     def is_split(self) -> bool:
-        """Return whether a round may be re-split: not if the user's own batch sampler made its batches."""
+        """Return whether a round may be re-split: not if the user's batch sampler made its batches."""
         return self.batched and type(self.source) is BatchSampler
 
     def cut_round(self, items: list[Any], number: int) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 from trainwright.data.source_state import SourceState
-from trainwright.data.stream_shard import StreamPosition
+from trainwright.data.stream_shard import StreamPosition, StreamShard
 
 
 class LoaderState(TypedDict):
@@ -30,6 +30,8 @@ NOT_BEGUN = LoaderState(places=(), sources=())
 class StatefulLoader(ABC):
     """What has a position in its data. A subclass finds the position and begins an epoch there."""
 
+    shards: Sequence[StreamShard]
+    """Which batches of each of the user's loaders are this rank's."""
     uneven: Mapping[int, list[int]]
     """Samples per rank (or numbers in their proportion) of each uneven round reached so far, by batch number: a live view."""
 
@@ -74,10 +76,34 @@ class StatefulLoader(ABC):
     def batches(self) -> Iterator[Any]:
         """Return this rank's batches from the start that was chosen."""
 
+    def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
+        """Choose the batches of this rank after which sources' states are taken: pairs of an interval and one such batch."""
+        for shard in self.shards:
+            shard.plan_states(batches)
+
     @property
-    @abstractmethod
+    def starts_beyond(self) -> bool:
+        """Return whether the start lies beyond the end of the data."""
+        return any(shard.starts_beyond for shard in self.shards)
+
+    @property
     def length(self) -> int | None:
         """Return the batches of this rank in a whole epoch; None if a loader has no length."""
+        return self.combined([shard.length for shard in self.shards])
+
+    @property
+    def whole_length(self) -> int | None:
+        """Return the length of an epoch that runs at this world size from its start."""
+        return self.combined([shard.whole_length for shard in self.shards])
+
+    @property
+    def exact_length(self) -> int | None:
+        """Return the length if it is certain: of an index stream or a list, not a loader's estimate."""
+        return None if any(shard.exact_source_length is None for shard in self.shards) else self.length
+
+    @abstractmethod
+    def combined(self, lengths: list[int | None]) -> int | None:
+        """Return the length of an epoch, from those of the shards."""
 
     @abstractmethod
     def positions(self, batch: int) -> list[StreamPosition]:

@@ -83,7 +83,6 @@ class ShardedLoader(StatefulLoader):
         self.start_batch = 0
         self.stream: IndexStream | None = None
         self.shard: IndexStream | BatchStream
-        """Which batches of the loader are this rank's."""
         self._base_seeds: torch.Generator | None = None
         self._with_workers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Iterators whose workers may still run; weak, so that dropping an iterator ends its workers at once."""
@@ -99,7 +98,7 @@ class ShardedLoader(StatefulLoader):
             self._is_read_ahead = self.stream.source_length is None
         else:
             self.shard = self._with_batches(loader, in_order)
-        self.uneven = self.shard.uneven
+        self.shards, self.uneven = [self.shard], self.shard.uneven
 
     def _copied(self, loader: DataLoader[Any], pin_memory: bool) -> DataLoader[Any]:
         clone, dataset, num_workers = copy.copy(loader), loader.dataset, loader.num_workers
@@ -214,7 +213,6 @@ class ShardedLoader(StatefulLoader):
         return self.stream is not None and self._is_read_ahead and not self.stream.gives_seeds
 
     def _isolated(self, stream: IndexStream) -> Iterator[Any]:
-        """Yield the batches; for each the same is drawn as in a worker."""
         batches = iter(self._source)
         for number in count(stream.start_batch):
             with IsolatedGenerators(stream.batch_seed(number)).active():
@@ -231,13 +229,8 @@ class ShardedLoader(StatefulLoader):
             return [None]  # it has no state, or each epoch starts as the first did
         return [(is_over and self._states.ending()) or self._states.at(positions[0])]
 
-    def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
-        """See `StreamShard.plan_states`."""
-        self.shard.plan_states(batches)
-
-    @property
-    def starts_beyond(self) -> bool:
-        return self.shard.starts_beyond
+    def combined(self, lengths: list[int | None]) -> int | None:
+        return lengths[0]
 
     def note_indices(self) -> deque[list[Any]] | None:
         """Return a queue to which the next `iter` appends the dataset's indices of each batch; None for a loader without.
@@ -245,18 +238,6 @@ class ShardedLoader(StatefulLoader):
         Workers read ahead, so the queue may be some batches ahead too.
         """
         return None if self.stream is None else self.stream.note_indices()
-
-    @property
-    def length(self) -> int | None:
-        return self.shard.length
-
-    @property
-    def whole_length(self) -> int | None:
-        return self.shard.whole_length
-
-    @property
-    def exact_length(self) -> int | None:
-        return None if self.shard.exact_source_length is None else self.shard.length
 
     @property
     def real_length(self) -> int | None:
@@ -302,11 +283,8 @@ def with_last(
     """Yield (batch, whether it is the last); without a known length one batch is read ahead to know.
 
     The loader begins at batch number `start` of `length`; `most` limits the batches if no length is known. If the ranks may end
-    at different batches (not `ends_together`), `all_have` says for each batch, and at the end, whether every rank has one; the
-    first rank's end is everyone's.
-
-    Raises:
-        RuntimeError: the loader gives more batches than its whole length.
+    at different batches (not `ends_together`), `all_have` returns for each batch, and at the end, whether every rank has one;
+    all end with the first rank that does. RuntimeError if the loader gives more batches than its whole length.
     """
     if length is not None:
         is_whole = length == loader.exact_length

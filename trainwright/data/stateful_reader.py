@@ -66,11 +66,7 @@ class StatefulReader:
                 return
 
     def begin_within(self, state: ReaderState, epoch: int) -> Iterator[Any]:
-        """Yield the items of a pass from a state within it on.
-
-        Raises:
-            StateRejected: the source fails to load it.
-        """
+        """Yield the items of a pass from a state within it on (StateRejected if the source fails to load it)."""
         self._note_beginning()
         try:
             set_epoch_of(self._source, epoch)

@@ -37,13 +37,8 @@ def all_gather_with_gradients(tensor: Tensor) -> list[Tensor]:
 
 
 def refuse_unequal(tensor: Tensor) -> None:
-    """Refuse, on every rank, a tensor whose shape or dtype differs across ranks. Collective: call on every rank.
-
-    Under gloo only, which ends the process at such a gather; elsewhere the check would make the host wait for the device.
-
-    Raises:
-        ValueError, TypeError: they differ.
-    """
+    """Raise ValueError or TypeError on every rank if the shape or the dtype differs. Collective: call on every rank."""
+    # Gloo ends the process at such a gather. For other backends the check would make the host wait for the device.
     if _world_size() == 1 or dist.get_backend() != "gloo" or tensor.dim() > _MAX_DIMS:
         return
     shapes = _gather_shapes(tensor, "all_gather")
@@ -63,12 +58,10 @@ def _listed(shapes: list[tuple[int, ...]]) -> str:
 
 
 def filled_up(tensor: Tensor) -> tuple[Tensor, list[int]]:
-    """Return a tensor padded with its own rows to the longest of any rank, and the rows of each rank; keeps gradients.
+    """Return a tensor padded by repeating its rows to the longest of any rank, and the rows of each rank; keeps gradients.
 
-    Collective: call on every rank.
-
-    Raises:
-        ValueError, TypeError: they differ beyond the first dimension, or a rank has no row to repeat.
+    Collective: call on every rank. ValueError or TypeError if the tensors differ beyond the first dimension, or a rank has no
+    row to repeat.
     """
     if tensor.dim() > _MAX_DIMS or _world_size() == 1:
         return tensor, []

@@ -25,12 +25,9 @@ from trainwright.distributed.sync_points import SyncPoint, SyncPoints
 
 
 def pick_backend(device_type: str, *, on_host_too: bool = False) -> str:
-    """Return the collective backend of a device type: gloo for the CPU, else the device's default one (NCCL, XCCL, ...).
+    """Return the collective backend of a device type (ValueError if torch has none): gloo for the CPU, else NCCL, XCCL, ...
 
     `on_host_too` adds gloo for tensors in host memory, for an engine that keeps its shards there.
-
-    Raises:
-        ValueError: torch has none for this device type.
     """
     backend = collective_backend(device_type)
     if backend is None:

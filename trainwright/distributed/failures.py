@@ -1,8 +1,4 @@
-"""Failures of ranks, over the key-value store.
-
-`FailureLog` holds what failed ranks have reported, the first one first. `PeerWatch` ends this process when another rank has
-failed.
-"""
+"""Failures of ranks, over the key-value store: how they are reported, and how the other ranks end."""
 
 from __future__ import annotations
 

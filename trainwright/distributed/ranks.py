@@ -58,10 +58,7 @@ class Ranks:
     def decide(self, decide: Callable[[], Any], call: str) -> Any:
         """Return what `decide` returns on rank 0, the only rank that calls it: metrics, clocks and files may differ by rank.
 
-        Any other error than these ends the job, as a failed rank does.
-
-        Raises:
-            ValueError, CheckpointError: rank 0's, on every rank.
+        Rank 0's ValueError or CheckpointError is raised on every rank; any other error ends the job, as a failed rank does.
         """
         reply: dict[str, Any] = {}
         if self.rank == 0:

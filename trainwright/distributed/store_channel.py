@@ -1,7 +1,4 @@
-"""Store channel: swaps small payloads between all ranks over the key-value store, without a collective.
-
-`ranks.py` builds what the ranks agree on; `environment.py` opens the store.
-"""
+"""Store channel: swaps small payloads between all ranks over the key-value store, without a collective."""
 
 from __future__ import annotations
 
@@ -74,8 +71,7 @@ class StoreChannel:
         `call` names the call, with its step if it has one, and must be the same on all ranks.
 
         Raises:
-            RuntimeError: on every rank, if the ranks have met in different calls; on this one, if another has skipped this
-                call or has exited.
+            RuntimeError: the ranks have met in different calls, or another rank has skipped this call or has exited.
             TimeoutError: a rank has not made it in time.
         """
         if self._store is None:
