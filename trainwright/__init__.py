@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         TQDMProgressBar,
         load_predictions,
     )
-    from trainwright.data.combined import CombinedLoader
+    from trainwright.data.combined_loader import CombinedLoader
     from trainwright.data.datamodule import DataModule
     from trainwright.data.datamodule import DataModule as LightningDataModule
     from trainwright.data.seeding import isolate_rng, seed_everything

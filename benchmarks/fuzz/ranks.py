@@ -33,7 +33,7 @@ STRATEGIES = ["ddp", "fsdp", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stag
 LOADERS = ["plain", "shuffle", "weighted", "stream"]
 COMBINED = ["min_size", "max_size", "max_size_cycle", "sequential"]
 TOLERANCE = 1e-6
-INEXACT = "cannot share a round of the combined"
+INEXACT = "cannot divide a round of the combined"
 """Rank 0 says so."""
 SIMPLEST: dict[str, list[Any]] = {
     "strategy": STRATEGIES,

@@ -19,7 +19,7 @@ from trainwright.data.proportions import in_proportion
 
 MODES: list[Any] = ["min_size", "max_size", "max_size_cycle", "sequential"]
 Pair = namedtuple("Pair", "left right")
-NO_PROPORTION = "ignore:the . ranks cannot share a round:UserWarning"
+NO_PROPORTION = "ignore:the . ranks cannot divide a round:UserWarning"
 
 
 def numbers(first: int, count: int, size: int = 1, **options: Any) -> DataLoader[Any]:

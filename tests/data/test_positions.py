@@ -169,7 +169,7 @@ def test_another_batch_size_that_changes_again_before_the_first_batch() -> None:
         assert sorted(seen) == list(range(count)), (count, old, new, last, ranks)
 
 
-@pytest.mark.filterwarnings("ignore:the . ranks cannot share a round:UserWarning")
+@pytest.mark.filterwarnings("ignore:the . ranks cannot divide a round:UserWarning")
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
 def test_combinations(mode: Any) -> None:
     def loader() -> CombinedLoader:

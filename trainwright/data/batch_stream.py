@@ -1,12 +1,12 @@
 """The batch stream: whose batches are whose for a loader without indices (an iterable dataset, a list of batches).
 
 A source with a state (source_state.py) resumes from it. Any other source can only be read from its start, so a resumed run
-reads again what was consumed, and says so. What the source draws while it is read comes from isolated generators under a seed
-of (seed, epoch): the order is a function of the two, and reading again does not move the generators of training.
+reads again what was consumed, and prints that it does. What the source draws while it is read comes from isolated generators
+under a seed of (seed, epoch): the order is a function of the two, and reading again does not move the generators of training.
 
 Every rank reads the whole stream and keeps its shard (stream_shard.py), so all ranks know where it ends. The last round is
-neither split nor padded: each rank weighs by the samples of its own batch, and a rank without one works on the round's first
-batch with weight zero.
+neither split nor padded: each rank weighs by the samples of its batch, and a rank without one works on the round's first batch
+with weight zero.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 from trainwright.data.seeding import IsolatedGenerators, derive_seed
 from trainwright.data.source_state import SourceState, SourceStates
@@ -32,8 +31,6 @@ class BatchStream(StreamShard):
     """One rank's shard of an iterable of batches.
 
     Args:
-        source: the iterable; each `__iter__` starts from the beginning.
-        rank, world_size, mode: see stream_shard.py.
         seed_rank: the rank that seeds the workers; 0 if all ranks read the same.
         generator: what a DataLoader draws its workers' seeds from; None for other sources.
         draws: whether reading the source draws from this process's generators.
@@ -47,15 +44,13 @@ class BatchStream(StreamShard):
         rank: int,
         world_size: int,
         mode: Mode,
-        seed_rank: int = 0,
-        generator: torch.Generator | None = None,
-        draws: bool = True,
-        states: SourceStates | None = None,
+        seed_rank: int,
+        generator: torch.Generator | None,
+        draws: bool,
+        states: SourceStates | None,
     ) -> None:
-        super().__init__(rank=rank, world_size=world_size, mode=mode)
-        self.source = source
-        self.seed_rank = seed_rank
-        self.states = states
+        super().__init__(source, rank=rank, world_size=world_size, mode=mode)
+        self.seed_rank, self.states = seed_rank, states
         self._plan: Sequence[tuple[int, int]] = ()
         self._generator, self._draws = generator, draws
         self._from: SourceState | None = None
@@ -71,11 +66,7 @@ class BatchStream(StreamShard):
         position: StreamPosition | None = None,
         state: SourceState | None = None,
     ) -> None:
-        """Choose the order of the next pass and where it starts (see StreamShard), with the source's state if it is known.
-
-        Raises:
-            ValueError: the batch size has changed, and the position lies within a batch of the new one.
-        """
+        """See StreamShard; ValueError if the batch size has changed and the position lies within a batch of the new one."""
         # With an exact state the rest of a batch may be dropped. Without one, batches of the new size would have to be re-read,
         # and they do not end where the consumed ones ended.
         is_exact = state is not None and position is not None and state["items"] == position["items"]
@@ -88,21 +79,9 @@ class BatchStream(StreamShard):
         self._plan = batches
 
     @property
-    def source_length(self) -> int | None:
-        """Return the source's own length, which need not be true; None if it has none."""
-        try:
-            return len(self.source)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            return None
-
-    @property
     def exact_source_length(self) -> int | None:
-        """Return the length of a list of batches; None for anything else."""
+        # Only a list's length is certain: that of a DataLoader or a dataset need not be true.
         return self.source_length if isinstance(self.source, Sequence) else None
-
-    @property
-    def drops_short_round(self) -> bool:
-        return self.mode == "train" and getattr(self.source, "drop_last", False) is True
 
     @property
     def real_length(self) -> int | None:
@@ -110,7 +89,6 @@ class BatchStream(StreamShard):
 
     @property
     def item_size(self) -> int:
-        """Return the loader's batch size; 0 if it has none."""
         size = getattr(self.source, "batch_size", None)
         return size if isinstance(size, int) else 0
 
@@ -131,13 +109,15 @@ class BatchStream(StreamShard):
             return islice(self._read_once(self.source, pass_number), start, None)
         if self.states is not None:
             return self._read_from_state(self.states, pass_number, start)
-        self._tell_reread(pass_number, start, "has no state_dict()")
+        self._print_reread(pass_number, start, "has no state_dict()")
         return islice(self._opened(pass_number, lambda: iter(self.source)), start, None)
 
     @property
     def _kind(self) -> str:
+        """Return the name of the dataset's class with its article."""
         dataset = getattr(self.source, "dataset", self.source)
-        return type(getattr(dataset, "dataset", dataset)).__name__
+        kind = type(getattr(dataset, "dataset", dataset)).__name__
+        return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
 
     def _read_once(self, source: Iterator[Any], pass_number: int) -> Iterator[Any]:
         is_empty = True
@@ -150,13 +130,15 @@ class BatchStream(StreamShard):
                 "DataLoader or an object whose __iter__ starts from the beginning, or read it once (max_epochs=1)."
             )
 
-    def _tell_reread(self, pass_number: int, batches: int, why: str) -> None:
-        if batches and pass_number == self.start_pass and self.rank == self.seed_rank == 0:
-            print(
-                f"trainwright: skipping the first {batches} batches of this epoch: {_article(self._kind)} {why}, so they have "
-                "to be re-read.",
-                file=sys.stderr,
+    def _print_reread(self, pass_number: int, batches: int, why: str) -> None:
+        if batches and pass_number == self.start_pass:
+            self._print(
+                f"skipping the first {batches} batches of this epoch: {self._kind} {why}, so they have to be re-read."
             )
+
+    def _print(self, text: str) -> None:
+        if self.rank == self.seed_rank == 0:
+            print(f"trainwright: {text}", file=sys.stderr)
 
     def _opened(self, pass_number: int, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return the batches that `begin` reads, a pass or the rest of one, under the pass's seed."""
@@ -177,23 +159,20 @@ class BatchStream(StreamShard):
         if state is not None and not states.fits(state):
             was, now = state["num_workers"], getattr(self.source, "num_workers", 0)
             self._why_reread = f"was read by {was} workers, whose states do not fit {now}"
-            is_lost = is_at_start and state["readers"] and not state["ended"]
-            if is_lost and self.rank == self.seed_rank == 0:
-                print(f"trainwright: {_article(self._kind)} {self._why_reread}, so it starts over.", file=sys.stderr)
+            if is_at_start and state["readers"] and not state["ended"]:
+                self._print(f"{self._kind} {self._why_reread}, so it starts over.")
             state = None
-        if state is not None and not is_at_start and state["passes"] == self.start_pass and position is not None:
-            state = self._fitted_state(state, position) if state["items"] else state
-        elif not is_at_start:
-            state = None
-        if state is None:
-            states.begin_pass(self.start_pass, {})
-        elif is_at_start:
+        if state is not None and is_at_start:
             states.begin_after(state)
-        elif state["items"]:
-            self._from = state
-            states.begin_within(state)
+            return
+        if state is not None and (position is None or state["passes"] != self.start_pass):
+            state = None
+        elif state is not None and position is not None and state["items"]:
+            self._from = state = self._fitted_state(state, position)
+        if self._from is not None:
+            states.begin_within(self._from)
         else:
-            states.begin_pass(self.start_pass, state["readers"])
+            states.begin_pass(self.start_pass, {} if state is None else state["readers"])
 
     def _fitted_state(self, state: SourceState, position: StreamPosition) -> SourceState | None:
         """Return a state with its batches counted in those of now; None if that is not a whole number."""
@@ -223,10 +202,9 @@ class BatchStream(StreamShard):
                 return
             states.distrust()
             states.begin_pass(pass_number, state.get("begun", {}))
-        self._tell_reread(pass_number, start, why)
-        yield from islice(
-            states.noting(self._opened(pass_number, lambda: states.open_pass(pass_number, self.epoch))), start, None
-        )
+        self._print_reread(pass_number, start, why)
+        batches = self._opened(pass_number, lambda: states.open_pass(pass_number, self.epoch))
+        yield from islice(states.noting(batches), start, None)
 
     def cut_round(self, items: list[Any], number: int) -> Any:
         """Return this rank's batch of a pass's last round; if it has none, the first rank's, with weight zero."""
@@ -237,10 +215,6 @@ class BatchStream(StreamShard):
         if len(items) < self.world_size or len(set(sizes)) > 1:
             self.uneven[number] = sizes + [0] * (self.world_size - len(items))
         return items[self.rank] if self.rank < len(items) else items[0]
-
-
-def _article(kind: str) -> str:
-    return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
 
 
 def _cause(error: StateRejected) -> str:
@@ -270,11 +244,3 @@ def count_samples(batch: Any) -> int | None:
     if batch and not any(isinstance(each, (Tensor, Mapping, list, tuple)) for each in batch):
         return len(batch)
     return next((size for each in batch if (size := count_samples(each)) is not None), None)
-
-
-def distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
-    """Return the loader's DistributedSampler, also one within a batch sampler."""
-    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        if isinstance(sampler, DistributedSampler):
-            return sampler
-    return None

@@ -1,19 +1,14 @@
-"""Combined: several loaders at once, side by side or one after the other.
-
-`CombinedLoader` (combined_loader.py) is what a user makes; `ShardedCombination` is one rank's shard of it, as the loops run it.
-"""
+"""Combined: one rank's shard of several loaders, side by side or one after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
-from trainwright.data.collection import is_collection
-from trainwright.data.combined_loader import Combination, combined_length
-from trainwright.data.combined_loader import CombinedLoader as CombinedLoader
+from trainwright.data.combined_loader import CombinedLoader, combined_length, is_collection
 from trainwright.data.index_stream import IndexStream
-from trainwright.data.loader_state import LoaderState, StatefulLoader
+from trainwright.data.loader_state import StatefulLoader
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.proportions import are_proportional, in_proportion
 from trainwright.data.seeding import derive_seed
@@ -33,10 +28,7 @@ class ShardedCombination(StatefulLoader):
     one process would have. In training a round in which a loader ends is re-split among the ranks, with the same proportions
     for all of its loaders (proportions.py).
 
-    Args:
-        loader: the loaders and how they are combined.
-        rank, world_size, mode: see stream_shard.py.
-        options: `shard`, `in_order` and `pin_memory` of ShardedLoader.
+    The options are `shard`, `in_order` and `pin_memory` of ShardedLoader.
 
     Raises:
         TypeError: a loader that cannot be sharded, or several to be evaluated as one that come one after the other.
@@ -47,8 +39,6 @@ class ShardedCombination(StatefulLoader):
         super().__init__(loader, rank)
         self.world_size, self.mode = world_size, mode
         self.combination = loader.mode
-        self.epoch = 0
-        self.start_batch = 0
         self.uneven: dict[int, list[int]] = {}
         self._pads = mode == "padded" and world_size > 1
         for name, leaf in zip(loader.names, loader.flattened, strict=True):
@@ -62,48 +52,52 @@ class ShardedCombination(StatefulLoader):
             ShardedLoader(each, rank=rank, world_size=world_size, mode=mode, **options) for each in loader.flattened
         ]
         """This rank's shard of each loader, in the order of `loader.flattened`."""
-        self._seed = 0
-        self._left: list[SourceState | None] = []
+        self.shards = [part.shard for part in self.parts]
+        self._seed = self._epoch = self._start_batch = 0
+        self._sources: Sequence[SourceState | None] = ()
         """The state of each loader's source at the start."""
+        self._positions: Sequence[StreamPosition] = ()
+        """The position of each loader at the start; empty if the start batch says it."""
         self._dummy_at: int | None = None
         self._has_warned = False
-        self._positions: list[StreamPosition] = []
-        """The position of each loader at the start; empty if `start_batch` says it."""
         self._first_batches: list[int] = []
         """The number of each loader's first batch, of those reached so far ("sequential" only)."""
-        self._refuse_what_cannot_be_combined()
+        if self._pads and self.combination == "sequential":
+            raise TypeError(
+                "loaders that are evaluated one after the other end on some ranks before others; shard each of them by itself."
+            )
+        lengths = [part.shard.source_length if part.exact_length is not None else None for part in self.parts]
+        if self.combination == "max_size_cycle" and 0 in lengths and any(lengths):
+            raise ValueError(
+                "a loader of this collection is empty, so max_size_cycle cannot restart it; give it data, leave it out, or "
+                "choose mode='max_size'."
+            )
         if self.combination == "max_size_cycle":
-            for part in self.parts:
-                part.shard.cycle()
-        if any(part.exact_length is None for part in self.parts):
-            for part in self.parts:
-                part.read_ahead()  # the combination's end shows only when the next round is read
+            for shard in self.shards:
+                shard.cycle()
+        if self.exact_length is None:
+            self.read_ahead()  # the combination's end shows only when the next round is read
 
-    def begin(self, seed: int, epoch: int, start_batch: int, state: LoaderState) -> None:
-        places, sources = state["places"], state["sources"]
+    def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
+        places, sources = self._loaded["places"], self._loaded["sources"]
         if places and len(places) != len(self.parts):
             raise ValueError(
                 f"the checkpoint's position in the data is of {len(places)} loaders, but there are {len(self.parts)} now; "
                 "resume with the loaders that it was saved with, or from a checkpoint of an epoch's end."
             )
-        self._seed, self.epoch, self.start_batch, self._left = seed, epoch, start_batch, list(sources)
-        self._positions, self._first_batches, self._dummy_at = list(places), [], None
+        self._seed, self._epoch, self._start_batch = seed, epoch, start_batch
+        self._positions, self._sources = places, sources
+        self._first_batches, self._dummy_at = [], None
         self.uneven.clear()
         is_sequential = self.combination == "sequential"
         for index, part in enumerate(self.parts):
-            start = (
-                0 if is_sequential else start_batch
-            )  # without a position, _start_of seeks when the loader's turn comes
-            start = places[index]["batch"] if places else start
-            own = LoaderState(places=places[index : index + 1], sources=sources[index : index + 1])
-            part.begin(self._seed_of(index), epoch, start, own)
-            part.shard.stop_before(None)
-        if is_sequential:
-            return
-        end = self._combined([part.exact_length for part in self.parts])
-        for part in self.parts:
-            if end is not None and (part.shard.cycles or part.exact_length != end):
-                part.shard.stop_before(end)  # so that no worker reads further
+            # Without a position, `_start_of` seeks when the turn of a loader comes.
+            start = places[index]["batch"] if places else 0 if is_sequential else start_batch
+            part.load_state_dict({"places": places[index : index + 1], "sources": sources[index : index + 1]})
+            part.set_epoch(self._seed_of(index), epoch, start)
+        end = None if is_sequential else self.exact_length
+        for part in self.parts:  # so that no worker reads further
+            part.shard.stop_before(end if part.shard.cycles or part.exact_length != end else None)
         if end is not None and self.world_size > 1 and self.mode == "train":
             self._plan(end)
 
@@ -152,14 +146,6 @@ class ShardedCombination(StatefulLoader):
     def source_states(self, positions: Sequence[StreamPosition], is_over: bool) -> list[SourceState | None]:
         return [part.source_states([each], is_over)[0] for part, each in zip(self.parts, positions, strict=True)]
 
-    def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
-        for part in self.parts:
-            part.plan_states(batches)
-
-    @property
-    def starts_beyond(self) -> bool:
-        return any(part.starts_beyond for part in self.parts)
-
     def close(self) -> None:
         for part in self.parts:
             part.close()
@@ -167,12 +153,11 @@ class ShardedCombination(StatefulLoader):
     def _seed_of(self, index: int) -> int:
         return self._seed if index == 0 else derive_seed(self._seed, index)  # equal seeds would correlate the loaders
 
-    def __iter__(self) -> Iterator[Any]:
-        self.note_begun()
+    def batches(self) -> Iterator[Any]:
         return self._one_after_another() if self.combination == "sequential" else self._side_by_side()
 
     def _one_after_another(self) -> Iterator[Any]:
-        left, latest, begun = self.start_batch, self.start_batch - 1, 0  # `left`: batches still to skip
+        left, latest, begun = self._start_batch, self._start_batch - 1, 0  # `left`: batches still to skip
         for index, part in enumerate(self.parts):
             self._first_batches.append(begun)
             start = self._start_of(index, left)
@@ -199,38 +184,34 @@ class ShardedCombination(StatefulLoader):
             return part.start_batch
         length = part.exact_length
         start = min(left, length) if length is not None else 0
-        source = [] if start else self._left[index : index + 1]
-        part.begin(self._seed_of(index), self.epoch, start, {"places": [], "sources": source})
+        part.load_state_dict({"places": [], "sources": [] if start else self._sources[index : index + 1]})
+        part.set_epoch(self._seed_of(index), self._epoch, start)
         return start
 
     def _side_by_side(self) -> Iterator[Any]:
         iterators = [self._begun(part) for part in self.parts]
         is_cycle = self.combination == "max_size_cycle"
-        number = self.start_batch
-        while True:
+        for number in count(self._start_batch):
             batches = []
             for index, iterator in enumerate(iterators):
                 batch = next(iterator, END)
                 if batch is END:
-                    if self.combination == "min_size" or is_cycle:  # a cycling loader ends only at `most`
+                    if self.combination == "min_size" or is_cycle:  # a cycling loader ends only where it is stopped
                         return
                     iterators[index] = iter(())  # drops the iterator, which ends its workers
                 batches.append(batch)
             there = [part for part, batch in zip(self.parts, batches, strict=True) if batch is not END]
-            if not there or (is_cycle and not any(_is_in_first_pass(part, number) for part in self.parts)):
+            if not there or (is_cycle and not any(_is_before(number, part.shard.first_pass) for part in self.parts)):
                 return
             if self._pads:
                 self._drop_dummies(batches, number)
             elif self.world_size > 1:
                 self._note(there, number)
-            if any(batch is END for batch in batches):
-                batches = [None if batch is END else batch for batch in batches]
-            yield self.loader.rebuilt(batches)
-            number += 1
+            yield self.loader.rebuilt([None if batch is END else batch for batch in batches])
 
     def _begun(self, part: ShardedLoader) -> Iterator[Any]:
         length = part.exact_length
-        is_over = length is not None and self.start_batch >= length and not part.shard.cycles  # then start no workers
+        is_over = length is not None and self._start_batch >= length and not part.shard.cycles  # then start no workers
         return iter(()) if is_over else iter(part)
 
     def _note(self, there: list[ShardedLoader], number: int) -> None:
@@ -244,18 +225,18 @@ class ShardedCombination(StatefulLoader):
             self._warn_of_proportions([part.uneven.get(number) if part in there else [] for part in self.parts])
 
     def _warn_of_proportions(self, sizes: list[list[int] | None]) -> None:
-        """Warn once of a round for which no weight is right for every loader; None stands for equal parts."""
+        """Warn once of a round for which no weight is right for every loader; None means equal parts."""
         if self._has_warned:
             return
         self._has_warned = True
-        parts_of_loaders = []
-        for number, (name, each) in enumerate(zip(self.loader.names, sizes, strict=True)):
-            if each != []:
-                parts = "equally many" if each is None else " and ".join(map(str, each))
-                parts_of_loaders.append(f"{parts} of loader {name or number!r}")
+        parts = ", ".join(
+            f"{'equally many' if each is None else ' and '.join(map(str, each))} of loader {name or number!r}"
+            for number, (name, each) in enumerate(zip(self.loader.names, sizes, strict=True))
+            if each != []
+        )
         rank_zero_warn(
-            f"the {self.world_size} ranks cannot share a round of the combined loaders in one proportion: they have "
-            f"{', '.join(parts_of_loaders)}. Each rank's loss has the same weight in such a round, so its samples have other "
+            f"the {self.world_size} ranks cannot divide a round of the combined loaders in one proportion: they have "
+            f"{parts}. Each rank's loss has the same weight in such a round, so its samples have other "
             "weights than on one process. Give each loader a number of samples that divides evenly, or drop_last=True.",
             stacklevel=2,
         )
@@ -263,31 +244,15 @@ class ShardedCombination(StatefulLoader):
     def _drop_dummies(self, batches: list[Any], number: int) -> None:
         """Note where this rank's batches become dummies; in a round before that, drop those that only other ranks have."""
         pairs = zip(self.parts, batches, strict=True)
-        is_real = [batch is not END and self._is_real(part, number) for part, batch in pairs]
+        is_real = [batch is not END and _is_before(number, _real_length(part)) for part, batch in pairs]
         if not (all if self.combination == "min_size" else any)(is_real):
             self._dummy_at = number if self._dummy_at is None else self._dummy_at
         elif self.combination == "max_size":
             batches[:] = [batch if real else END for batch, real in zip(batches, is_real, strict=True)]
 
-    def _is_real(self, part: ShardedLoader, number: int) -> bool:
-        real = part.shard.real_first_pass if part.shard.cycles else part.real_length
-        return real is None or number < real
-
-    def _combined(self, lengths: list[int | None]) -> int | None:
+    def combined(self, lengths: list[int | None]) -> int | None:
         known = [length for length in lengths if length is not None]
         return combined_length(known, self.combination) if len(known) == len(lengths) else None
-
-    @property
-    def length(self) -> int | None:
-        return self._combined([part.length for part in self.parts])
-
-    @property
-    def whole_length(self) -> int | None:
-        return self._combined([part.whole_length for part in self.parts])
-
-    @property
-    def exact_length(self) -> int | None:
-        return self.length if all(part.exact_length is not None for part in self.parts) else None
 
     @property
     def real_length(self) -> int | None:
@@ -325,37 +290,15 @@ class ShardedCombination(StatefulLoader):
     def ends_together(self) -> bool:
         return self.exact_length is not None or all(part.ends_together for part in self.parts)
 
-    def _refuse_what_cannot_be_combined(self) -> None:
-        lengths = [part.shard.source_length if part.exact_length is not None else None for part in self.parts]
-        if self._pads and self.combination == "sequential":
-            raise TypeError(
-                "loaders that are evaluated one after the other end on some ranks before others; shard each of them by itself."
-            )
-        if self.combination == "max_size_cycle" and 0 in lengths and any(lengths):
-            raise ValueError(
-                "a loader of this collection is empty, so max_size_cycle cannot restart it; give it data, leave it out, or "
-                "choose mode='max_size'."
-            )
-
 
 def shard(
-    loader: Any,
-    *,
-    rank: int,
-    world_size: int,
-    mode: Mode,
-    default_combination: Combination = "max_size_cycle",
-    **options: bool,
+    loader: Any, *, rank: int, world_size: int, mode: Mode, **options: bool
 ) -> ShardedLoader | ShardedCombination:
-    """Return this rank's shard of a loader, or of a list, tuple or dict of loaders.
-
-    A list or tuple without a DataLoader is one loader, a list of batches. The options are those of ShardedLoader.
-    """
-    if not isinstance(loader, CombinedLoader):
-        if not is_collection(loader):
-            return ShardedLoader(loader, rank=rank, world_size=world_size, mode=mode, **options)
-        loader = CombinedLoader(loader, default_combination)
-    return ShardedCombination(loader, rank=rank, world_size=world_size, mode=mode, **options)
+    """Return this rank's shard of a loader or of a collection of loaders. The options are those of ShardedLoader."""
+    if is_collection(loader):
+        loader = CombinedLoader(loader, "max_size_cycle")
+    kind = ShardedCombination if isinstance(loader, CombinedLoader) else ShardedLoader
+    return kind(loader, rank=rank, world_size=world_size, mode=mode, **options)
 
 
 def evaluation_loaders(
@@ -365,19 +308,17 @@ def evaluation_loaders(
 
     A CombinedLoader with any mode but "sequential" is one loader, of combined batches.
     """
-
-    def shard_of(each: Any) -> ShardedLoader:
-        return ShardedLoader(each, rank=rank, world_size=world_size, mode=mode, **options)
-
     if is_collection(loader):
         loader = CombinedLoader(loader, "sequential")
-    if not isinstance(loader, CombinedLoader):
-        return [(None, shard_of(loader))]
-    if loader.mode == "sequential":
-        return [(name, shard_of(each)) for name, each in zip(loader.names, loader.flattened, strict=True)]
-    return [(None, ShardedCombination(loader, rank=rank, world_size=world_size, mode=mode, **options))]
+    named: list[tuple[str | None, Any]] = [(None, loader)]
+    if isinstance(loader, CombinedLoader) and loader.mode == "sequential":
+        named = [*zip(loader.names, loader.flattened, strict=True)]
+    return [(name, shard(each, rank=rank, world_size=world_size, mode=mode, **options)) for name, each in named]
 
 
-def _is_in_first_pass(part: ShardedLoader, number: int) -> bool:
-    first_pass = part.shard.first_pass
-    return first_pass is None or number < first_pass
+def _real_length(part: ShardedLoader) -> int | None:
+    return part.shard.real_first_pass if part.shard.cycles else part.real_length
+
+
+def _is_before(number: int, end: int | None) -> bool:
+    return end is None or number < end

@@ -1,20 +1,28 @@
-"""The combined loader: several loaders as one, which a user makes and may iterate; combined.py shards it."""
+"""The combined loader: several loaders as one, which a user makes and may iterate; combined.py shards it.
+
+It takes a collection of loaders: lists, tuples and dicts, nested at will. A list or tuple without a DataLoader is one loader, a
+list of batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from itertools import count, islice
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from trainwright.data.collection import LoaderGroup, is_flat, leaves, rebuilt
 from trainwright.data.stateful_reader import END
+from trainwright.data.transfer import with_values
 
 Combination = Literal["min_size", "max_size", "max_size_cycle", "sequential"]
 COMBINATIONS = ("min_size", "max_size", "max_size_cycle", "sequential")
+LOOKED_AT = 100
+"""Items of a list that are searched for a loader: a list of batches may be long."""
 
 
-class CombinedLoader(LoaderGroup):
+class CombinedLoader:
     """Several iterables of batches as one; iterating yields (batch, batch_idx, dataloader_idx).
 
     A batch has the structure of `iterables`, with a batch of each iterable; under "sequential" it is a batch of one iterable.
@@ -38,7 +46,7 @@ class CombinedLoader(LoaderGroup):
             raise ValueError(f"mode={mode!r} is unknown; choose from {', '.join(COMBINATIONS)}.")
         self.iterables, self.mode = iterables, mode
         self._is_collection = isinstance(iterables, (Mapping, list, tuple))
-        self._is_flat = self._is_collection and is_flat(iterables)
+        self._is_flat = self._is_collection and not any(map(is_collection, _values(iterables)))
         named = list(leaves(iterables)) if self._is_collection else [("", iterables)]
         if not named:
             raise ValueError(f"CombinedLoader got an empty {type(iterables).__name__}; pass at least one loader.")
@@ -53,7 +61,7 @@ class CombinedLoader(LoaderGroup):
         """Return the batches, one for each of `flattened`, in the structure of the collection."""
         if not self._is_collection:
             return batches[0]
-        return rebuilt(self.iterables, iter(batches), flat=self._is_flat)
+        return _with_items(self.iterables, batches) if self._is_flat else _rebuilt(self.iterables, iter(batches))
 
     def __len__(self) -> int:
         """Return how many batches an iteration yields; TypeError if an iterable has no length."""
@@ -68,45 +76,81 @@ class CombinedLoader(LoaderGroup):
         iterators = [iter(each) for each in self.flattened]
         fresh = set(range(len(iterators)))
         """The iterables that are in their first pass."""
-        number = 0
-        while True:
+        for number in count():
             batches = [next(each, END) for each in iterators]
             ended = [index for index, batch in enumerate(batches) if batch is END]
             fresh.difference_update(ended)
             if not fresh or (ended and self.mode == "min_size"):
                 return
             for index in ended:
+                batches[index] = None
                 if self.mode == "max_size_cycle":
                     iterators[index] = iter(self.flattened[index])
-                    batches[index] = _first(iterators[index])
-                else:
-                    batches[index] = None
+                    if (first := next(iterators[index], END)) is END:
+                        raise RuntimeError(
+                            "an iterable gave no batch when it was restarted; pass one that has data and whose __iter__ starts "
+                            "from the beginning."
+                        )
+                    batches[index] = first
             yield self.rebuilt(batches), number, 0
-            number += 1
+
+
+def is_collection(loader: Any) -> bool:
+    """Return whether this is a collection of loaders: a dict, or a list or tuple that holds a DataLoader."""
+    return isinstance(loader, Mapping) or (isinstance(loader, (list, tuple)) and holds_loader(loader))
+
+
+def holds_loader(value: Any) -> bool:
+    """Return whether this is a DataLoader or a CombinedLoader, or lists, tuples and dicts with one in them."""
+    if isinstance(value, (DataLoader, CombinedLoader)):
+        return True
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, (list, tuple)) and any(holds_loader(each) for each in islice(value, LOOKED_AT))
+
+
+def leaves(collection: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each loader of a collection, in order, with the keys that lead to it, joined by "/"."""
+    for key, value in collection.items() if isinstance(collection, Mapping) else enumerate(collection):
+        path = f"{name}/{key}" if name else str(key)
+        if is_collection(value):
+            yield from leaves(value, path)
+        else:
+            yield path, value
+
+
+def _rebuilt(collection: Any, batches: Iterator[Any]) -> Any:
+    items = [_rebuilt(each, batches) if is_collection(each) else next(batches) for each in _values(collection)]
+    return _with_items(collection, items)
+
+
+def _with_items(collection: Any, items: list[Any]) -> Any:
+    """Return a collection of the same structure with other items."""
+    if isinstance(collection, Mapping):
+        mapped = dict(zip(collection, items, strict=True))
+        return with_values(collection, mapped) if isinstance(collection, MutableMapping) else mapped
+    if hasattr(collection, "_fields"):
+        return type(collection)(*items)
+    return tuple(items) if isinstance(collection, tuple) else items
+
+
+def _values(collection: Any) -> Iterable[Any]:
+    values: Iterable[Any] = collection.values() if isinstance(collection, Mapping) else collection
+    return values
 
 
 def combined_length(lengths: list[int], mode: Combination) -> int:
-    """Return the number of batches that loaders of these lengths give together."""
     if mode == "sequential":
         return sum(lengths)
     return min(lengths) if mode == "min_size" else max(lengths)
 
 
 def _check_leaf(name: str, leaf: Any) -> None:
-    """Refuse what is not an iterable of batches (TypeError)."""
-    place = f"the collection's {name!r}" if name else "iterables"
+    subject = f"the collection's {name!r}" if name else "iterables"
     if isinstance(leaf, CombinedLoader):
-        raise TypeError(f"{place} is a CombinedLoader, which cannot be combined again; pass its loaders themselves.")
+        raise TypeError(f"{subject} is a CombinedLoader, which cannot be combined again; pass its loaders themselves.")
     if isinstance(leaf, (str, bytes, Tensor)) or not isinstance(leaf, Iterable):
         raise TypeError(
-            f"{place} is a {type(leaf).__name__}; accepted are DataLoaders and other iterables of batches, in lists, tuples "
+            f"{subject} is a {type(leaf).__name__}; accepted are DataLoaders and other iterables of batches, in lists, tuples "
             "and dicts."
         )
-
-
-def _first(batches: Iterator[Any]) -> Any:
-    for batch in batches:
-        return batch
-    raise RuntimeError(
-        "an iterable gave no batch when it was restarted; pass one that has data and whose __iter__ starts from the beginning."
-    )

@@ -1,4 +1,4 @@
-"""DataModule: all of a task's data in one place, from the download to the loaders; users subclass it."""
+"""DataModule: all of a task's data in one class, from the download to the loaders; users subclass it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainwright.checkpoint.foreign_formats import read_weights
-from trainwright.data.collection import leaves
-from trainwright.data.combined import CombinedLoader
+from trainwright.data.combined_loader import CombinedLoader, leaves
 from trainwright.data.transfer import to_device
 from trainwright.hyperparameters import HyperParameters, build, classonly, read_hyper_parameters
 
@@ -118,8 +117,8 @@ class DataModule(HyperParameters):
         parameters = inspect.signature(cls).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         sizes = {"batch_size": batch_size, "num_workers": num_workers}
-        taken = {name: value for name, value in sizes.items() if takes_all or name in parameters}
-        datamodule = cls(**{**taken, **datamodule_kwargs})
+        accepted = {name: value for name, value in sizes.items() if takes_all or name in parameters}
+        datamodule = cls(**{**accepted, **datamodule_kwargs})
         datasets = dict(zip(STAGES, (train_dataset, val_dataset, test_dataset, predict_dataset), strict=True))
         for stage, dataset in datasets.items():
             if dataset is not None:
@@ -178,10 +177,7 @@ def _make_loaders(datasets: Datasets, *, shuffle: bool, batch_size: int, num_wor
 
     def make(dataset: Dataset[Any]) -> DataLoader[Any]:
         shuffled = shuffle and not isinstance(dataset, IterableDataset)
-        keeps = num_workers > 0
-        return DataLoader(
-            dataset, batch_size=batch_size, shuffle=shuffled, num_workers=num_workers, persistent_workers=keeps
-        )
+        return DataLoader(dataset, batch_size, shuffled, num_workers=num_workers, persistent_workers=num_workers > 0)
 
     if isinstance(datasets, Mapping):
         return {name: make(each) for name, each in datasets.items()}
@@ -189,11 +185,9 @@ def _make_loaders(datasets: Datasets, *, shuffle: bool, batch_size: int, num_wor
 
 
 def _check_datasets(datasets: Any, argument: str) -> None:
-    """Refuse what is not a dataset (TypeError)."""
-    several = isinstance(datasets, (Mapping, list, tuple))
-    each_one = datasets.values() if isinstance(datasets, Mapping) else datasets if several else [datasets]
-    for each in each_one:
-        is_dataset = isinstance(each, Dataset) or hasattr(each, "__getitem__") or isinstance(each, Iterable)
+    values = datasets.values() if isinstance(datasets, Mapping) else datasets
+    for each in values if isinstance(datasets, (Mapping, list, tuple)) else [datasets]:
+        is_dataset = isinstance(each, (Dataset, Iterable)) or hasattr(each, "__getitem__")
         if not is_dataset or isinstance(each, (str, DataLoader)):
             raise TypeError(
                 f"{argument} has a {type(each).__name__}; accepted are datasets (a torch Dataset, or anything with "
@@ -217,6 +211,4 @@ def _size(loader: Any) -> str:
         batches = f"{len(loader)} batches"
     except (TypeError, NotImplementedError):
         batches = "unknown length"
-    if not isinstance(loader, DataLoader):
-        return f"{batches} ({type(loader).__name__})"
-    return f"{batches} ({type(loader.dataset).__name__})"
+    return f"{batches} ({type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__})"

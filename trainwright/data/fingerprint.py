@@ -6,7 +6,7 @@ import math
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ VALUES = 16
 
 
 def fingerprint(batch: Any) -> list[Any]:
-    """Return shapes, a few values and digests of text of a batch; of other objects only their kind."""
+    """Return shapes, a few values and digests of text of a batch; of other objects only their class's name."""
     return list(islice(_values(batch), MOST_LEAVES * VALUES))
 
 
@@ -44,8 +44,7 @@ def _values(batch: Any) -> Iterator[Any]:
             yield from _values(value)
     elif isinstance(batch, (list, tuple)):
         yield len(batch)
-        for value in batch:
-            yield from _values(value)
+        yield from chain.from_iterable(map(_values, batch))
     elif isinstance(batch, Tensor) and batch.layout == torch.strided and batch.numel():
         yield from batch.shape
         flat = batch.detach().reshape(-1)

@@ -24,7 +24,7 @@ KEY_LENGTH = 624
 
 def check_generator_states(value: Any, path: str) -> None:
     """Refuse a checkpoint's plain data if a generator state in it is not valid (CheckpointError)."""
-    for state in _states_in(value):
+    for state in _states_in([value]):
         for name, check in _CHECKS.items():
             try:
                 check(state_in(state) if name == DEVICE else state.get(name))
@@ -36,19 +36,14 @@ def check_generator_states(value: Any, path: str) -> None:
 
 
 def is_generator_state(value: Any) -> bool:
-    """Return whether plain data looks like what `host_state` returns."""
     return isinstance(value, Mapping) and value.keys() >= NAMES
 
 
 def _states_in(value: Any) -> Iterator[Mapping[str, Any]]:
-    if isinstance(value, Mapping):
-        if is_generator_state(value):
-            yield value
-        else:
-            for each in value.values():
-                yield from _states_in(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
+    if is_generator_state(value):
+        yield value
+    else:
+        for each in value.values() if isinstance(value, Mapping) else value:
             if isinstance(each, (Mapping, list, tuple)):
                 yield from _states_in(each)
 
@@ -75,13 +70,9 @@ def _check_numpy(state: Any) -> None:
 
 
 def _check_torch(state: Any) -> None:
-    torch.Generator().set_state(_bytes(state))
-
-
-def _bytes(state: Any) -> Tensor:
     if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.dim() != 1:
         raise TypeError("not a row of bytes")
-    return state
+    torch.Generator().set_state(state)
 
 
 _CHECKS = {"python": _check_python, "numpy": _check_numpy, "torch": _check_torch, DEVICE: check_device_state}

@@ -24,9 +24,8 @@ from trainwright.data.stream_shard import StreamPosition, StreamShard, even_size
 from trainwright.data.workers import SeededBatch, SeededIndex
 from trainwright.rank_zero import rank_zero_warn
 
-CHUNK = (
-    256  # batches of torch's own samplers drawn at once: swapping generators costs about as much as drawing 100 of them
-)
+CHUNK = 256
+"""Batches of torch's samplers drawn at once: swapping generators costs about as much as drawing 100 of them."""
 
 
 class IndexStream(StreamShard):
@@ -35,7 +34,6 @@ class IndexStream(StreamShard):
     Args:
         source: the loader's batch sampler (lists of indices), or its sampler if the loader does no batching.
         batched: whether an item of the source is a list of indices.
-        rank, world_size, mode: see stream_shard.py.
         seed_rank: the rank that seeds the batches, where the shard is not that rank's.
         same_on_ranks: whether every rank's source draws the same; False if the user gave each rank its own.
         gives_seeds: whether items carry a seed for the worker that fetches them.
@@ -49,26 +47,27 @@ class IndexStream(StreamShard):
         rank: int,
         world_size: int,
         mode: Mode,
-        seed_rank: int | None = None,
-        same_on_ranks: bool = True,
-        gives_seeds: bool = False,
+        seed_rank: int,
+        same_on_ranks: bool,
+        gives_seeds: bool,
     ) -> None:
-        super().__init__(rank=rank, world_size=world_size, mode=mode)
-        self.source = source
-        self.batched = batched
-        self._same_on_ranks = same_on_ranks
+        super().__init__(source, rank=rank, world_size=world_size, mode=mode)
+        self.batched, self.gives_seeds = batched, gives_seeds
+        self.seed_rank, self._same_on_ranks = seed_rank, same_on_ranks
         self._digest = OrderDigest()
-        self.seed_rank = rank if seed_rank is None else seed_rank
         self._trimmed = 0
         """Samples missing from the batch at the start, because they were consumed."""
         self._resumed_at: StreamPosition | None = None
         """The position that was given for the start."""
-        self.gives_seeds = gives_seeds
         self._noted: deque[list[Any]] | None = None
-        self._refuse_too_few_batches()
+        count = self.source_length
+        if count is not None and 0 < count < self.world_size and self.drops_short_round:
+            raise ValueError(
+                f"the data has {count} batches for {self.world_size} ranks, and drop_last drops a short round; "
+                "use fewer devices, a smaller batch_size, more data, or drop_last=False."
+            )
 
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0, position: StreamPosition | None = None) -> None:
-        """Choose the order of the next pass and where it starts; see StreamShard."""
         self._trimmed, self._resumed_at = 0, position
         super().set_epoch(seed, epoch, start_batch, position)
         if self._trimmed and self.is_split:
@@ -79,8 +78,15 @@ class IndexStream(StreamShard):
         self._digest.begin(self.start_pass, self.start_item, wanted)
 
     def __iter__(self) -> Iterator[Any]:
-        items = self.items() if self._noted is None else self._noting(self.items(), self._noted)
-        return self._seeded(items) if self.gives_seeds else items
+        items = self.items()
+        return self._marked(items, self._noted) if self.gives_seeds or self._noted is not None else items
+
+    def _marked(self, items: Iterator[Any], noted: deque[list[Any]] | None) -> Iterator[Any]:
+        mark = SeededBatch if self.batched else SeededIndex
+        for number, item in enumerate(items, start=self.start_batch):
+            if noted is not None:
+                noted.append(list(item) if self.batched else [item])
+            yield mark(item, self.batch_seed(number), self.epoch) if self.gives_seeds else item
 
     def note_indices(self) -> deque[list[Any]]:
         """Return a queue to which iterations that begin from now on append the indices of each batch."""
@@ -88,7 +94,6 @@ class IndexStream(StreamShard):
         return self._noted
 
     def __len__(self) -> int:
-        """Return the batches of this rank in an epoch; TypeError if the source has no length."""
         length = self._length_of(len(self.source))
         assert length is not None
         return length
@@ -102,26 +107,17 @@ class IndexStream(StreamShard):
             return type(sampler).__name__
 
     @property
-    def source_length(self) -> int | None:
-        """Return the items in a pass, over all ranks; None if the sampler has no length."""
-        try:
-            return len(self.source)
-        except (TypeError, NotImplementedError):
-            return None
-
-    @property
     def drops_short_round(self) -> bool:
-        return self.mode == "train" and self.batched and getattr(self.source, "drop_last", False) is True
+        return self.batched and super().drops_short_round  # a DistributedSampler's drop_last is about samples
 
     @property
     def item_size(self) -> int:
-        """Return the batch size if torch's own batch sampler makes the batches; 1 without batching."""
         if not self.batched:
             return 1
         return int(self.source.batch_size) if type(self.source) is BatchSampler else 0
 
     def item_at(self, samples: int, was: int) -> int:
-        # Of a batch of the new size that was partly consumed only the rest comes.
+        # Only the rest comes of a batch of the new size that was partly consumed.
         sampler, items = self.source.sampler if self.batched else self.source, self.source_length
         if items is not None and samples >= len(sampler):
             return items
@@ -149,16 +145,13 @@ class IndexStream(StreamShard):
         own = SamplerGenerators(self.source, seed, self.epoch, same_on_ranks=self._same_on_ranks)
         if _is_stock(self.source, RandomSampler):
             stock = iter(self.source)
-            with isolated.active(), own.active():
-                first = list(
-                    islice(stock, 1)
-                )  # a RandomSampler takes its generator, or draws a seed for one, at its first item
-            yield from first
-            yield from stock
+            with isolated.active(), own.active():  # it takes its generator, or draws a seed for one, at its first item
+                first = list(islice(stock, 1))
+            yield from chain(first, stock)
             return
         self._digest.begin_pass(pass_number)
-        # Skipped batches are drawn in one chunk. After them a user's sampler is asked for one batch at a time, since it may
-        # follow the training (hard examples, a curriculum); torch's own samplers cannot.
+        # Skipped batches are drawn in one chunk. After them a user's sampler draws one batch at a time, since it may follow the
+        # training (hard examples, a curriculum); torch's samplers cannot.
         skipped = self.start_item if pass_number == self.start_pass else 0
         most = CHUNK if _is_torchs(self.source) else 1
         items: Iterator[Any] | None = None
@@ -168,7 +161,13 @@ class IndexStream(StreamShard):
                 items = iter(self.source) if items is None else items
                 chunk = list(islice(items, size))
             if self._digest.add(pass_number, chunk if self.batched else [[each] for each in chunk]):
-                self._warn_of_other_items()
+                rank_zero_warn(
+                    f"the checkpoint was saved within an epoch of a {self.order} that now draws another order: in the rest of "
+                    "this epoch samples may come twice or not at all. Draw the order in its __iter__, from a generator that is "
+                    "an attribute of the sampler or from torch's global one, which are seeded for each epoch; or resume from a "
+                    "checkpoint of an epoch's end.",
+                    stacklevel=2,
+                )
             yield from chunk
             if len(chunk) < size:
                 return
@@ -176,26 +175,16 @@ class IndexStream(StreamShard):
     def digest(self, passes: int, items: int) -> int:
         return self._digest.at(passes, items)
 
-    def _warn_of_other_items(self) -> None:
-        rank_zero_warn(
-            f"the checkpoint was saved within an epoch of a {self.order} that now draws another order: in the rest of this "
-            "epoch samples may come twice or not at all. Draw the order in its __iter__, from a generator that is an attribute "
-            "of the sampler or from torch's global one, which are seeded for each epoch; or resume from a checkpoint of an "
-            "epoch's end.",
-            stacklevel=2,
-        )
-
     def batch_seed(self, number: int) -> int:
-        """Return the seed of what is drawn for the samples of a batch of this rank (augmentation)."""
+        """Return the seed of the augmentation of one of this rank's batches."""
         return derive_seed(self.seed, self.epoch, number, self.seed_rank)
 
     @property
     def is_split(self) -> bool:
-        """Return whether a round may be re-split: not if the user's own batch sampler made its batches."""
+        """Return whether a round may be re-split: not if the user's batch sampler made its batches."""
         return self.batched and type(self.source) is BatchSampler
 
     def cut_round(self, items: list[Any], number: int) -> Any:
-        """Return this rank's part of a round, re-split if its batches may be; another rank's if it has none."""
         ranks = self.world_size
         if not self.is_split:
             sizes = [len(item) if self.batched else 1 for item in items] + [0] * (ranks - len(items))
@@ -208,8 +197,8 @@ class IndexStream(StreamShard):
         start, own = sum(sizes[: self.rank]), sizes[self.rank]
         if own:
             return samples[start : start + own]
-        # Without a sample of its own this rank works on the first rank's with weight zero, so that collectives match. A single
-        # one is doubled, because a batch norm refuses one.
+        # A rank without a sample works on the first rank's with weight zero, so that collectives match. A single one is
+        # doubled, because a batch norm refuses one.
         part = samples[: sizes[0]]
         return part * 2 if len(part) == 1 < self.source.batch_size and number not in self.cuts else part
 
@@ -235,25 +224,6 @@ class IndexStream(StreamShard):
             number, start = number + rounds, 0
         return found
 
-    def _noting(self, items: Iterator[Any], noted: deque[list[Any]]) -> Iterator[Any]:
-        for item in items:
-            noted.append(list(item) if self.batched else [item])
-            yield item
-
-    def _seeded(self, items: Iterator[Any]) -> Iterator[Any]:
-        for number, item in enumerate(items, start=self.start_batch):
-            seed = self.batch_seed(number)
-            yield SeededBatch(item, seed, self.epoch) if self.batched else SeededIndex(item, seed, self.epoch)
-
-    def _refuse_too_few_batches(self) -> None:
-        """Refuse training data that leaves no full round (ValueError), before the first step."""
-        count = self.source_length
-        if count is not None and 0 < count < self.world_size and self.drops_short_round:
-            raise ValueError(
-                f"the data has {count} batches for {self.world_size} ranks, and drop_last drops a short round; "
-                "use fewer devices, a smaller batch_size, more data, or drop_last=False."
-            )
-
 
 def _is_stock(source: Any, kind: type) -> bool:
     """Return whether a sampler is exactly torch's own of a kind, or torch's own batch sampler around one."""
@@ -268,15 +238,13 @@ def _is_torchs(source: Any) -> bool:
 
 def in_dataset_order(source: Any) -> tuple[Any, bool]:
     """Return a sampler without the shuffling of torch's own, and whether its order is still one of the user's."""
-    batches = type(source) is BatchSampler
-    sampler = source.sampler if batches else source
+    sampler = source.sampler if type(source) is BatchSampler else source
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
-        sampler = SequentialSampler(sampler.data_source)
-        if batches:
-            source = copy.copy(source)
-            source.sampler = sampler
-        return (source if batches else sampler), False
-    is_in_order = (
-        isinstance(sampler, (SequentialSampler, list, tuple, range)) or getattr(sampler, "shuffle", None) is False
-    )
-    return source, not is_in_order
+        in_order = SequentialSampler(sampler.data_source)
+        if sampler is source:
+            return in_order, False
+        source = copy.copy(source)
+        source.sampler = in_order
+        return source, False
+    keeps_order = isinstance(sampler, (SequentialSampler, list, tuple, range))
+    return source, not keeps_order and getattr(sampler, "shuffle", None) is not False

@@ -14,16 +14,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.datapipes.datapipe import IterDataPipe
+from torch.utils.data.distributed import DistributedSampler
 
-from trainwright.data.batch_stream import BatchStream, distributed_sampler
+from trainwright.data.batch_stream import BatchStream
 from trainwright.data.epoch_listeners import set_epoch_of_parts
 from trainwright.data.index_stream import IndexStream, in_dataset_order
-from trainwright.data.loader_state import LoaderState, StatefulLoader
+from trainwright.data.loader_state import StatefulLoader
 from trainwright.data.seeding import IsolatedGenerators, derive_seed
 from trainwright.data.source_state import SourceState, SourceStates
 from trainwright.data.stateful_iterable import StatefulCollate, StatefulIterable, StatefulWorkerStart, is_stateful
@@ -49,7 +50,6 @@ class ShardedLoader(StatefulLoader):
 
     Args:
         loader: a DataLoader; on one process, or with shard=False, any iterable of batches.
-        rank, world_size, mode: see stream_shard.py.
         shard: False if the user gave each rank its own data, all of which is used. A DistributedSampler implies it.
         in_order: switch shuffling off; a user's own sampler keeps its order, with a warning.
         pin_memory: give batches in pinned memory.
@@ -79,64 +79,62 @@ class ShardedLoader(StatefulLoader):
         self.is_sharded = _is_to_shard(loader, world_size, shard)
         """Whether the ranks read one stream; False on one process, and if the user gave each rank its own data."""
         if self.is_sharded:
-            _refuse_unshardable(loader, world_size)
-            if rank == 0 and isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
-                _warn_of_whole_reads(loader, world_size)
+            _check_shardable(loader, rank, world_size)
         self.start_batch = 0
         self.stream: IndexStream | None = None
         self.shard: IndexStream | BatchStream
-        """Which batches of the loader are this rank's."""
         self._base_seeds: torch.Generator | None = None
         self._with_workers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Iterators whose workers may still run; weak, so that dropping an iterator ends its workers at once."""
         self._states: SourceStates | None = None
-        self._is_training = mode == "train"
         self._continues = not in_order
-        self.is_read_ahead = False
+        self._is_read_ahead = False
         """Whether a batch is read before the previous one is done, as when the length is unknown."""
-        self._source: Iterable[Any] = self._copied(loader, pin_memory)
-        if isinstance(loader, DataLoader) and _has_indices(loader):
+        self._source: Iterable[Any] = self._copied(loader, pin_memory) if _is_plain(loader) else loader
+        if mode == "train" and self._source is loader and is_stateful(loader):
+            self._states = SourceStates(loader, None, world_size, self._continues, self.close)
+        if _is_plain(loader) and not isinstance(loader.dataset, IterableDataset):
             self.shard = self.stream = self._with_indices(self._source, loader, in_order)
-            self.is_read_ahead = self.stream.source_length is None
+            self._is_read_ahead = self.stream.source_length is None
         else:
             self.shard = self._with_batches(loader, in_order)
-        self.uneven = self.shard.uneven
+        self.shards, self.uneven = [self.shard], self.shard.uneven
 
-    def _copied(self, loader: Iterable[Any], pin_memory: bool) -> Any:
-        if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-            if is_stateful(loader) and self._is_training:
-                self._states = SourceStates(loader, None, self.world_size, self._continues, self.close)
-            return loader  # an overridden __iter__ may not read the batch sampler
-        if loader.num_workers > 0:
-            refuse_deep_folder()
-        clone = copy.copy(loader)
+    def _copied(self, loader: DataLoader[Any], pin_memory: bool) -> DataLoader[Any]:
+        clone, dataset, num_workers = copy.copy(loader), loader.dataset, loader.num_workers
         # Through __dict__, because a DataLoader refuses a new sampler, and a subclass may define properties.
-        clone.__dict__["_iterator"] = None  # a used persistent loader would keep its old index stream
+        own = clone.__dict__
+        own["_iterator"] = None  # a used persistent loader would keep its old index stream
         # The workers' base seed comes from here. Drawn from torch's global generator, it would leave a run that resumes within
         # an epoch one draw ahead of the uninterrupted run.
-        clone.__dict__["generator"] = self._base_seeds = torch.Generator()
+        own["generator"] = self._base_seeds = torch.Generator()
         if pin_memory:
-            clone.__dict__["pin_memory"] = True
-        if loader.num_workers > 0 and getattr(loader, "in_order", True) is False:
-            clone.__dict__["in_order"] = True  # a position counts batches, so their order has to be known
-            _warn_that_order_is_kept()
-        is_pipe = isinstance(loader.dataset, IterDataPipe)
-        has_state = isinstance(loader.dataset, IterableDataset) and is_stateful(loader.dataset)
-        if has_state and self._is_training and not is_pipe:
+            own["pin_memory"] = True
+        if num_workers > 0:
+            refuse_deep_folder()
+            if getattr(loader, "in_order", True) is False:
+                own["in_order"] = True  # a position counts batches, so their order has to be known
+                rank_zero_warn(
+                    "the loader's in_order=False is ignored: batches come in the order in which they were drawn, so that a run "
+                    "can resume within an epoch and predictions are in the order of the dataset.",
+                    stacklevel=2,
+                )
+        if isinstance(dataset, IterDataPipe):
+            return clone
+        is_iterable = isinstance(dataset, IterableDataset)
+        if is_iterable and self.mode == "train" and is_stateful(dataset):
             size = loader.batch_size if loader.batch_sampler is not None else None
-            dataset = StatefulIterable(loader.dataset, size)
-            clone.__dict__["dataset"] = dataset
-            if loader.num_workers > 0:
-                clone.__dict__["collate_fn"] = StatefulCollate(dataset, loader.collate_fn, size, loader.drop_last)
-                clone.__dict__["worker_init_fn"] = StatefulWorkerStart(dataset, loader.worker_init_fn)
-            self._states = SourceStates(clone, dataset, self.world_size, self._continues, self.close)
-        elif loader.num_workers > 0 and not is_pipe:
-            seeded = SeededIterable if isinstance(loader.dataset, IterableDataset) else SeededDataset
-            clone.__dict__["dataset"] = seeded(loader.dataset)
-            clone.__dict__["worker_init_fn"] = WorkerStart(loader.dataset, loader.worker_init_fn)
-        if loader.num_workers > 0 and not is_pipe:
+            own["dataset"] = stateful = StatefulIterable(dataset, size)
+            if num_workers > 0:
+                own["collate_fn"] = StatefulCollate(stateful, loader.collate_fn, size, loader.drop_last)
+                own["worker_init_fn"] = StatefulWorkerStart(stateful, loader.worker_init_fn)
+            self._states = SourceStates(clone, stateful, self.world_size, self._continues, self.close)
+        elif num_workers > 0:
+            own["dataset"] = SeededIterable(dataset) if is_iterable else SeededDataset(dataset)
+            own["worker_init_fn"] = WorkerStart(dataset, loader.worker_init_fn)
+        if num_workers > 0:
             # Patched to note the iterator; a weak reference, since a cycle would keep workers alive until it is collected.
-            clone.__dict__["_get_iterator"] = partial(_begun, weakref.ref(clone), self._with_workers)
+            own["_get_iterator"] = partial(_begun, weakref.ref(clone), self._with_workers)
         return clone
 
     def close(self) -> None:
@@ -156,14 +154,13 @@ class ShardedLoader(StatefulLoader):
         if in_order:
             source, is_own = in_dataset_order(source)
             if is_own:
-                _warn_of_kept_order(type(source.sampler if hasattr(source, "sampler") else source).__name__)
-        same_on_ranks = self.is_sharded or self.world_size == 1
+                _warn_of_kept_order(getattr(source, "sampler", source))
         stream = IndexStream(
             source,
             batched=batched,
             mode=self.mode,
             seed_rank=self.rank,
-            same_on_ranks=same_on_ranks,
+            same_on_ranks=self.is_sharded or self.world_size == 1,
             gives_seeds=loader.num_workers > 0,
             **self._ranks,
         )
@@ -171,16 +168,15 @@ class ShardedLoader(StatefulLoader):
         return stream
 
     def _with_batches(self, loader: Iterable[Any], in_order: bool) -> BatchStream:
-        is_loader = isinstance(loader, DataLoader)
-        if in_order and is_loader and isinstance(getattr(loader, "sampler", None), RandomSampler):
-            _warn_of_kept_order(type(loader).__name__)
-        read_by_workers = is_loader and self._base_seeds is not None and getattr(loader, "num_workers", 0) > 0
+        if in_order and isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler):
+            _warn_of_kept_order(loader)
+        is_read_by_workers = _is_plain(loader) and loader.num_workers > 0
         return BatchStream(
             self._source,
             mode=self.mode,
             seed_rank=0 if self.is_sharded else self.rank,  # ranks that read one stream must read the same
             generator=self._base_seeds,
-            draws=not (isinstance(loader, Sequence) or read_by_workers),
+            draws=not (isinstance(loader, Sequence) or is_read_by_workers),
             states=self._states,
             **self._ranks,
         )
@@ -189,9 +185,9 @@ class ShardedLoader(StatefulLoader):
     def _ranks(self) -> dict[str, int]:
         return {"rank": self.rank, "world_size": self.world_size} if self.is_sharded else {"rank": 0, "world_size": 1}
 
-    def begin(self, seed: int, epoch: int, start_batch: int, state: LoaderState) -> None:
+    def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
         self.start_batch = start_batch
-        position, source = next(iter(state["places"]), None), next(iter(state["sources"]), None)
+        position, source = next(iter(self._loaded["places"]), None), next(iter(self._loaded["sources"]), None)
         if isinstance(self.shard, BatchStream):
             if source is not None and source["ranks"] != self.world_size > 1 and not self.is_sharded:
                 source = None  # it is the state of another rank's data
@@ -202,23 +198,21 @@ class ShardedLoader(StatefulLoader):
             self._base_seeds.manual_seed(derive_seed(seed, epoch, self.rank))
         set_epoch_of_parts(self.loader, epoch)
 
-    def __iter__(self) -> Iterator[Any]:
-        self.note_begun()
+    def batches(self) -> Iterator[Any]:
         if self.stream is None:
             return self.shard.items()
         return self._isolated(self.stream) if self._isolates_draws else iter(self._source)
 
     def read_ahead(self) -> None:
         """Expect that a batch is read before the previous one is done, so that its draws must not come in between."""
-        self.is_read_ahead = True
+        self._is_read_ahead = True
 
     @property
     def _isolates_draws(self) -> bool:
         """Return whether batches draw from isolated generators: this process fetches them, ahead of the training's draws."""
-        return self.stream is not None and self.is_read_ahead and not self.stream.gives_seeds
+        return self.stream is not None and self._is_read_ahead and not self.stream.gives_seeds
 
     def _isolated(self, stream: IndexStream) -> Iterator[Any]:
-        """Yield the batches; for each the same is drawn as in a worker."""
         batches = iter(self._source)
         for number in count(stream.start_batch):
             with IsolatedGenerators(stream.batch_seed(number)).active():
@@ -231,19 +225,12 @@ class ShardedLoader(StatefulLoader):
         return [self.shard.position(batch)]
 
     def source_states(self, positions: Sequence[StreamPosition], is_over: bool) -> list[SourceState | None]:
-        """Return the source's state; None if it has none, or if each epoch starts as the first did."""
         if self._states is None or (is_over and not self._continues):
-            return [None]
+            return [None]  # it has no state, or each epoch starts as the first did
         return [(is_over and self._states.ending()) or self._states.at(positions[0])]
 
-    def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
-        """Choose the batches of this rank after which the source's state is taken: pairs of an interval and one such batch."""
-        self.shard.plan_states(batches)
-
-    @property
-    def starts_beyond(self) -> bool:
-        """Return whether the start is beyond the end of the data."""
-        return self.shard.starts_beyond
+    def combined(self, lengths: list[int | None]) -> int | None:
+        return lengths[0]
 
     def note_indices(self) -> deque[list[Any]] | None:
         """Return a queue to which the next `iter` appends the dataset's indices of each batch; None for a loader without.
@@ -253,23 +240,7 @@ class ShardedLoader(StatefulLoader):
         return None if self.stream is None else self.stream.note_indices()
 
     @property
-    def length(self) -> int | None:
-        """Return the batches of this rank in a whole epoch; None if the loader has no length."""
-        return self.shard.length
-
-    @property
-    def whole_length(self) -> int | None:
-        """Return the length of an epoch that runs at this world size from its start."""
-        return self.shard.whole_length
-
-    @property
-    def exact_length(self) -> int | None:
-        """Return the length if it is certain: of an index stream or a list, not the loader's own estimate."""
-        return None if self.shard.exact_source_length is None else self.shard.length
-
-    @property
     def real_length(self) -> int | None:
-        """Return how many of this rank's batches count in an evaluation; None while all so far do."""
         return self.shard.real_length
 
     @property
@@ -284,8 +255,6 @@ class ShardedLoader(StatefulLoader):
 
 
 class Batches(Protocol):
-    """What `with_last` reads: a ShardedLoader or a ShardedCombination."""
-
     @property
     def exact_length(self) -> int | None:
         """Return the batches in a whole epoch, if that is certain."""
@@ -299,7 +268,8 @@ def _begun(loader: Callable[[], DataLoader[Any] | None], begun: weakref.WeakSet[
     assert clone is not None
     with holding_signals():
         iterator = type(clone)._get_iterator(clone)
-    note_begun(iterator, begun)
+    begun.add(iterator)
+    note_begun(iterator)
     return iterator
 
 
@@ -313,11 +283,8 @@ def with_last(
     """Yield (batch, whether it is the last); without a known length one batch is read ahead to know.
 
     The loader begins at batch number `start` of `length`; `most` limits the batches if no length is known. If the ranks may end
-    at different batches (not `ends_together`), `all_have` says for each batch, and at the end, whether every rank has one; the
-    first rank's end is everyone's.
-
-    Raises:
-        RuntimeError: the loader gives more batches than its whole length.
+    at different batches (not `ends_together`), `all_have` returns for each batch, and at the end, whether every rank has one;
+    all end with the first rank that does. RuntimeError if the loader gives more batches than its whole length.
     """
     if length is not None:
         is_whole = length == loader.exact_length
@@ -347,57 +314,48 @@ def refuse_length(length: int) -> NoReturn:
     )
 
 
-def _has_indices(loader: DataLoader[Any]) -> bool:
-    """Return whether the loader has an index stream that can be replaced."""
-    return not isinstance(loader.dataset, IterableDataset) and type(loader).__iter__ is DataLoader.__iter__
+def _is_plain(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
+    """Return whether this is a DataLoader that iterates as torch's does; another `__iter__` may not read the batch sampler."""
+    return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
 def _is_to_shard(loader: Iterable[Any], world_size: int, shard: bool) -> bool:
     """Return whether to shard the loader; refuse a DistributedSampler of another world size (ValueError)."""
     if world_size == 1 or not shard:
         return False
-    sampler = distributed_sampler(loader) if isinstance(loader, DataLoader) else None
-    if sampler is not None and sampler.num_replicas != world_size:
+    samplers = (
+        [loader.sampler, getattr(loader.batch_sampler, "sampler", None)] if isinstance(loader, DataLoader) else []
+    )
+    found = [each for each in samplers if isinstance(each, DistributedSampler)]
+    if found and found[0].num_replicas != world_size:
         raise ValueError(
-            f"the loader's DistributedSampler has num_replicas={sampler.num_replicas}, but this job has {world_size} ranks; "
+            f"the loader's DistributedSampler has num_replicas={found[0].num_replicas}, but this job has {world_size} ranks; "
             f"leave the sampler out, since loaders are sharded for you, or pass num_replicas={world_size}."
         )
-    return sampler is None
+    return not found
 
 
-def _refuse_unshardable(loader: Iterable[Any], world_size: int) -> None:
-    """Refuse a loader that cannot be sharded (TypeError)."""
-    if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
-        return
-    kind = type(loader).__name__
-    reason = f"{kind} overrides __iter__" if isinstance(loader, DataLoader) else f"a {kind} is not a DataLoader"
-    raise TypeError(
-        f"this loader cannot be sharded over {world_size} ranks: {reason}. Pass a torch DataLoader, run on one device, or give "
-        "each rank its own data and set use_distributed_sampler=False (or leave the loader out of prepare)."
-    )
+def _check_shardable(loader: Iterable[Any], rank: int, world_size: int) -> None:
+    if not _is_plain(loader):
+        kind = type(loader).__name__
+        reason = f"{kind} overrides __iter__" if isinstance(loader, DataLoader) else f"a {kind} is not a DataLoader"
+        raise TypeError(
+            f"this loader cannot be sharded over {world_size} ranks: {reason}. Pass a torch DataLoader, run on one device, or "
+            "give each rank its own data and set use_distributed_sampler=False (or leave the loader out of prepare)."
+        )
+    if rank == 0 and isinstance(loader.dataset, IterableDataset):
+        # One that splits itself by rank would be split twice, and nothing else would show that.
+        warnings.warn(
+            f"a {type(loader.dataset).__name__} is an IterableDataset: each of the {world_size} ranks reads all of it and "
+            f"keeps one batch in {world_size}. If it splits itself by rank, set use_distributed_sampler=False (or leave its "
+            "loader out of prepare).",
+            stacklevel=2,
+        )
 
 
-def _warn_of_whole_reads(loader: DataLoader[Any], world_size: int) -> None:
-    """Warn that a dataset which splits itself by rank would be split twice: nothing else would show it."""
+def _warn_of_kept_order(chooser: Any) -> None:
     warnings.warn(
-        f"a {type(loader.dataset).__name__} is an IterableDataset: each of the {world_size} ranks reads all of it and keeps "
-        f"one batch in {world_size}. If it splits itself by rank, set use_distributed_sampler=False (or leave its loader out "
-        "of prepare).",
-        stacklevel=2,
-    )
-
-
-def _warn_that_order_is_kept() -> None:
-    rank_zero_warn(
-        "the loader's in_order=False is ignored: batches come in the order in which they were drawn, so that a run can resume "
-        "within an epoch and predictions are in the order of the dataset.",
-        stacklevel=2,
-    )
-
-
-def _warn_of_kept_order(kind: str) -> None:
-    warnings.warn(
-        f"overfit_batches needs the same batches each epoch, but the loader's {kind} chooses its own order, which is kept; "
-        "give the loader a sampler whose order does not change, or shuffle=True, which is switched off.",
+        f"overfit_batches needs the same batches each epoch, but the loader's {type(chooser).__name__} chooses its own order, "
+        "which is kept; give the loader a sampler whose order does not change, or shuffle=True, which is switched off.",
         stacklevel=2,
     )

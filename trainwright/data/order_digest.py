@@ -1,4 +1,4 @@
-"""Order digest: a running checksum that tells whether a resumed pass draws the same items as the saved one.
+"""Order digest: a running checksum that shows whether a resumed pass draws the same items as the saved one.
 
 A sampler may continue from epoch to epoch, or take its order from where no seed reaches. A run that resumes within an epoch
 draws the consumed items again to skip them; if they differ, so does what follows.
@@ -10,6 +10,7 @@ import json
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 
@@ -24,12 +25,11 @@ class OrderDigest:
         self._is_to_check = False
 
     def begin(self, passes: int, items: int, digest: int) -> None:
-        """Begin an epoch, or the rest of one, at an item of a pass."""
+        """Begin an epoch, or the rest of one, at an item of a pass, with the digest of the items before it."""
         self._passes.clear()
         self._start, self._is_to_check = (passes, items, digest), bool(digest and items)
 
     def begin_pass(self, passes: int) -> None:
-        """Begin a pass at its first item."""
         self._passes[passes] = array("I")
 
     def add(self, passes: int, items: Sequence[Any]) -> bool:
@@ -58,14 +58,11 @@ class OrderDigest:
 
 
 def _content(item: Any) -> bytes | None:
-    """Return bytes that stand for a list of indices in every process; None for what is not plain data."""
+    """Return the same bytes for a list of indices in every process; None for what is not plain data."""
     if isinstance(item, Iterator):
         return None  # it can be read only once
-    try:
+    with suppress(TypeError, ValueError, OverflowError):
         return array("q", list(item)).tobytes()
-    except (TypeError, ValueError, OverflowError):
-        pass
-    try:
+    with suppress(TypeError, ValueError):
         return json.dumps(list(item)).encode()
-    except (TypeError, ValueError):
-        return None
+    return None

@@ -1,7 +1,7 @@
 """Proportions: how to split a round of several loaders so that one weight of a rank's loss is right for each of them.
 
-A loss is weighted as a whole. If a loader has fewer samples than in a full round, a rank has to get the same proportion of
-every loader's samples; if the sizes do not allow that, no weight is right.
+A loss is weighted as a whole, so a rank has to get the same proportion of every loader's samples, also where a loader has fewer
+than in a full round.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ def in_proportion(samples: list[int], ranks: int, batch_sizes: list[int]) -> lis
 
 
 def are_proportional(parts: Sequence[list[int] | None]) -> bool:
-    """Return whether each rank has the same proportion of every loader's samples; None stands for equal parts."""
+    """Return whether each rank has the same proportion of every loader's samples; None means equal parts."""
     ranks = max(len(each) for each in parts if each is not None)
-    whole = [each or [1] * ranks for each in parts]
-    first, total = whole[0], sum(whole[0])
-    return all(
-        one * sum(other) == another * total for other in whole for one, another in zip(first, other, strict=True)
-    )
+    first, *others = (each or [1] * ranks for each in parts)
+    return all([one * sum(other) for one in first] == [one * sum(first) for one in other] for other in others)

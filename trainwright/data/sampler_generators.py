@@ -1,8 +1,8 @@
-"""Sampler generators: stand-ins for the generators that a sampler has as attributes, while it is drawn from.
+"""Sampler generators: substitutes for the generators that a sampler has as attributes, while it is drawn from.
 
-The user's own generator continues from epoch to epoch, so a run that resumes within an epoch could not draw that epoch's order
+The user's generator continues from epoch to epoch, so a run that resumes within an epoch could not draw that epoch's order
 again; without a seed it also differs across ranks. So each pass draws from generators of the same kinds, seeded for the pass.
-The sampler keeps everything else, and its own generators stay where they were.
+The sampler keeps everything else, and its generators are not advanced.
 """
 
 from __future__ import annotations
@@ -20,21 +20,18 @@ from trainwright.data.seeding import derive_seed
 
 
 class SamplerGenerators:
-    """Stand-ins for a sampler's generators in one pass, and for those of the sampler within a batch sampler.
-
-    Known kinds: torch.Generator, random.Random, numpy's RandomState and Generator.
+    """Substitutes for a sampler's generators in one pass, and for those of the sampler within a batch sampler.
 
     Args:
-        source: the sampler.
-        parts: what the pass's seed is derived from. Each stand-in adds the initial seed of a torch.Generator, or the
+        parts: what the pass's seed is derived from. Each substitute adds the initial seed of a torch.Generator, or the
             attribute's name for the other kinds, which may have no seed.
         same_on_ranks: whether all ranks draw the same; if not, a generator's state replaces its name.
     """
 
     def __init__(self, source: Any, *parts: int, same_on_ranks: bool = True) -> None:
         self._found: list[tuple[dict[str, Any], str, Any, Any]] = []
-        """The attributes of a sampler, the name of one, the user's generator there and its stand-in."""
-        made: dict[int, Any] = {}  # by the generator's id: two samplers may share one
+        """The attributes of a sampler, the name of one, the user's generator there and its substitute."""
+        made: dict[int, Any] = {}  # by the generator's id: two samplers may have the same one
         sampler, path = source, ""
         while sampler is not None:
             attributes = getattr(sampler, "__dict__", {})
@@ -50,21 +47,20 @@ class SamplerGenerators:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Put the stand-ins in place within the block. Attributes that the sampler has since replaced are left alone."""
-        here = [each for each in self._found if each[0].get(each[1], each[2]) is each[2]]
-        inherited = {(id(attributes), name) for attributes, name, *_ in here if name not in attributes}
-        for attributes, name, _, stand_in in here:
-            attributes[name] = stand_in
+        """Substitute the generators within the block. Attributes that the sampler has since replaced are left alone."""
+        here = [(*each, each[1] in each[0]) for each in self._found if each[0].get(each[1], each[2]) is each[2]]
+        for attributes, name, _, substitute, _ in here:
+            attributes[name] = substitute
         try:
             yield
         finally:
-            for attributes, name, found, stand_in in here:
-                if attributes.get(name) is not stand_in:
+            for attributes, name, found, substitute, is_own in here:
+                if attributes.get(name) is not substitute:
                     continue
-                if (id(attributes), name) in inherited:
-                    del attributes[name]
-                else:
+                if is_own:
                     attributes[name] = found
+                else:  # the class has it
+                    del attributes[name]
 
 
 def _kind_of(found: Any) -> tuple[Callable[[int], Any], Callable[[], Any]] | None:
@@ -89,7 +85,7 @@ def _kind_of(found: Any) -> tuple[Callable[[int], Any], Callable[[], Any]] | Non
 
 
 def _number(found: Any, name_or_state: str) -> int:
-    """Return what stands for a generator in the seed: the same in each epoch, and in a resumed run."""
+    """Return a generator's part in the seed: the same in each epoch, and in a resumed run."""
     # torch's global generator reports the seed that this process began with, which says nothing of the run.
     if isinstance(found, torch.Generator) and found is not torch.default_generator:
         return found.initial_seed()

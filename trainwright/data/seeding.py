@@ -1,7 +1,7 @@
 """Seeds: one number that a run starts from, and the numbers derived from it.
 
-What is drawn for an epoch's order is a pure function of (seed, epoch), drawn aside: it leaves the generators that the
-user's own code draws from (python's, numpy's, torch's) where they were.
+An epoch's order is a pure function of (seed, epoch), drawn without moving the generators that the user's code draws from
+(python's, numpy's, torch's).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _choose_seed(environment: Environment) -> int:
     """Return a random seed; if several ranks need the same, one derived from the job's address."""
     if environment.world_size == 1:
         return random.SystemRandom().randrange(2**32)
-    place = f"{environment.main_address}:{environment.main_port}:{environment.restart_count}:{next(_chosen)}"
-    return int.from_bytes(hashlib.sha256(place.encode()).digest()[:4], "big")
+    job = f"{environment.main_address}:{environment.main_port}:{environment.restart_count}:{next(_chosen)}"
+    return int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big")
 
 
 @contextmanager
@@ -93,10 +93,6 @@ def set_rng_state(state: dict[str, Any]) -> None:
     set_device_state(state_in(state))
 
 
-def _nested_tuple(value: Any) -> Any:
-    return tuple(_nested_tuple(item) for item in value) if isinstance(value, (list, tuple)) else value
-
-
 def derived_rng_state(seed: int) -> dict[str, Any]:
     """Return what `rng_state` would return with the host's generators seeded, without changing them."""
     with IsolatedGenerators(seed).active():
@@ -107,48 +103,43 @@ class IsolatedGenerators:
     """Generators of python, numpy and torch (CPU) that replace the process's own while `active`."""
 
     def __init__(self, seed: int) -> None:
-        self._seed: int | None = seed
-        self._state: dict[str, Any] = {}
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """Return their states, once they have been active."""
-        return self._state
+        self._seed = seed
+        self.state: dict[str, Any] = {}
+        """Their states, once they have been active."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Draw from these generators in the block. This costs some 300 us, so draw a lot at once."""
         outside = host_state()
-        if self._seed is not None:
-            random.seed(self._seed)
-            if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed(self._seed % 2**32)
-            torch.default_generator.manual_seed(self._seed)
-            self._seed = None
+        if self.state:
+            set_host_state(self.state)
         else:
-            set_host_state(self._state)
+            seed_generators(self._seed)
         try:
             yield
         finally:
-            self._state = host_state()
+            self.state = host_state()
             set_host_state(outside)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed this process's generators on the host: python's, numpy's if it is loaded, torch's."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed also seeds every device and is 200 times slower
 
 
 def host_state() -> dict[str, Any]:
     """Return the states of this process's generators on the host: python's, numpy's if it is loaded, torch's."""
-    numpy = sys.modules.get("numpy")
-    return {
-        "python": random.getstate(),
-        "numpy": numpy.random.get_state() if numpy is not None else None,
-        "torch": torch.get_rng_state(),
-    }
+    numpy_state = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    return {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
 
 
 def set_host_state(state: dict[str, Any]) -> None:
     """Set the generators to what `host_state` returned, also if it has been through a checkpoint."""
-    python = state["python"]
-    # A checkpoint has it in lists. Converting its 625 numbers costs more than all the rest.
-    random.setstate(python if isinstance(python, tuple) else _nested_tuple(python))
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))  # a checkpoint has the words in a list
     if state["numpy"] is not None:
         sys.modules["numpy"].random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -1,10 +1,9 @@
 """Source state: the state of an iterable (`state_dict`, `load_state_dict`), as checkpoints hold it.
 
-It is taken only where it is wanted, not after each batch. But when a checkpoint asks for it the source may have been read
-further: by a batch, to see the end; by a round, on several ranks; by its workers, which read ahead. So the state is taken in
-advance, according to a plan: after the batches where a save can be foreseen, and every hundredth. A run that resumes elsewhere
-reads the batches since the latest state again and skips them. The generators of the reading process are part of the state, so
-that a shuffle buffer continues as it would have.
+When a checkpoint needs the state, the source may have been read further: by a batch, to see the end; by a round, on several
+ranks; by its workers, which read ahead. So the state is taken in advance, according to a plan: after the batches where a save
+can be foreseen, and every hundredth. A run that resumes elsewhere reads the batches since the latest state again and skips
+them. The generators of the reading process are part of the state, so that a shuffle buffer continues as it would have.
 
 The fingerprint of the next batch is kept with a state. A source that yields another batch from its state (some keep no record
 of their shuffle buffer), or fails to load it, is no longer trusted, and is read from where its pass began.
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from trainwright.data.fingerprint import fingerprint, matches
 from trainwright.data.seeding import IsolatedGenerators, set_host_state
@@ -35,7 +34,7 @@ class SourceState(TypedDict):
     items: int
     """Batches of the pass so far; 0 at its beginning, which continues from what `readers` say."""
     readers: dict[int, ReaderState]
-    """By worker; 0 is this process if there are none."""
+    """By worker; 0 is this process if it has no workers."""
     num_workers: int
     ranks: int
     """The world size."""
@@ -57,7 +56,6 @@ class SourceStates:
     Args:
         source: the loader that is iterated.
         dataset: the loader's dataset if that has the state; None if the loader itself has it.
-        ranks: the world size.
         continues: whether an epoch continues from the one before; False if each starts as the first did.
         end_workers: ends persistent workers.
     """
@@ -73,11 +71,13 @@ class SourceStates:
         self._source, self._dataset, self._ranks, self._continues = source, dataset, ranks, continues
         self._num_workers = source.num_workers if dataset is not None else 0
         self._is_persistent = self._num_workers > 0 and source.persistent_workers
-        self._reader = StatefulReader(source) if dataset is None else None
+        self._end_workers = end_workers
+        self._reader = StatefulReader(source)
+        """Reads the source if that itself has the state."""
         self._behind = 2 * ranks + 8
         """Batches that may have been read beyond the latest consumed one: a round is held back, some are prefetched."""
         self._states: deque[SourceState] = deque()
-        self._plan: list[tuple[int, int]] = []
+        self._plan: Sequence[tuple[int, int]] = ()
         self._passes = self._read = self._latest = 0
         self._readers: dict[int, ReaderState] = {}
         self._begun: dict[int, ReaderState] = {}
@@ -88,7 +88,6 @@ class SourceStates:
         self._first = 0
         """The number of the first worker in this pass."""
         self._generators: IsolatedGenerators | None = None
-        self._end_workers = end_workers
         self._is_trusted = True
 
     # -- where a reading begins --------------------------------------------------------------------------------------
@@ -99,31 +98,29 @@ class SourceStates:
 
     def begin_after(self, state: SourceState) -> None:
         """Let the next pass continue from the state that an epoch, or another pass, left."""
-        keeps_workers = state is self._end and self._first == 0
-        self._begin(0, 0, state["readers"], keeps_workers)
-        if keeps_workers:
-            self._end = state
+        end = state if state is self._end and self._first == 0 else None
+        self.begin_pass(0, state["readers"], end=end)
 
     def begin_within(self, state: SourceState) -> None:
         """Let the next pass resume from a state within it."""
-        self._begin(state["passes"], state["items"], state.get("begun", {}), False)
+        self.begin_pass(state["passes"], state.get("begun", {}), state["items"])
         self._states.append(state)
 
-    def begin_pass(self, passes: int, readers: dict[int, ReaderState]) -> None:
+    def begin_pass(
+        self, passes: int, begun: dict[int, ReaderState], items: int = 0, end: SourceState | None = None
+    ) -> None:
         """Let the next pass start from the states that it started from before; without any, as the source was given."""
-        self._begin(passes, 0, readers, False)
-
-    def _begin(self, passes: int, items: int, begun: dict[int, ReaderState], keeps_workers: bool) -> None:
         is_rotated, self._first = self._first != 0, 0
-        self._passes, self._read, self._begun, self._end = passes, items, begun, None
+        self._passes, self._read, self._begun, self._end = passes, items, begun, end
         self._has_ended = self._is_open = False
         self._states.clear()
-        if self._is_persistent and not keeps_workers and (is_rotated or begun or items):
-            self._end_workers()  # running workers neither load a state nor change their numbers
+        # Running workers neither load a state nor change their numbers, but they continue from where they ended.
+        if self._is_persistent and end is None and (is_rotated or begun or items):
+            self._end_workers()
 
     def plan(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Choose the items of the pass after which the state is taken: pairs of an interval and one such item."""
-        self._plan = list(pairs)
+        self._plan = pairs
 
     def open_pass(self, passes: int, epoch: int) -> Iterator[Any]:
         """Return an iterator over a pass from its beginning."""
@@ -135,15 +132,11 @@ class SourceStates:
                 self._end_workers()  # their numbers are rotated, and the new pass starts at 0
         self._begin_reading(passes, 0, dict(self._begun))
         self._first = 0
+        readers = dict(self._begun) if self._continues else {}
         if self._dataset is not None:
-            readers = dict(self._begun) if self._continues else {}
             self._dataset.begin(Opening(readers, False, 0), follows and self._continues)
-            opened: Iterator[Any] = iter(self._source)
-            return opened
-        assert self._reader is not None
-        if self._begun and self._continues:
-            return self._reader.begin_after(self._begun[0]["source"], epoch)
-        return self._reader.begin_fresh(epoch)
+            return cast("Iterator[Any]", iter(self._source))
+        return self._reader.begin_after(readers[0]["source"], epoch) if readers else self._reader.begin_fresh(epoch)
 
     def open_within(self, state: SourceState, epoch: int) -> Iterator[Any]:
         """Return an iterator over the rest of a pass, from a state on."""
@@ -154,13 +147,12 @@ class SourceStates:
             return iter(())
         self._first = (state["latest"] + 1) % max(1, self._num_workers)  # torch asks workers in turn, from number 0
         if self._dataset is None:
-            assert self._reader is not None
             return self._reader.begin_within({**state["readers"][0], "generators": state["generators"]}, epoch)
         self._dataset.begin(Opening(dict(state["readers"]), True, self._first), False)
-        batches: Iterator[Any] = iter(self._source)
+        batches = iter(self._source)
         if state["generators"] is not None:
             set_host_state(state["generators"])
-        return batches
+        return cast("Iterator[Any]", batches)
 
     def _begin_reading(self, passes: int, items: int, readers: dict[int, ReaderState]) -> None:
         self._passes, self._read, self._readers = passes, items, readers
@@ -193,7 +185,9 @@ class SourceStates:
             if self._states and self._states[-1]["items"] == self._read and self._states[-1]["following"] is None:
                 self._states[-1]["following"] = fingerprint(content)
             self._read += 1
-            if is_known or (self._is_trusted and not self._num_workers and self._is_due(self._read)):
+            if not self._num_workers:
+                is_known = self._is_trusted and any((self._read - one) % every == 0 for every, one in self._plan)
+            if is_known:
                 self._keep()
             yield content
         self._has_ended = True
@@ -207,9 +201,6 @@ class SourceStates:
         self._outdated.discard(batch.worker)
         return not self._outdated
 
-    def _is_due(self, items: int) -> bool:
-        return any((items - one) % every == 0 for every, one in self._plan)
-
     def _keep(self) -> None:
         self._states.append(self._now())
         while len(self._states) > 1 and self._states[1]["items"] <= self._read - self._behind:
@@ -217,7 +208,6 @@ class SourceStates:
 
     def _now(self, ended: bool = False) -> SourceState:
         if self._dataset is None:
-            assert self._reader is not None
             self._readers = {0: {"source": self._reader.state(), "generators": None, "ended": ended}}
         elif not self._num_workers:
             self._readers = {0: self._dataset.state()}
@@ -242,27 +232,23 @@ class SourceStates:
     def at(self, position: StreamPosition) -> SourceState:
         """Return the state at a position, or the latest known one before it."""
         passes, items = position["passes"], position["items"]
-        if passes > self._passes or (self._has_ended and items >= self._read):
-            ending = self.ending()
-            if ending is not None and passes > self._passes:
-                return {**ending, "passes": passes, "items": 0}
-            if ending is not None:  # a round with fewer batches than ranks counts as a full one
-                return {**ending, "items": items}
+        ending = self.ending() if passes > self._passes or items >= self._read else None
+        if ending is not None and passes > self._passes:
+            return {**ending, "passes": passes, "items": 0}
+        if ending is not None and items >= self._read:  # a round with fewer batches than ranks counts as a full one
+            return {**ending, "items": items}
         if not self._is_trusted:  # re-reading from the start of the pass is always right
             return self._beginning()
         is_here = self._is_open and self._read == items and not self._num_workers and not self._has_ended
         if is_here and not (self._states and self._states[-1]["items"] == self._read):
             self._keep()
-        found = [each for each in self._states if each["items"] <= items]
-        return found[-1] if found else self._beginning()
+        return next((each for each in reversed(self._states) if each["items"] <= items), self._beginning())
 
     def ending(self) -> SourceState | None:
         """Return the state at the end of the pass; None before it, and if a worker's state is missing."""
         if self._has_ended and self._end is None and not self._outdated:
             self._end = self._now(ended=True)
-        if not self._has_ended:
-            return None
-        return self._end
+        return self._end if self._has_ended else None
 
     def _beginning(self) -> SourceState:
         return {

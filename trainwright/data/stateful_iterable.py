@@ -7,15 +7,16 @@ them. Its state at its end goes with its last batch, or with an empty one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import get_worker_info
 
-from trainwright.data.seeding import derive_seed, host_state
+from trainwright.data.seeding import derive_seed, host_state, seed_generators
 from trainwright.data.stateful_reader import ReaderState, StatefulReader
 from trainwright.data.transfer import pinned
-from trainwright.data.workers import SeededIterable, WorkerStart, seed_generators
+from trainwright.data.workers import SeededIterable, WorkerStart, shared_integers
 
 ONCE = 2**40
 """As an interval: never again, even multiplied by the ranks in 64 bits."""
@@ -27,24 +28,23 @@ class StatePlan:
     """The items of a pass after which the state is taken: pairs of an interval and one such item, in shared memory."""
 
     def __init__(self) -> None:
-        size = 2 + 2 * MOST_PAIRS
-        self._numbers: torch.Tensor = torch.zeros(size, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        self.pairs: list[list[int]] = []
+        self._numbers = shared_integers(2 + 2 * MOST_PAIRS)
+        self.pairs: list[tuple[int, int]] = []
         self.start = 0
 
     def set(self, start: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Choose them for the next pass, which starts at an item."""
-        self.start, self.pairs = start, [list(pair) for pair in pairs[:MOST_PAIRS]]
-        flat = [start, len(self.pairs), *(number for pair in self.pairs for number in pair)]
+        self.start, self.pairs = start, list(pairs[:MOST_PAIRS])
+        flat = [start, len(self.pairs), *chain.from_iterable(self.pairs)]
         self._numbers[: len(flat)] = torch.tensor(flat)
 
     def refresh(self) -> None:
         """Read in a worker what the main process has chosen."""
         self.start, count, *flat = self._numbers.tolist()
-        self.pairs = [flat[2 * index : 2 * index + 2] for index in range(count)]
+        self.pairs = list(zip(flat[::2], flat[1::2], strict=True))[:count]
 
-    def is_due(self, item: int, length: int = 1) -> bool:
-        """Return whether the state is taken after this item, or after one of the `length` from it on."""
+    def is_due(self, item: int, length: int) -> bool:
+        """Return whether the state is taken after one of the `length` items from this one on."""
         return any((one - item) % every < length for every, one in self.pairs)
 
 
@@ -67,7 +67,7 @@ class StatefulIterable(SeededIterable):
         self.plan = StatePlan()
         self.opening = Opening({}, False, 0)
         self._batch_size = batch_size or 1
-        self._follows: torch.Tensor = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._follows = shared_integers(1)
         self._reader = StatefulReader(dataset)
         self._num_batches = 0
         self._end: ReaderState | None = None
@@ -79,18 +79,15 @@ class StatefulIterable(SeededIterable):
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        number = 0 if info is None else info.id
-        opening, own_end = (
-            self.opening.readers.pop(number, None),
-            self._end,
-        )  # popped: a persistent worker opens it once
+        # Popped, because a persistent worker opens it once.
+        opening = self.opening.readers.pop(0 if info is None else info.id, None)
         epoch, is_within = int(self._pass[1]), self.opening.is_within
-        if opening is None and own_end is not None and info is not None and int(self._follows):
-            opening, is_within = own_end, False
-        self._num_batches, self._end = 0, None
         if info is not None:
+            if opening is None and self._end is not None and int(self._follows):
+                opening, is_within = self._end, False
             self.plan.refresh()
             seed_generators(derive_seed(int(self._pass[0]), info.id))
+        self._num_batches, self._end = 0, None
         if opening is None:
             yield from self._reader.begin_fresh(epoch)
         elif not is_within:
@@ -99,21 +96,14 @@ class StatefulIterable(SeededIterable):
             self._end = opening
         else:
             yield from self._reader.begin_within(opening, epoch)
-        if self._end is None:
-            self._end = (
-                {"source": self._reader.state(), "generators": None, "ended": True} if info is not None else None
-            )
-        for _ in range(self._batch_size if info is not None else 0):  # a batch of them, so that drop_last drops none
-            yield END_OF_PASS
+        if info is not None:
+            self._end = self._end or {"source": self._reader.state(), "generators": None, "ended": True}
+            yield from repeat(END_OF_PASS, self._batch_size)  # a whole batch of them, so that drop_last drops none
 
     def state(self) -> ReaderState:
         """Return the state of this process."""
-        is_worker = get_worker_info() is not None
-        return self._end or {
-            "source": self._reader.state(),
-            "generators": host_state() if is_worker else None,
-            "ended": False,
-        }
+        generators = None if get_worker_info() is None else host_state()
+        return self._end or {"source": self._reader.state(), "generators": generators, "ended": False}
 
     def wants_state(self) -> bool:
         """Return whether the state after the batch that this worker has just read is taken; called once for each."""
@@ -137,7 +127,7 @@ class StatefulBatch:
 
 
 class StatefulCollate:
-    """The collate_fn of a loader with workers whose dataset has a state: the loader's own, and the state after it."""
+    """The collate_fn of a loader with workers whose dataset has a state: the user's function, and the state after it."""
 
     def __init__(
         self, dataset: StatefulIterable, collate: Callable[[Any], Any], batch_size: int | None, drop_last: bool
@@ -146,7 +136,6 @@ class StatefulCollate:
         self._batch_size, self._drop_last = batch_size, drop_last
 
     def __call__(self, samples: Any) -> StatefulBatch:
-        """Return the batch of the samples, with the state after it if that is wanted."""
         info: Any = get_worker_info()
         wants_state, size = self._dataset.wants_state(), self._batch_size
         if (samples if size is None else samples[-1]) is not END_OF_PASS:
@@ -158,14 +147,13 @@ class StatefulCollate:
 
 
 class StatefulWorkerStart(WorkerStart):
-    """The worker_init_fn of such a loader."""
+    """The worker_init_fn of such a loader: gives a worker its number, which may be rotated, before it starts."""
 
     def __init__(self, dataset: StatefulIterable, init: Callable[[int], Any] | None) -> None:
         super().__init__(dataset.dataset, init)
         self._iterable = dataset
 
     def __call__(self, worker_id: int) -> None:
-        """Give the worker its number, which may be rotated, and start it."""
         info: Any = get_worker_info()
         number = (worker_id + self._iterable.opening.first) % info.num_workers
         object.__setattr__(info, "id", number)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, TypedDict
 
 from trainwright.data.epoch_listeners import set_epoch_of
@@ -34,11 +35,7 @@ class StateRejected(Exception):
 
 
 class StatefulReader:
-    """Begins the passes over one source in one process.
-
-    Args:
-        source: an iterable dataset, or a user's own loader.
-    """
+    """Begins the passes over one source, an iterable dataset or a user's loader, in one process."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -46,15 +43,13 @@ class StatefulReader:
         self._is_fresh = True
 
     def state(self) -> Any:
-        """Return a copy of the source's state."""
         return copy.deepcopy(self._source.state_dict())
 
     def begin_fresh(self, epoch: int) -> Iterator[Any]:
         """Return the items of a pass that starts as the source's first one did."""
-        is_fresh = self._is_fresh
-        self._note_beginning()
-        if not is_fresh and self._initial is not None:
+        if not self._is_fresh and self._initial is not None:
             self._source.load_state_dict(copy.deepcopy(self._initial))
+        self._note_beginning()
         return self._iterated(epoch)
 
     def begin_after(self, state: Any, epoch: int) -> Iterator[Any]:
@@ -71,11 +66,7 @@ class StatefulReader:
                 return
 
     def begin_within(self, state: ReaderState, epoch: int) -> Iterator[Any]:
-        """Yield the items of a pass from a state within it on.
-
-        Raises:
-            StateRejected: the source fails to load it.
-        """
+        """Yield the items of a pass from a state within it on (StateRejected if the source fails to load it)."""
         self._note_beginning()
         try:
             set_epoch_of(self._source, epoch)
@@ -86,10 +77,9 @@ class StatefulReader:
             first = next(items, END)
         except Exception as error:
             raise StateRejected(f"{type(error).__name__}: {error}") from error
-        if first is END:
-            return
-        yield first
-        yield from items
+        if first is not END:
+            yield first
+            yield from items
 
     def _iterated(self, epoch: int) -> Iterator[Any]:
         set_epoch_of(self._source, epoch)
@@ -103,10 +93,7 @@ class StatefulReader:
         return True
 
     def _note_beginning(self) -> None:
-        if not self._is_fresh:
-            return
-        self._is_fresh = False
-        try:
-            self._initial = self.state()
-        except Exception:  # it may have no state before it is iterated
-            self._initial = None
+        if self._is_fresh:
+            self._is_fresh = False
+            with suppress(Exception):  # the source may have no state before it is iterated
+                self._initial = self.state()

@@ -3,9 +3,8 @@
 Every rank walks the whole stream and takes every N-th item, so the ranks exchange nothing.
 
     train      items 0 .. N-1 are a round, and rank r takes the r-th: every rank makes the same number of steps. A last round
-    that
-               is short or uneven weighs by its samples (`uneven`), and a rank without a sample works on another's with weight
-               zero. With drop_last a short round is dropped
+               that is short or uneven weighs by its samples (`uneven`), and a rank without a sample works on another's with
+               weight zero. With drop_last a short round is dropped
     evaluate   rank r takes items r, r + N, r + 2N ...; nothing is padded, so each sample counts once
     padded     as evaluate, but a rank without an item in the last round gets the first item again as a dummy batch, for the
                collectives in it; `real_length` says that its results do not count
@@ -20,7 +19,7 @@ there are now, so every item comes once at any world size. Its batches keep the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, count, islice
+from itertools import count, islice
 from typing import Any, Literal, TypedDict
 
 from trainwright.data.seeding import derive_seed
@@ -30,7 +29,7 @@ Mode = Literal["train", "evaluate", "padded"]
 
 
 class StreamPosition(TypedDict):
-    """Where a stream stands, as plain data."""
+    """How far a stream has been consumed, as plain data."""
 
     batch: int
     """Batches of each rank in the epoch so far, at whatever world sizes."""
@@ -47,19 +46,14 @@ class StreamPosition(TypedDict):
 
 
 class StreamShard:
-    """One rank's shard; a subclass says what a pass over its source yields, and how a last round is split.
+    """One rank's shard; a subclass defines what a pass over its source yields, and how a last round is split."""
 
-    Args:
-        rank, world_size: this rank, and how many there are.
-        mode: which items are this rank's (see the module).
-    """
-
-    def __init__(self, *, rank: int, world_size: int, mode: Mode) -> None:
+    def __init__(self, source: Any, *, rank: int, world_size: int, mode: Mode) -> None:
+        self.source = source
         self.rank, self.world_size, self.mode = rank, world_size, mode
-        self.seed = 0
-        """Seeds, with the epoch, everything that the source draws."""
-        self.epoch = 0
-        self.start_batch = 0
+        self.evaluates = mode != "train"
+        """Whether the shard is one of an evaluation, in which rounds do not matter."""
+        self.seed = self.epoch = self.start_batch = 0
         self.cycles = False
         self._most: int | None = None
         self.uneven: dict[int, list[int]] = {}
@@ -75,7 +69,7 @@ class StreamShard:
         self._first_pass: int | None = None
         self._first_items: int | None = None
         self._dummy_at: int | None = None
-        self._begun: list[tuple[int, int, int]] = [(0, 0, 0)]
+        self._begun = [(0, 0, 0)]
         """Where each pass began: this rank's batch number, the pass and the item of it."""
 
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0, position: StreamPosition | None = None) -> None:
@@ -96,8 +90,13 @@ class StreamShard:
         # Counted in batches of this world size, the last round may reach beyond the end by all but one item.
         most = None if exact is None or self.cycles else exact + (self.world_size - 1 if position is None else 0)
         self.starts_beyond = most is not None and self.start_item > most
-        if position is not None and not self.starts_beyond:
-            self._warn_of_another_order(position)
+        if position is not None and not self.starts_beyond and self.is_of_another_order(position):
+            rank_zero_warn(
+                f"the checkpoint was saved within an epoch of a {position['order']}, and the run resumes with a {self.order}: "
+                "in the rest of this epoch samples may come twice or not at all. Resume with the same data and order, or from "
+                "a checkpoint of an epoch's end.",
+                stacklevel=2,
+            )
 
     def cycle(self) -> None:
         """Let another pass follow whenever the source ends."""
@@ -108,7 +107,7 @@ class StreamShard:
         self._most = batch
 
     def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
-        """Choose after which batches of this rank the source's state is taken, if it has one."""
+        """Choose the batches of this rank after which the source's state is taken: pairs of an interval and one such batch."""
 
     def _cut(self, start_batch: int) -> tuple[int, int]:
         """Return the pass and the item that a batch begins with if the world size never changed."""
@@ -116,28 +115,18 @@ class StreamShard:
         if not self.cycles:
             return 0, items
         exact = self.exact_source_length
-        if exact and self.evaluates:
+        if not exact:
+            self._unread = start_batch  # without a length, only reading shows which pass the start is in
+            return 0, 0
+        if self.evaluates:
             return divmod(items, exact)  # the passes are one long stream
-        if exact:
-            passes, batches = divmod(start_batch, self.rounds(exact))
-            return passes, batches * self.world_size
-        self._unread = start_batch  # without a length, only reading shows which pass the start is in
-        return 0, 0
+        passes, batches = divmod(start_batch, self.rounds(exact))
+        return passes, batches * self.world_size
 
     def is_of_another_order(self, position: StreamPosition) -> bool:
         """Return whether a position is one in an order that another sampler drew, as far as that is known."""
         was = position.get("order", "")
         return bool(was and self.order and was != self.order and position["items"])
-
-    def _warn_of_another_order(self, position: StreamPosition) -> None:
-        if self.is_of_another_order(position):
-            was = position["order"]
-            rank_zero_warn(
-                f"the checkpoint was saved within an epoch of a {was}, and the run resumes with a {self.order}: in the rest of "
-                "this epoch samples may come twice or not at all. Resume with the same data and order, or from a checkpoint of "
-                "an epoch's end.",
-                stacklevel=2,
-            )
 
     def fitted(self, position: StreamPosition) -> tuple[int, int]:
         """Return the pass and the item of a position, in items of this stream's size."""
@@ -150,7 +139,7 @@ class StreamShard:
         raise NotImplementedError
 
     def position(self, batch: int) -> StreamPosition:
-        """Return where the stream stands after so many batches of this rank in the epoch."""
+        """Return the position after so many batches of this rank in the epoch."""
         begun, passes, items = next(each for each in reversed(self._begun) if each[0] <= batch)
         items, exact = items + (batch - begun) * self.world_size, self.exact_source_length
         items = items if exact is None else min(items, exact)  # the last round may be short
@@ -164,13 +153,8 @@ class StreamShard:
         }
 
     def digest(self, passes: int, items: int) -> int:
-        """Return the digest of the first items of a pass; 0 where there is none."""
+        """Return the digest of the first items of a pass; 0 if unknown."""
         return 0
-
-    @property
-    def evaluates(self) -> bool:
-        """Return whether the shard is one of an evaluation, in which rounds do not matter."""
-        return self.mode != "train"
 
     @property
     def _base(self) -> int:
@@ -189,8 +173,11 @@ class StreamShard:
 
     @property
     def source_length(self) -> int | None:
-        """Return the items in a pass, over all ranks; None if unknown."""
-        raise NotImplementedError
+        """Return the items in a pass, over all ranks, as the source reports them; None if it does not."""
+        try:
+            return len(self.source)
+        except (TypeError, NotImplementedError):
+            return None
 
     @property
     def exact_source_length(self) -> int | None:
@@ -200,7 +187,7 @@ class StreamShard:
     @property
     def drops_short_round(self) -> bool:
         """Return whether a last round with fewer items than ranks is dropped."""
-        raise NotImplementedError
+        return not self.evaluates and getattr(self.source, "drop_last", False) is True
 
     def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
         """Yield the items of one pass over the source, of all ranks, from `start` on."""
@@ -262,7 +249,12 @@ class StreamShard:
 
     def items(self) -> Iterator[Any]:
         """Yield this rank's items, from `start_batch` on."""
-        items = self._cycled() if self.cycles else self._of_this_rank(self.drawn(0, self.start_item), self._base)
+        if not self.cycles:
+            items = self._of_this_rank(self.drawn(0, self.start_item), self._base)
+        elif self.evaluates:
+            items = self._of_this_rank(self._passes(lambda items, number: items), self._base)
+        else:
+            items = self._passes(self._of_this_rank)
         left = None if self._most is None else max(0, self._most - self.start_batch)
         return islice(items, self._unread, None if left is None else self._unread + left)
 
@@ -270,12 +262,6 @@ class StreamShard:
         if self.world_size == 1:
             return items
         return self._every_nth(items) if self.evaluates else self._rounds(items, number)
-
-    def _cycled(self) -> Iterator[Any]:
-        """Return this rank's items pass after pass; whole passes before the start are skipped."""
-        if self.evaluates:
-            return self._of_this_rank(self._passes(lambda items, number: items), self._base)
-        return self._passes(self._of_this_rank)
 
     def _passes(self, cut: Callable[[Iterator[Any], int], Iterator[Any]]) -> Iterator[Any]:
         number = self._base
@@ -293,8 +279,7 @@ class StreamShard:
                 )
             number += drawn
             if each == 0 and self.evaluates:
-                self._first_items = start + drawn
-                self._first_pass = self.rounds(start + drawn)
+                self._first_items, self._first_pass = start + drawn, self.rounds(start + drawn)
             elif each == 0:
                 self._first_pass = self._base + drawn
 
@@ -305,8 +290,7 @@ class StreamShard:
                 first = item  # the dummy of ranks without an item in the last round
             if (number - 1) % self.world_size == self.rank:
                 yield item
-        left = number % self.world_size
-        if self.mode == "padded" and left and self.rank >= left:
+        if self.mode == "padded" and 0 < number % self.world_size <= self.rank:
             self._dummy_at = number // self.world_size
             yield first
 
@@ -315,14 +299,11 @@ class StreamShard:
 
         A full round waits for the first item after it, because the last round may have to be split in another way.
         """
-        ranks, cuts = self.world_size, self.cuts
+        ranks = self.world_size
         held = list(islice(items, ranks))
-        while len(held) == ranks:
-            following = list(islice(items, 1))  # whether this round is the last
-            if not following:
-                break
-            yield self.cut_round(held, number) if number in cuts else held[self.rank]
-            held = list(chain(following, islice(items, ranks - 1)))
+        while len(held) == ranks and (following := list(islice(items, 1))):
+            yield self.cut_round(held, number) if number in self.cuts else held[self.rank]
+            held = [*following, *islice(items, ranks - 1)]
             number += 1
         if held and not (len(held) < ranks and self.drops_short_round):
             yield self.cut_round(held, number)
@@ -334,6 +315,6 @@ def even_sizes(samples: int, ranks: int, most: int, least: int = 2) -> list[int]
     No rank gets more than `most`, a full batch. None gets fewer than `least` unless there are no more, because a step may need
     two samples (batch norm, a loss of pairs); so some ranks may get none.
     """
-    sharing = min(ranks, max(-(-samples // most), samples // least, 1))
-    size, larger = divmod(samples, sharing)
-    return [size + (rank < larger) if rank < sharing else 0 for rank in range(ranks)]
+    working = min(ranks, max(-(-samples // most), samples // least, 1))
+    size, larger = divmod(samples, working)
+    return [size + (rank < larger) if rank < working else 0 for rank in range(ranks)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,14 +15,13 @@ from trainwright.devices.abilities import computes_in
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with each tensor, and each object with a `to(device)`, on the device; other leaves as they are.
+    """Return the batch with each tensor, and each object with a `to(device)`, on the device; other leaves are unchanged.
 
     Copies from pinned memory do not block; those to the host do, since it may read them at once.
 
     Raises:
         TypeError: a float64 tensor, and the device has no float64.
     """
-    to_host = device.type == "cpu"
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -30,7 +30,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
                     f"the batch holds a float64 tensor of shape {tuple(leaf.shape)}, but {device} has no float64; let the "
                     "dataset return torch.float32 (Python's and numpy's floats become float64)."
                 )
-            return leaf.to(device, non_blocking=not to_host)
+            return leaf.to(device, non_blocking=device.type != "cpu")
         return leaf.to(device) if callable(getattr(leaf, "to", None)) and not isinstance(leaf, type) else leaf
 
     return map_leaves(moved, batch)
@@ -78,19 +78,17 @@ def pinned(batch: Any) -> Any:
 
 
 class CopyStream:
-    """A stream for copies to a device, beside the stream that the training runs on."""
+    """A side stream for copies to a device, so that they overlap with the training's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.Stream(device)
 
     def pin(self, batch: Any) -> Any:
-        """Return the batch in pinned memory; copies from other memory block the host."""
-        return pinned(batch)
+        return pinned(batch)  # copies from other memory block the host
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Run what the block starts on this stream."""
         with self._side:
             yield
 
@@ -99,7 +97,7 @@ class CopyStream:
         return self._side.record_event()
 
     def wait_for(self, mark: Any) -> None:
-        """Let the training's stream, but not the host, wait for the event."""
+        # The training's stream waits, the host does not.
         torch.accelerator.current_stream(self._device).wait_event(mark)
 
     def keep(self, leaf: Any) -> None:
@@ -118,12 +116,9 @@ class Prefetcher:
     loop received, not those that were read here.
 
     Args:
-        batches: pairs (batch, whether it is the last).
-        device: where the batches go.
         ahead: read the next batch and start its copy before this one is handed out. Only if reading draws nothing from this
             process's generators (`may_read_ahead` of the loader): a resumed run would draw other numbers otherwise.
         transfer: moves a batch to the device; it should draw nothing.
-        stream: the stream for copies; a new one by default.
     """
 
     def __init__(
@@ -141,19 +136,16 @@ class Prefetcher:
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
         batches = iter(self.batches)
+        sent: deque[tuple[Any, Any, bool]] = (
+            deque()
+        )  # popped as it is yielded, so that its memory is not held any longer
         try:
-            if not self.ahead:
-                for batch, is_last in batches:
-                    yield self._received(*self._sent(batch)), is_last
-                return
-            waiting: tuple[Any, Any, bool] | None = None
             for batch, is_last in batches:
-                ready, waiting = waiting, (*self._sent(batch), is_last)
-                if ready is not None:
-                    yield self._received(*ready[:2]), ready[2]
-                    ready = None  # do not hold its memory while the next batch trains
-            if waiting is not None:
-                yield self._received(*waiting[:2]), waiting[2]
+                sent.append((*self._sent(batch), is_last))
+                if len(sent) > self.ahead:
+                    yield self._received(*sent.popleft())
+            while sent:
+                yield self._received(*sent.popleft())
         finally:
             close = getattr(batches, "close", None)
             if callable(close):
@@ -169,8 +161,7 @@ class Prefetcher:
             moved = self._transfer(batch, self.device)
             return moved, stream.mark()
 
-    def _received(self, moved: Any, mark: Any) -> Any:
-        """Return a copied batch for use on the training's stream."""
+    def _received(self, moved: Any, mark: Any, is_last: bool) -> tuple[Any, bool]:
         self._stream.wait_for(mark)
 
         def keep(leaf: Any) -> Any:
@@ -179,7 +170,7 @@ class Prefetcher:
             return leaf
 
         map_leaves(keep, moved)
-        return moved
+        return moved, is_last
 
 
 def _holds_own_memory(batch: Any) -> bool:
@@ -187,13 +178,12 @@ def _holds_own_memory(batch: Any) -> bool:
 
     Once released, that memory could be reused for the next copy at once, so the next copy has to wait for the training.
     """
-    found = False
+    leaves: list[Any] = []
 
     def look(leaf: Any) -> Any:
-        nonlocal found
-        moves_itself = not isinstance(leaf, (Tensor, type)) and callable(getattr(leaf, "to", None))
-        found = found or (moves_itself and not callable(getattr(leaf, "record_stream", None)))
+        leaves.append(leaf)
         return leaf
 
     map_leaves(look, batch)
-    return found
+    movable = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, type)) and callable(getattr(leaf, "to", None))]
+    return any(not callable(getattr(leaf, "record_stream", None)) for leaf in movable)

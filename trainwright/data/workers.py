@@ -3,8 +3,7 @@
 Torch's workers draw on from batch to batch, so random augmentation would differ after a resume and with another number of
 workers. The index stream gives each batch of indices a seed, with which the dataset in the worker seeds its generators. An
 iterable dataset has no indices: its workers are seeded at the start of each pass. `get_worker_info().dataset` still shows the
-user's own
-    dataset.
+user's dataset.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import atexit
 import ctypes
 import multiprocessing.util
 import os
-import random
 import signal
 import sys
 import tempfile
@@ -27,7 +25,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from trainwright.data.epoch_listeners import set_epoch_of
-from trainwright.data.seeding import derive_seed
+from trainwright.data.seeding import derive_seed, seed_generators
 from trainwright.distributed.signals import STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1
@@ -36,7 +34,7 @@ LONGEST_FOLDER = 75
 
 
 def refuse_deep_folder() -> None:
-    """Refuse a temporary folder whose path is too long for the sockets of workers (ValueError): torch would wait for ever."""
+    """Refuse a temporary folder whose path is too long for the sockets of workers (ValueError): torch would hang."""
     folder = tempfile.gettempdir()
     size = len(os.fsencode(folder))
     if size > LONGEST_FOLDER and torch.multiprocessing.get_sharing_strategy() == "file_descriptor":  # type: ignore[no-untyped-call]
@@ -79,9 +77,8 @@ class SeededDataset(Dataset[Any]):
     def __getitems__(self, batch: SeededBatch) -> list[Any]:
         """Fetch a batch, through the dataset's own `__getitems__` if it has one."""
         self._begin(batch)
-        indices = list(batch)
         fetch = getattr(self.dataset, "__getitems__", None)
-        return list(fetch(indices)) if callable(fetch) else [self.dataset[index] for index in indices]
+        return list(fetch(list(batch))) if callable(fetch) else [self.dataset[index] for index in batch]
 
     def _begin(self, fetched: SeededBatch | SeededIndex) -> None:
         if fetched.epoch != self._epoch:
@@ -90,18 +87,20 @@ class SeededDataset(Dataset[Any]):
         seed_generators(fetched.seed)
 
 
-class SeededIterable(IterableDataset[Any]):
-    """An iterable dataset whose passes start with `set_epoch` and seeded generators in the worker that reads it.
+def shared_integers(count: int) -> torch.Tensor:
+    """Return zeros in shared memory: what is written here reaches workers that already run."""
+    zeros: torch.Tensor = torch.zeros(count, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+    return zeros
 
-    Epoch and seed are in shared memory, because a persistent worker keeps its copy of the dataset from its first epoch.
-    """
+
+class SeededIterable(IterableDataset[Any]):
+    """An iterable dataset whose passes start with `set_epoch` and seeded generators in the worker that reads it."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self._pass: torch.Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._pass = shared_integers(2)
 
     def set_pass(self, seed: int, epoch: int) -> None:
-        """Choose the seed and the epoch of the next pass."""
         self._pass[0], self._pass[1] = seed, epoch
 
     def __len__(self) -> int:
@@ -134,9 +133,7 @@ def holding_signals() -> Iterator[None]:
     if os.name != "posix":
         yield
         return
-    held = signal.pthread_sigmask(
-        signal.SIG_BLOCK, STOP_SIGNALS
-    )  # workers inherit the mask, and lift it in hear_signals
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # workers inherit it until hear_signals
     try:
         yield
     finally:
@@ -151,7 +148,11 @@ def hear_signals() -> None:
     """
     if os.name != "posix":
         return
-    parent = _parent_pid()
+    # If the parent has exited, getppid names the process that adopted this worker. torch's watch starts from that, and would
+    # never end a worker whose parent was killed this early.
+    process = multiprocessing.parent_process()
+    by_server = getattr(multiprocessing.current_process(), "_start_method", None) == "forkserver"
+    parent = os.getppid() if process is None or process.pid is None or by_server else process.pid
 
     def leave_if_done(number: int, frame: FrameType | None) -> None:
         if os.getppid() != parent or _is_done(frame):
@@ -167,19 +168,8 @@ def hear_signals() -> None:
         leave_tidily(signal.SIGTERM)
 
 
-def _parent_pid() -> int:
-    """Return the process id of this worker's parent.
-
-    If the parent has exited, getppid names the process that adopted the worker; torch's own watch starts from that, and would
-    never end a worker whose parent was killed this early.
-    """
-    parent = multiprocessing.parent_process()
-    by_server = getattr(multiprocessing.current_process(), "_start_method", None) == "forkserver"
-    return os.getppid() if parent is None or parent.pid is None or by_server else parent.pid
-
-
 def _is_done(frame: FrameType | None) -> bool:
-    """Return whether the parent has told torch's worker loop in this process to end; True if unknown."""
+    """Return whether the parent has ended torch's worker loop in this process; True if unknown."""
     while frame is not None and frame.f_code.co_name != "_worker_loop":
         frame = frame.f_back
     event = frame.f_locals.get("done_event") if frame is not None else None
@@ -197,33 +187,21 @@ def leave_tidily(number: int) -> None:
     os._exit(128 + number)
 
 
-def note_begun(iterator: Any, begun: weakref.WeakSet[Any]) -> None:
-    """Note an iterator whose workers end with its loader, or at the latest with this process.
+def note_begun(iterator: Any) -> None:
+    """Note an iterator whose workers end at the latest with this process.
 
     Otherwise torch waits 5 s at the interpreter's exit for each worker that is left, and then sends it a SIGTERM.
     """
-    global _begun_by
-    begun.add(iterator)
-    _begun.add(iterator)
-    _begun_by = os.getpid()
+    _begun[iterator] = os.getpid()
     atexit.unregister(_end_workers)
     atexit.register(_end_workers)  # last, so it runs before the handlers that torch registers for each worker
 
 
-_begun: weakref.WeakSet[Any] = weakref.WeakSet()
-_begun_by = 0
+_begun: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""The process that began each iterator."""
 
 
 def _end_workers() -> None:
-    for iterator in (
-        list(_begun) if os.getpid() == _begun_by else ()
-    ):  # a forked child must not end its parent's workers
-        iterator._shutdown_workers()
-
-
-def seed_generators(seed: int) -> None:
-    """Seed this process's generators: python's, numpy's if it is loaded, torch's on the CPU."""
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed also seeds every device and is 200 times slower
+    for iterator, process in list(_begun.items()):
+        if process == os.getpid():  # a forked child must not end its parent's workers
+            iterator._shutdown_workers()

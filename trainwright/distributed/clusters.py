@@ -68,9 +68,10 @@ def read_slurm(variables: Variables) -> Task | None:
         return None
     hosts_name = _first_name(variables, ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"), "srun")
     hosts = expand_hosts(variables[hosts_name])
-    rank = read_number(variables, "SLURM_PROCID", "srun")
-    local_rank = read_number(variables, _first_name(variables, ("SLURM_LOCALID",), "srun"), "srun")
-    node_rank = read_number(variables, _first_name(variables, ("SLURM_NODEID",), "srun"), "srun")
+    rank, local_rank, node_rank = (
+        read_number(variables, _first_name(variables, (name,), "srun"), "srun")
+        for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+    )
     tasks = _tasks_per_node(variables, world_size, len(hosts))
     if rank >= world_size or node_rank >= len(hosts) or sum(tasks) != world_size or local_rank >= tasks[node_rank]:
         raise ValueError(
@@ -82,16 +83,14 @@ def read_slurm(variables: Variables) -> Task | None:
     # Concurrent steps of a job need different ports too; 7919 is coprime to the number of ports.
     port = FIRST_PORT + (job + 7919 * (int(step) if step.isdigit() else 0)) % NUM_PORTS
     address = LOOPBACK if len(hosts) == 1 else variables.get("MASTER_ADDR") or hosts[0]
-    return Task(
-        rank, local_rank, world_size, tasks[node_rank], node_rank, len(hosts), address, main_port(variables, port)
-    )
+    port = main_port(variables, port)
+    return Task(rank, local_rank, world_size, tasks[node_rank], node_rank, len(hosts), address, port)
 
 
 def read_slurm_job(variables: Variables) -> str:
     """Return the number of this process's SLURM job, as scontrol takes it; "" outside of a job."""
     parts = [variables.get(name, "") for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")]
-    if not all(parts):
-        parts = [variables.get("SLURM_JOB_ID") or variables.get("SLURM_JOBID", "")]
+    parts = parts if all(parts) else [variables.get("SLURM_JOB_ID") or variables.get("SLURM_JOBID", "")]
     return "_".join(parts) if all(part.isascii() and part.isdigit() for part in parts) else ""
 
 
@@ -110,19 +109,17 @@ def requeue(job: str) -> str:
 
 def read_open_mpi(variables: Variables) -> Task | None:
     """Return the task of a process that Open MPI's mpirun has started with others."""
-    if "OMPI_COMM_WORLD_SIZE" not in variables and "OMPI_COMM_WORLD_RANK" not in variables:
-        return None
     names = tuple(f"OMPI_COMM_WORLD_{each}" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    return _read_mpi(variables, names)
+    return _read_mpi(variables, names) if any(name in variables for name in names[:2]) else None
 
 
 def read_pmi(variables: Variables) -> Task | None:
     """Return the task of a process that the mpirun of MPICH or Intel MPI has started with others."""
     if "PMI_RANK" not in variables or "PMI_SIZE" not in variables:
         return None
-    if "MPI_LOCALRANKID" not in variables and "PMI_LOCAL_RANK" in variables:
-        return _read_mpi(variables, ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"))
-    return _read_mpi(variables, ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
+    is_mpich = "MPI_LOCALRANKID" not in variables and "PMI_LOCAL_RANK" in variables
+    local = ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE") if is_mpich else ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return _read_mpi(variables, ("PMI_RANK", "PMI_SIZE", *local))
 
 
 def _read_mpi(variables: Variables, names: tuple[str, ...]) -> Task | None:
@@ -151,9 +148,8 @@ def _read_mpi(variables: Variables, names: tuple[str, ...]) -> Task | None:
             f"the environment has {given}, so the job has {num_nodes} nodes, but not MASTER_ADDR; several nodes need the "
             "address of the node of rank 0. Pass it on to all processes, as in mpirun -x MASTER_ADDR=node01."
         )
-    job = next(
-        (variables[name] for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_PORT") if name in variables), ""
-    )
+    names_of_job = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_PORT")
+    job = next((variables[name] for name in names_of_job if name in variables), "")
     port = FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS if job else DEFAULT_PORT
     node_rank = rank // local_size if by_slot else rank % num_nodes
     return Task(rank, local_rank, world_size, local_size, node_rank, num_nodes, address, main_port(variables, port))
@@ -173,17 +169,13 @@ def main_port(variables: Variables, otherwise: int) -> int:
 
 def expand_hosts(text: str) -> list[str]:
     """Return the names of SLURM's short form: "node[01-03,7],gpu5" is node01, node02, node03, node7, gpu5."""
-    hosts: list[str] = []
-    for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|.", text):
-        if part == ",":
-            continue
-        if part in "[]":
-            raise ValueError(
-                f"the environment has the node list {text!r}, whose brackets do not match; names such as node[01-03,7] are "
-                "accepted. Start the script with srun, or unset the variables of SLURM to run as one process."
-            )
-        hosts.extend(_expand_one(part))
-    return hosts
+    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[\[\]]", text)
+    if any(part in "[]" for part in parts):
+        raise ValueError(
+            f"the environment has the node list {text!r}, whose brackets do not match; names such as node[01-03,7] are "
+            "accepted. Start the script with srun, or unset the variables of SLURM to run as one process."
+        )
+    return [host for part in parts for host in _expand_one(part)]
 
 
 def _expand_one(name: str) -> list[str]:
@@ -201,12 +193,8 @@ def _expand_one(name: str) -> list[str]:
 def _tasks_per_node(variables: Variables, world_size: int, num_nodes: int) -> list[int]:
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     text = next((variables[name] for name in names if variables.get(name)), None)
-    if text is None:
-        each = world_size // num_nodes
-        tasks = [each] * num_nodes
-    else:
-        counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-        tasks = [int(count) for count, times in counts for _ in range(int(times or 1))]
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text or f"{world_size // num_nodes}(x{num_nodes})")
+    tasks = [int(count) for count, times in counts for _ in range(int(times or 1))]
     if len(tasks) != num_nodes or sum(tasks) != world_size:
         raise ValueError(
             f"the environment has {world_size} tasks on {num_nodes} nodes and {names[1]}={text}; the tasks of the nodes have "

@@ -30,57 +30,47 @@ def all_gather(tensor: Tensor) -> list[Tensor]:
 
 
 def all_gather_with_gradients(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors of all ranks, by rank; gradients go back to the rank of each tensor.
-
-    Collective: call it, and its backward, on every rank.
-    """
+    """As `all_gather`, but with gradients. Collective: call it, and its backward, on every rank."""
     if _world_size() == 1:
         return [tensor]
     return list(_GatherWithGradients.apply(tensor))  # type: ignore[no-untyped-call]
 
 
 def refuse_unequal(tensor: Tensor) -> None:
-    """Refuse, on every rank, a tensor whose shape or dtype differs across ranks. Collective: call on every rank.
-
-    Under gloo only, which ends the process at such a gather; elsewhere the check would make the host wait for the device.
-
-    Raises:
-        ValueError, TypeError: they differ.
-    """
+    """Raise ValueError or TypeError on every rank if the shape or the dtype differs. Collective: call on every rank."""
+    # Gloo ends the process at such a gather. For other backends the check would make the host wait for the device.
     if _world_size() == 1 or dist.get_backend() != "gloo" or tensor.dim() > _MAX_DIMS:
         return
-    _refuse_shapes(_gather_shapes(tensor, "all_gather"))
+    shapes = _gather_shapes(tensor, "all_gather")
+    if len(set(shapes)) > 1:
+        raise _unequal(shapes)
 
 
-def _refuse_shapes(shapes: list[tuple[int, ...]]) -> None:
-    if any(shape != shapes[0] for shape in shapes):
-        listed = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
-        raise ValueError(
-            f"all_gather got tensors of different shapes ({listed}); they have to be equal. Pad them first, or join them along "
-            "their first dimension with trainer.engine.gather."
-        )
+def _unequal(shapes: list[tuple[int, ...]]) -> ValueError:
+    return ValueError(
+        f"all_gather got tensors of different shapes ({_listed(shapes)}); they have to be equal. Pad them first, or join them "
+        "along their first dimension with trainer.engine.gather."
+    )
+
+
+def _listed(shapes: list[tuple[int, ...]]) -> str:
+    return ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
 
 
 def filled_up(tensor: Tensor) -> tuple[Tensor, list[int]]:
-    """Return a tensor padded with its own rows to the longest of any rank, and the rows of each rank; keeps gradients.
+    """Return a tensor padded by repeating its rows to the longest of any rank, and the rows of each rank; keeps gradients.
 
-    Collective: call on every rank.
-
-    Raises:
-        ValueError, TypeError: they differ beyond the first dimension, or a rank has no row to repeat.
+    Collective: call on every rank. ValueError or TypeError if the tensors differ beyond the first dimension, or a rank has no
+    row to repeat.
     """
     if tensor.dim() > _MAX_DIMS or _world_size() == 1:
         return tensor, []
     shapes = _gather_shapes(tensor, "all_gather")
-    if not all(shapes):
-        _refuse_shapes(shapes)
-        return tensor, []
-    rows = [shape[0] for shape in shapes]
-    if len(set(rows)) == 1:
-        _refuse_shapes(shapes)
+    rows = [shape[0] for shape in shapes if shape]
+    if len(set(shapes)) == 1:
         return tensor, rows
-    if any(shape[1:] != shapes[0][1:] for shape in shapes) or not min(rows):
-        _refuse_shapes(shapes)
+    if len(rows) < len(shapes) or len({shape[1:] for shape in shapes}) > 1 or not min(rows):
+        raise _unequal(shapes)
     index = torch.arange(max(rows), device=tensor.device) % tensor.shape[0]
     return tensor[index], rows
 
@@ -95,10 +85,9 @@ def gather_uneven(tensor: Tensor) -> list[Tensor]:
     if _world_size() == 1:
         return [tensor]
     shapes = _gather_shapes(tensor, "gather_uneven")
-    if any(shape[1:] != shapes[0][1:] for shape in shapes):
-        listed = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
+    if len({shape[1:] for shape in shapes}) > 1:
         raise ValueError(
-            f"gather_uneven got shapes that differ beyond the first dimension ({listed}); only the first may differ. "
+            f"gather_uneven got shapes that differ beyond the first dimension ({_listed(shapes)}); only the first may differ. "
             "Pad or reshape the tensors first."
         )
     longest = max(shape[0] for shape in shapes)
@@ -152,11 +141,8 @@ def broadcast(tensor: Tensor, source: int = 0) -> Tensor:
 
 def barrier() -> None:
     """Wait for all ranks. Collective: call on every rank."""
-    if _world_size() == 1:
-        return
-    token = _to_group(torch.zeros(1))
-    dist.all_reduce(token)  # a reduction, because NCCL's own barrier guesses the device and warns
-    token.item()  # NOTE: waits for the device too
+    # A reduction, because NCCL's barrier guesses the device and warns. NOTE: item() waits for the device too.
+    all_reduce(torch.zeros(1)).item()
 
 
 def count_issued() -> int | None:
@@ -165,12 +151,8 @@ def count_issued() -> int | None:
         return 0
     try:
         groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
-        count: int = sum(
-            group._get_backend(device)._get_sequence_number_for_group()
-            for group in groups
-            for device in group._device_types
-        )
-        return count
+        backends = [group._get_backend(device) for group in groups for device in group._device_types]
+        return sum(int(backend._get_sequence_number_for_group()) for backend in backends)
     except (AttributeError, RuntimeError):
         return None
 
@@ -204,10 +186,9 @@ def _world_size() -> int:
 
 def _to_group(tensor: Tensor) -> Tensor:
     """Move a tensor to a device that the group's backend can read."""
-    devices = [entry.split(":")[0] for entry in dist.get_backend_config().split(",")]
-    backend = dist.get_backend()
-    if backend == "gloo":  # gloo has only some collectives for other devices
+    if dist.get_backend() == "gloo":  # gloo has only some collectives for other devices
         return tensor.cpu().contiguous()
+    devices = [entry.split(":")[0] for entry in dist.get_backend_config().split(",")]
     if tensor.device.type in devices:
         return tensor.contiguous()
     return tensor.to(torch.device(devices[0], torch.get_device_module(devices[0]).current_device())).contiguous()
@@ -228,19 +209,16 @@ def _gather_shapes(tensor: Tensor, name: str) -> list[tuple[int, ...]]:
 
 
 def _check_plain(obj: object, path: str) -> None:
-    if obj is None or isinstance(obj, (bool, int, float, str)):
-        return
     if isinstance(obj, list):
         for index, item in enumerate(obj):
             _check_plain(item, f"{path}[{index}]")
-        return
-    if isinstance(obj, dict):
+    elif isinstance(obj, dict):
         for key, value in obj.items():
             if not isinstance(key, str):
                 raise TypeError(f"{path} has the key {key!r}; keys must be str. Convert it with str(key).")
             _check_plain(value, f"{path}[{key!r}]")
-        return
-    raise TypeError(
-        f"{path} is a {type(obj).__name__}; None, bool, int, float, str, list and dict are accepted, as nothing is "
-        "pickled. Convert it first, or gather tensors with all_gather."
-    )
+    elif not isinstance(obj, (bool, int, float, str, type(None))):
+        raise TypeError(
+            f"{path} is a {type(obj).__name__}; None, bool, int, float, str, list and dict are accepted, as nothing is "
+            "pickled. Convert it first, or gather tensors with all_gather."
+        )

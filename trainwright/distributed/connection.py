@@ -12,6 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
+import torch.distributed as dist
+
+from trainwright.devices.abilities import collective_backend
 from trainwright.distributed.environment import Environment, choose_interface
 from trainwright.distributed.failures import FailureLog, PeerWatch
 from trainwright.distributed.rank_positions import RankPositions
@@ -21,17 +25,10 @@ from trainwright.distributed.sync_points import SyncPoint, SyncPoints
 
 
 def pick_backend(device_type: str, *, on_host_too: bool = False) -> str:
-    """Return the collective backend of a device type: gloo for the CPU, else the device's default one (NCCL, XCCL, ...).
+    """Return the collective backend of a device type (ValueError if torch has none): gloo for the CPU, else NCCL, XCCL, ...
 
     `on_host_too` adds gloo for tensors in host memory, for an engine that keeps its shards there.
-
-    Raises:
-        ValueError: torch has none for this device type.
     """
-    import torch
-
-    from trainwright.devices.abilities import collective_backend
-
     backend = collective_backend(device_type)
     if backend is None:
         raise ValueError(
@@ -58,10 +55,7 @@ class Connection:
     _is_closed: bool = field(default=False, repr=False)
 
     def sync_point(self, name: str) -> SyncPoint:
-        """Return a new sync point of all ranks, for one run of the loop.
-
-        Those of one name pair up by their order: make them on every rank, in the same order. Nothing is sent.
-        """
+        """Return a new sync point of all ranks, for one run of the loop. See `SyncPoints.make`."""
         return self._sync_points.make(name)
 
     @property
@@ -70,7 +64,7 @@ class Connection:
         return self._watch is not None and self._watch.has_failed
 
     def announce_stop(self, code: int) -> None:
-        """Tell the launcher that a signal has stopped the run and with which exit code this rank is about to leave."""
+        """See `FailureLog.announce_stop`."""
         if self.store is not None:
             FailureLog(self.store).announce_stop(code)
 
@@ -78,7 +72,7 @@ class Connection:
         """Call a bound method before the group is closed, to release what holds on to the group.
 
         NOTE: a group that is still held keeps its threads into the interpreter's shutdown, where the first of them that frees a
-        tensor aborts the process (seen about once in ten runs on a busy machine).
+        tensor aborts the process.
         """
         self._holders.append(weakref.WeakMethod(release))
 
@@ -89,26 +83,22 @@ class Connection:
             return
         self._is_closed = True
         atexit.unregister(self.close)
-        if self._watch is not None:
-            atexit.unregister(self._watch.stop)
         if _connection is self:
             _connection = None
         if self._watch is None:
             return
+        atexit.unregister(self._watch.stop)
         if self.owns_group and not self._watch.has_failed and not self._watch.has_said_goodbye:
             with suppress(RuntimeError, OSError):  # the store's host may have been killed
                 self.channel.leave()  # before the goodbye, which is what the host waits for
         self._watch.stop()
         # After a failure no communication is attempted: a peer that is gone would make it hang.
         if self.owns_group and not self._watch.has_failed:
-            import torch.distributed as dist
-
             for holder in self._holders:
                 if (release := holder()) is not None:
                     release()
             gc.collect()  # a DistributedDataParallel is a cycle
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            _destroy_group()
 
 
 _connection: Connection | None = None
@@ -126,9 +116,7 @@ def open_process_group(
     """Open this process's connection to its job, or return the one already open. Collective: call on every rank.
 
     A group that the script opened itself is joined, and left open at the end. A single process opens nothing, unless it
-    `needs_group`: then a group of this process, over which nothing is sent.
-
-    `device_types` are those whose tensors are sent, first that of the device which this process computes on.
+    `needs_group`. `device_types` are those whose tensors are sent, first that of the device which this process computes on.
 
     Raises:
         RuntimeError: a group is open that belongs to another job, or has no backend for one of the `device_types`.
@@ -137,7 +125,9 @@ def open_process_group(
     if environment.world_size == 1:
         if needs_group:
             choose_interface(environment)
-            _open_group_of_one(backend)
+            if not dist.is_initialized():
+                dist.init_process_group(backend, store=stores().HashStore(), rank=0, world_size=1)
+                atexit.register(_destroy_group)
             _check_backends(device_types[:1])  # one process sends nothing that is elsewhere
         return Connection(environment, None, StoreChannel(None, environment.rank, 1))
     if _connection is not None:
@@ -149,7 +139,6 @@ def open_process_group(
         _check_backends(device_types)
         return _connection
 
-    import torch.distributed as dist
     import torch.distributed.nn.functional  # noqa: F401 - imported later, its functions' defaults would hold on to the group
 
     timeout = timedelta(seconds=timeout_seconds)
@@ -192,17 +181,7 @@ def open_process_group(
     return _connection
 
 
-def _open_group_of_one(backend: str) -> None:
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-        atexit.register(_close_group_of_one)
-
-
-def _close_group_of_one() -> None:
-    import torch.distributed as dist
-
+def _destroy_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -215,13 +194,13 @@ def _start_watch(
     store_host: int | None,
     positions: RankPositions,
 ) -> tuple[PeerWatch, SyncPoints]:
-    """Start the watcher thread on a connection of its own; return it with the sync points that it polls."""
+    """Start the watcher thread; return it with the sync points that it polls."""
     prefix = f"sync_points/{_generation}"
     sync_points = SyncPoints(
         stores().PrefixStore(prefix, control),
         environment.rank,
         environment.world_size,
-        synchronize=None if backend == "gloo" else _synchronize,
+        synchronize=None if backend == "gloo" else torch.accelerator.synchronize,
     )
     watched_points = stores().PrefixStore(prefix, watched)
     requests = stores().PrefixStore(f"generation/{_generation}", watched)
@@ -243,32 +222,21 @@ def _start_watch(
     return watch, sync_points
 
 
-def _synchronize() -> None:
-    import torch
-
-    torch.accelerator.synchronize()
-
-
 def _check_joined_group(environment: Environment) -> None:
-    import torch.distributed as dist
-
     found = (dist.get_rank(), dist.get_world_size())
     if found != (environment.rank, environment.world_size):
         raise RuntimeError(
             f"torch.distributed is initialised as rank {found[0]} of {found[1]}, but the environment says "
-            f"rank {environment.rank} of {environment.world_size}; both must agree. Leave the initialisation to us."
+            f"rank {environment.rank} of {environment.world_size}; both must agree. Do not call init_process_group yourself."
         )
 
 
 def _check_backends(device_types: Sequence[str]) -> None:
-    """Refuse a group, opened earlier in this process, that cannot send what is on one of these device types."""
-    import torch.distributed as dist
-
     config = dist.get_backend_config()  # "cpu:gloo,cuda:nccl"
     served = [each.partition(":")[0] for each in config.split(",")]
     if missing := [each for each in device_types if each not in served]:
         wanted = ",".join(f"{each}:{pick_backend(each)}" for each in device_types)
         raise RuntimeError(
             f"the process group of this process was opened with {config!r}, which has no backend for {missing[0]!r}; this run "
-            f"needs {wanted!r}. Run it in a process of its own, or before the run that opened the group."
+            f"needs {wanted!r}. Run it in another process, or before the run that opened the group."
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
@@ -48,17 +48,14 @@ class Environment:
     def detect(cls, variables: Mapping[str, str] | None = None) -> Environment:
         """Read this process's environment variables, or those given."""
         variables = os.environ if variables is None else variables
-        for read in _READERS:
-            found = read(variables)
-            if found is not None:
-                return found
-        return cls()
+        # In this order, because torchrun and our launcher may run inside SLURM or MPI.
+        return _read_torchrun(variables) or _read_cluster(variables) or cls()
 
 
 def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
     """Read the variables that torch elastic sets, under torchrun and under our own launcher."""
     if not any(name in variables for name in ("RANK", "WORLD_SIZE")):
-        return None  # `announce_place` sets a local rank alone
+        return None  # `announce_local_rank` sets LOCAL_RANK alone
     needed = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     if variables.get("WORLD_SIZE") == "1":
         needed = needed[:4]
@@ -81,6 +78,7 @@ def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
     more = {"GROUP_RANK": rank // local_world_size, "GROUP_WORLD_SIZE": -(-world_size // local_world_size)}
     more["TORCHELASTIC_RESTART_COUNT"] = 0
     more |= {name: read_number(variables, name, "torchrun") for name in more if variables.get(name)}
+    job: dict[str, str | None] = json.loads(variables.get(JOB_VARIABLE) or "{}")
     return Environment(
         rank=rank,
         local_rank=local_rank,
@@ -94,7 +92,7 @@ def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
         has_agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
         restart_count=more["TORCHELASTIC_RESTART_COUNT"],
         error_file=variables.get("TORCHELASTIC_ERROR_FILE") or None,
-        **_read_job(variables),
+        **{name: job.get(name) for name in ("strategy", "precision", "accelerator")},
     )
 
 
@@ -105,12 +103,6 @@ def _read_cluster(variables: Mapping[str, str]) -> Environment | None:
         if task is not None:
             return Environment(launched_by=name, **asdict(task))
     return None
-
-
-def _read_job(variables: Mapping[str, str]) -> dict[str, str | None]:
-    """Read the settings that our launcher passes to its workers."""
-    job = json.loads(variables.get(JOB_VARIABLE) or "{}")
-    return {name: job.get(name) for name in ("strategy", "precision", "accelerator")}
 
 
 def prepare_deterministic() -> None:
@@ -124,7 +116,7 @@ def requeue_job() -> str:
     return requeue(job) if job else ""
 
 
-def announce_place(local_rank: int) -> None:
+def announce_local_rank(local_rank: int) -> None:
     """Set this process's local rank for libraries that read the environment, unless it is set."""
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
 
@@ -151,7 +143,3 @@ def choose_interface(environment: Environment) -> None:
         variables = ["GLOO_SOCKET_IFNAME"]
     for variable in variables if name is not None else []:
         os.environ.setdefault(variable, str(name))
-
-
-# The first reader that finds its variables wins: torchrun and our launcher may run inside SLURM or MPI.
-_READERS: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (_read_torchrun, _read_cluster)

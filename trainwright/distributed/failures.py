@@ -1,8 +1,4 @@
-"""Failures of ranks, over the key-value store.
-
-`FailureLog` holds what failed ranks have reported, the first one first. `PeerWatch` ends this process when another rank has
-failed.
-"""
+"""Failures of ranks, over the key-value store: how they are reported, and how the other ranks end."""
 
 from __future__ import annotations
 
@@ -33,8 +29,6 @@ LOST_PEER_TEXTS = ("connection closed by peer", "connection reset by peer", "con
 
 @dataclass(frozen=True)
 class FailureReport:
-    """What a failed rank has reported."""
-
     rank: int
     summary: str
     traceback: str
@@ -42,11 +36,7 @@ class FailureReport:
 
 
 class FailureLog:
-    """The failures of a job in the order in which they were posted.
-
-    Args:
-        store: the key-value store that all ranks and the launcher read.
-    """
+    """The failures of a job in the order in which they were posted, as all ranks and the launcher read them."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -58,7 +48,6 @@ class FailureLog:
         return number
 
     def post_error(self, rank: int, error: BaseException) -> int:
-        """Post an exception with its traceback and return its number in the order."""
         return self.post(rank, summarize(error), "".join(traceback.format_exception(error)))
 
     def mark_printed(self) -> None:
@@ -67,16 +56,13 @@ class FailureLog:
 
     def wait_until_printed(self, timeout_seconds: float) -> None:
         """Wait for the first failing rank's traceback: once another rank has left, the launcher ends that rank too."""
-        deadline = time.monotonic() + timeout_seconds
-        while not self._store.check(["failure/printed"]) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        _wait_until(lambda: self._store.check(["failure/printed"]), timeout_seconds)
 
     def announce_end(self) -> None:
         """Record that the launcher is ending the job: what breaks from now on is not a failure."""
         post(self._store, "failure/ending", "1")
 
     def is_ending(self) -> bool:
-        """Return whether the launcher is ending the job."""
         return self._store.check(["failure/ending"])
 
     def announce_stop(self, code: int) -> None:
@@ -88,18 +74,13 @@ class FailureLog:
         return int(self._store.get("stopped/code")) if self._store.check(["stopped/code"]) else None
 
     def count(self) -> int:
-        """Return how many failures were posted."""
         return self._store.add("failure/count", 0)
 
     def first(self, timeout_seconds: float = 0.5) -> FailureReport | None:
         """Return the first failure; None if none was posted."""
-        if self.count() == 0:
+        # The count comes first, so the text of a failure that was counted may still be on its way.
+        if self.count() == 0 or not _wait_until(lambda: self._store.check(["failure/1"]), timeout_seconds):
             return None
-        deadline = time.monotonic() + timeout_seconds
-        while not self._store.check(["failure/1"]):  # counted already, and its text is on the way
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.01)
         fields = json.loads(self._store.get("failure/1"))
         return FailureReport(was_printed=self._store.check(["failure/printed"]), **fields)
 
@@ -111,13 +92,10 @@ class PeerWatch:
     code in its main thread, so the thread leaves by `os._exit`.
 
     Args:
-        store: a connection to the store for this thread alone; another thread's wait would block it.
-        rank: this process's global rank.
-        world_size: the number of processes of the job.
+        store: a connection for this thread alone; another thread's wait would block it.
         name: separates the goodbyes of one group from those of another.
         store_host: the rank whose process holds the store; None if a launcher holds it.
-        error_file: where to write this rank's error in elastic's format, for torchrun's own summary.
-        poll_seconds: how often to poll.
+        error_file: where to write this rank's error in elastic's format, for torchrun's summary.
         poll: called at each poll, for whatever else is watched.
     """
 
@@ -136,15 +114,11 @@ class PeerWatch:
         self.has_failed = False
         self.has_said_goodbye = False
         """Whether this rank sends nothing more to the store's host, which may then end."""
-        self._store = store
-        self._log = FailureLog(store)
-        self._rank = rank
-        self._world_size = world_size
-        self._store_host = store_host
+        self._store, self._log = store, FailureLog(store)
+        self._rank, self._world_size, self._store_host = rank, world_size, store_host
         self._closing, self._goodbyes = f"closing/{name}", f"goodbyes/{name}"
         self._error_file = error_file
-        self._poll_seconds = poll_seconds
-        self._poll = poll
+        self._poll, self._poll_seconds = poll, poll_seconds
         self._pid = os.getpid()
         self._stopped = threading.Event()
         self._previous_hook: Callable[..., object] = sys.excepthook
@@ -152,7 +126,6 @@ class PeerWatch:
         self._thread = threading.Thread(target=self._watch, name="trainwright-peer-watch", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def wrap_excepthook(self) -> None:
@@ -179,9 +152,7 @@ class PeerWatch:
             self._acknowledge()
             return
         self._store.set(self._closing, "1")
-        deadline = time.monotonic() + farewell_seconds
-        while self._store.add(self._goodbyes, 0) < self._world_size - 1 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        _wait_until(lambda: self._store.add(self._goodbyes, 0) >= self._world_size - 1, farewell_seconds)
 
     def _acknowledge(self) -> None:
         if not self.has_said_goodbye:
@@ -235,10 +206,18 @@ class PeerWatch:
             self._log.mark_printed()
 
 
+def _wait_until(is_done: Callable[[], bool], timeout_seconds: float) -> bool:
+    deadline = time.monotonic() + timeout_seconds
+    while not is_done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
 def summarize(error: BaseException) -> str:
     """Return the kind of an error and the first line of its text."""
-    lines = str(error).strip().splitlines()
-    first = lines[0][:300] if lines else ""
+    first = str(error).strip().partition("\n")[0][:300]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
@@ -246,16 +225,16 @@ def is_secondary_failure(error: BaseException) -> bool:
     """Return whether an error, or one that led to it, only reports that a peer or the store has gone."""
     from torch.distributed import DistBackendError, DistNetworkError
 
-    seen: set[int] = set()
+    chain: dict[int, BaseException] = {}  # by identity: a user's exception may define another equality
     current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        if isinstance(current, (DistBackendError, DistNetworkError)):
-            return True
-        if isinstance(current, RuntimeError) and any(text in str(current).lower() for text in LOST_PEER_TEXTS):
-            return True
+    while current is not None and id(current) not in chain:
+        chain[id(current)] = current
         current = current.__cause__ or current.__context__
-    return False
+    return any(
+        isinstance(each, (DistBackendError, DistNetworkError))
+        or (isinstance(each, RuntimeError) and any(text in str(each).lower() for text in LOST_PEER_TEXTS))
+        for each in chain.values()
+    )
 
 
 def write_error_file(path: str, error: BaseException) -> None:
@@ -270,7 +249,6 @@ def write_error_file(path: str, error: BaseException) -> None:
 
 
 def flush_streams() -> None:
-    """Flush standard output and error, ignoring failures."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -7,6 +7,7 @@ import ipaddress
 import socket
 import struct
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from trainwright.errors import LaunchError
@@ -19,11 +20,7 @@ SIOCGIFADDR = 0x8915  # Linux: the first IPv4 address of an interface
 
 
 def resolve(address: str) -> tuple[socket.AddressFamily, str]:
-    """Return the family and the number of an address; IPv4 if it has both.
-
-    Raises:
-        LaunchError: the name is unknown.
-    """
+    """Return the family and the number of an address (LaunchError if unknown); IPv4 if it has both."""
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -31,14 +28,14 @@ def resolve(address: str) -> tuple[socket.AddressFamily, str]:
             f"the main address {address!r} is not known here ({error}); give the name or IP address at which the other nodes "
             "reach the node of rank 0."
         ) from error
-    family, _, _, _, place = min(found, key=lambda each: each[0] != socket.AF_INET)
-    return family, str(place[0])
+    family, _, _, _, resolved = min(found, key=lambda each: each[0] != socket.AF_INET)
+    return family, str(resolved[0])
 
 
-def is_own_name(address: str, place: str) -> bool:
-    """Return whether an address is a name that means loopback on its own machine, as Debian sets it up."""
-    is_loopback = ipaddress.ip_address(place.partition("%")[0]).is_loopback
-    return is_loopback and address not in (place, "localhost")
+def is_own_name(address: str, number: str) -> bool:
+    """Return whether an address is a name that means loopback on the machine that has it, as Debian sets it up."""
+    is_loopback = ipaddress.ip_address(number.partition("%")[0]).is_loopback
+    return is_loopback and address not in (number, "localhost")
 
 
 def listen_at(address: str, port: int, *, else_everywhere: bool = False) -> socket.socket:
@@ -50,10 +47,9 @@ def listen_at(address: str, port: int, *, else_everywhere: bool = False) -> sock
     Raises:
         LaunchError: the port is taken, or the address is not this machine's.
     """
-    family, place = resolve(address)
-    if else_everywhere and is_own_name(address, place):
-        place = ""
-    for host in (place, "") if else_everywhere and place else (place,):
+    family, number = resolve(address)
+    hosts = [] if else_everywhere and is_own_name(address, number) else [number]
+    for host in [*hosts, ""] if else_everywhere else hosts:
         listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -69,24 +65,22 @@ def listen_at(address: str, port: int, *, else_everywhere: bool = False) -> sock
                     "torchrun, or the variable MASTER_PORT."
                 ) from error
     raise LaunchError(
-        f"the main address {address!r} is {place}, which is not an address of this machine; the main address is that of the "
+        f"the main address {address!r} is {number}, which is not an address of this machine; the main address is that of the "
         "node of rank 0. Check the main address and the rank of this node."
     )
 
 
 def loopback_interface() -> str | None:
-    """Return the name of the loopback interface."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
 
 
 def interface_towards(address: str) -> str | None:
     """Return the interface over which this machine reaches an address; None if it cannot be determined."""
-    family, place = resolve(address)
-    if is_own_name(address, place):
-        place = ELSEWHERE
+    family, number = resolve(address)
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((place, DEFAULT_PORT))  # sends nothing: a datagram socket only looks up the route
+            # Connecting a datagram socket sends nothing: it only looks up the route.
+            probe.connect((ELSEWHERE if is_own_name(address, number) else number, DEFAULT_PORT))
             own = str(probe.getsockname()[0])
     except OSError:
         return None
@@ -99,12 +93,9 @@ def _addresses_of(interface: str) -> list[str]:
     import fcntl
 
     found: list[str] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-            found.append(socket.inet_ntoa(answer[20:24]))
-        except OSError:  # no IPv4 address
-            pass
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # it may have no IPv4 address
+        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        found.append(socket.inet_ntoa(answer[20:24]))
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else []:
         number, *_, name = line.split()

@@ -6,12 +6,11 @@ rank's watcher thread answers, because its main thread may be blocked in a colle
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 from trainwright.distributed.store import Store
 
@@ -19,8 +18,7 @@ Locate = Callable[[], tuple[tuple[int, ...], str]]
 """Returns counters that only grow in a run and are equal on all ranks at the same point of it, and that point in words."""
 
 
-@dataclass(frozen=True)
-class RankPosition:
+class RankPosition(NamedTuple):
     """Where a rank is in the sequence that all ranks go through."""
 
     order: tuple[int, ...] = ()
@@ -30,11 +28,7 @@ class RankPosition:
 
 
 class RankPositions:
-    """Reports this rank's position and requests those of others. Thread-safe.
-
-    Args:
-        rank: this process's global rank.
-    """
+    """Reports this rank's position and requests those of others. Thread-safe."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -56,40 +50,36 @@ class RankPositions:
                 self._runs, self._locate = self._runs + 1, outer
 
     def now(self) -> RankPosition:
-        """Return this rank's position."""
         with self._lock:
             runs, locate = self._runs, self._locate
-        if locate is None:
-            return RankPosition((runs,), "")
-        counts, text = locate()
+        counts, text = ((), "") if locate is None else locate()
         return RankPosition((runs, *counts), text)
 
     def answer(self, store: Store) -> None:
         """For the watcher: post this rank's position if it was requested since the last answer. One read of the store."""
-        requested = store.add(self._request_key(self._rank), 0)
+        requested = store.add(_request_key(self._rank), 0)
         if requested == self._answered:
             return
         # `locate` reads counters that the main thread changes meanwhile; if that fails, the next request is answered.
-        with contextlib.suppress(Exception):
-            position = self.now()
-            store.set(self._reply_key(self._rank), json.dumps([position.order, position.text]))
+        with suppress(Exception):
+            store.set(_reply_key(self._rank), json.dumps(self.now()))
             self._answered = requested
 
     def request(self, store: Store, rank: int) -> None:
         """Request another rank's position; a later `reported` returns it."""
-        store.add(self._request_key(rank), 1)
+        store.add(_request_key(rank), 1)
 
     def reported(self, store: Store, rank: int) -> RankPosition | None:
         """Return the position that another rank has reported last; None if it has not."""
-        if not store.check([self._reply_key(rank)]):
+        if not store.check([_reply_key(rank)]):
             return None
-        order, text = json.loads(store.get(self._reply_key(rank)))
+        order, text = json.loads(store.get(_reply_key(rank)))
         return RankPosition(tuple(order), text)
 
-    @staticmethod
-    def _request_key(rank: int) -> str:
-        return f"position/{rank}/requested"
 
-    @staticmethod
-    def _reply_key(rank: int) -> str:
-        return f"position/{rank}"
+def _request_key(rank: int) -> str:
+    return f"position/{rank}/requested"
+
+
+def _reply_key(rank: int) -> str:
+    return f"position/{rank}"

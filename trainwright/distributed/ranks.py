@@ -18,10 +18,6 @@ class Ranks:
     """What the ranks agree on. Every method but `subchannel` and `give_up` is collective: call it on every rank.
 
     Values are what JSON can hold. `call` names the step that they belong to; ranks that meet in different calls all raise.
-
-    Args:
-        channel: carries the values; None for a process alone.
-        timeout_seconds: how long to wait for the slowest rank.
     """
 
     def __init__(self, channel: StoreChannel | None = None, timeout_seconds: float = 1800.0) -> None:
@@ -30,7 +26,7 @@ class Ranks:
         self.rank, self.world_size = self._channel.rank, self._channel.world_size
 
     def subchannel(self, name: str) -> Ranks:
-        """Return ranks with a call order of their own, for a second thread. See `StoreChannel.subchannel`."""
+        """Return ranks for a second thread, whose calls pair up by themselves. See `StoreChannel.subchannel`."""
         return Ranks(self._channel.subchannel(name), self.timeout_seconds)
 
     def give_up(self) -> None:
@@ -38,7 +34,7 @@ class Ranks:
         self._channel.give_up()
 
     def located_by(self, locate: Locate) -> AbstractContextManager[None]:
-        """Return a context in which a run reports this rank's position. See `RankPositions.located_by`."""
+        """See `RankPositions.located_by`."""
         return self._channel.located_by(locate)
 
     def exchange(self, value: Any, call: str) -> list[Any]:
@@ -56,19 +52,13 @@ class Ranks:
 
     def differing(self, value: Any, call: str) -> list[Any]:
         """Return the values of all ranks if they differ, else an empty list. Large values are only sent if they differ."""
-        text = json.dumps(value).encode()
-        digest = hashlib.sha256(text).hexdigest()
-        if self.world_size == 1 or len(set(self.exchange(digest, call))) == 1:
-            return []
-        return self.exchange(value, call)
+        digest = hashlib.sha256(json.dumps(value).encode()).hexdigest()
+        return self.exchange(value, call) if len(set(self.exchange(digest, call))) > 1 else []
 
     def decide(self, decide: Callable[[], Any], call: str) -> Any:
         """Return what `decide` returns on rank 0, the only rank that calls it: metrics, clocks and files may differ by rank.
 
-        Any other error than these ends the job, as a failed rank does.
-
-        Raises:
-            ValueError, CheckpointError: rank 0's, on every rank.
+        Rank 0's ValueError or CheckpointError is raised on every rank; any other error ends the job, as a failed rank does.
         """
         reply: dict[str, Any] = {}
         if self.rank == 0:
@@ -94,9 +84,7 @@ class Ranks:
 
         Args:
             work: this rank's part; None if it has none.
-            call: see the class.
             subject: what has failed, for the error ("checkpoint x was not written").
-            describe: returns the text of an error.
             reads: False on a rank that needs no results and gets None for each: unpacking large ones delays its other threads.
 
         Raises:
@@ -137,7 +125,6 @@ def _describe(error: Exception) -> str:
 
 
 def _joined(failures: dict[int, str], world_size: int) -> str:
-    """Return the text of the lowest rank that failed, and which others did."""
     (rank, text), *others = failures.items()
     if world_size == 1 or (len(failures) == world_size and len(set(failures.values())) == 1):
         return text

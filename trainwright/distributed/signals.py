@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -24,7 +25,6 @@ STOPPED_EXIT_CODE = 75
 
 
 def is_interactive() -> bool:
-    """Return whether this process is a REPL or a notebook."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "__IPYTHON__")
 
 
@@ -42,8 +42,7 @@ class SignalWatch:
     KeyboardInterrupt); any other signal after the first changes nothing. Ignored signals stay ignored. Python only allows the
     main thread to install handlers: opened in another one, it records nothing.
 
-    Args:
-        request: called at the first signal, in any thread: it may neither block nor raise.
+    `request` is called at the first signal, in any thread: it may neither block nor raise.
     """
 
     def __init__(self, request: Callable[[], object]) -> None:
@@ -58,7 +57,6 @@ class SignalWatch:
         """How many Ctrl-C the handler and the thread have seen; either may be delayed."""
 
     def open(self) -> None:
-        """Install the handlers."""
         global _open
         if threading.current_thread() is not threading.main_thread() or os.name != "posix":
             return
@@ -75,7 +73,6 @@ class SignalWatch:
         self._outer, _open = _open, self
 
     def close(self) -> None:
-        """Restore the previous handlers."""
         global _open
         if self._thread is None:
             return
@@ -89,11 +86,8 @@ class SignalWatch:
 
     def deliver(self) -> None:
         """Send a recorded signal that nothing has acted on to this process again; after `close`."""
-        previous = self._previous.get(self.first)
-        if self.first and previous in (
-            signal.SIG_DFL,
-            signal.default_int_handler,
-        ):  # else the user's handler was called
+        # Any other handler is the user's, and `_handle` has called it.
+        if self.first and self._previous.get(self.first) in (signal.SIG_DFL, signal.default_int_handler):
             os.kill(os.getpid(), self.first)
 
     def _put_back(self) -> None:
@@ -134,36 +128,33 @@ class SignalWatch:
 
 
 _open: SignalWatch | None = None
-_notices_forks = False
 
 
+@functools.cache  # os has no way to unregister, so once a process
 def _notice_forks() -> None:
     """Remove the handlers from forked children: they would take a child's signals for this process's.
 
-    Signals are blocked in a child until it has removed the handlers and the pipe that it shares with this process.
+    Signals are blocked in a child until it has removed the handlers and the pipe that it inherited.
     """
-    global _notices_forks
-    if not _notices_forks:
-        _notices_forks = True
-        os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
+    os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_reset_child)
 
 
 _held = threading.local()
 """The mask of the thread that forks, as it was before."""
 
 
-def _hold() -> None:
+def _block() -> None:
     _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS) if _open is not None else None
 
 
-def _release() -> None:
+def _unblock() -> None:
     if _held.mask is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, _held.mask)
 
 
-def _forget() -> None:
+def _reset_child() -> None:
     watch = _open
     while watch is not None:  # the innermost first
         watch._put_back()
         watch = watch._outer
-    _release()
+    _unblock()

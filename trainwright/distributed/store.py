@@ -32,7 +32,7 @@ def post(store: Store, key: str, value: bytes | str) -> None:
     """Set a key and return once the store has it, so that every rank that learns of it later finds it.
 
     `set` alone returns while the request is on its way: torch's TCPStore does not answer a `set`, and may serve another
-    connection first. Requests of one connection are served in order, so the answer to the next one is the receipt.
+    connection first. It serves the requests of one connection in order, so the answer to the next one is the receipt.
     """
     store.set(key, value)
     store.check([key])
@@ -49,17 +49,16 @@ def open_store(environment: Environment, timeout: timedelta, is_joined: bool) ->
     address, port = environment.main_address, environment.main_port
     assert address is not None
     assert port is not None
-    if environment.has_agent_store or environment.rank != 0:
-        if environment.num_nodes == 1 and not environment.has_agent_store:
-            address = LOOPBACK  # where rank 0 holds it
-        return _join_store(address, port, limit), None if environment.has_agent_store else 0
+    if environment.has_agent_store:
+        return _join_store(address, port, limit), None
+    if environment.rank != 0:
+        return _join_store(LOOPBACK if environment.num_nodes == 1 else address, port, limit), 0
     if _hosted_store is None:
         _hosted_store = _host_store(address, port, limit, environment.num_nodes)
     return _hosted_store, 0
 
 
 def stores() -> Any:
-    """Return the module of torch's stores."""
     # torch exports its stores in a way that type checkers do not see.
     import torch.distributed as dist
 
@@ -80,12 +79,7 @@ def _join_store(address: str, port: int, timeout: timedelta) -> Store:
 
 def _host_store(address: str, port: int, timeout: timedelta, num_nodes: int) -> Store:
     """Hold the job's store in this process; only on the loopback interface if the job has one node."""
-    listener = listen_at(LOOPBACK, port) if num_nodes == 1 else listen_at(address, port, else_everywhere=True)
-    listener_fd = listener.detach()  # the store owns it from here on
     host = LOOPBACK if num_nodes == 1 else address
-    return cast(
-        Store,
-        stores().TCPStore(
-            host, port, None, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener_fd
-        ),
-    )
+    listener = listen_at(host, port, else_everywhere=num_nodes > 1)
+    options = {"timeout": timeout, "wait_for_workers": False, "master_listen_fd": listener.detach()}  # now the store's
+    return cast(Store, stores().TCPStore(host, port, None, True, **options))

@@ -1,13 +1,11 @@
-"""Store channel: swaps small payloads between all ranks over the key-value store, without a collective.
-
-`ranks.py` builds what the ranks agree on; `environment.py` opens the store.
-"""
+"""Store channel: swaps small payloads between all ranks over the key-value store, without a collective."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 
 from trainwright.distributed.rank_positions import Locate, RankPosition, RankPositions
@@ -27,12 +25,7 @@ LOOK_SECONDS = 0.5
 class StoreChannel:
     """Swaps payloads between all ranks, from any thread. Calls pair up by their order in one channel.
 
-    Args:
-        store: the job's key-value store; None in a job of one process.
-        rank: this process's global rank.
-        world_size: the number of processes of the job.
-        name: the channel.
-        positions: the ranks' positions, for calls of the main thread; None for a channel of another thread.
+    `store` is None in a job of one process, and `positions` is None for a channel of another thread than the main one.
     """
 
     def __init__(
@@ -48,31 +41,28 @@ class StoreChannel:
             raise ValueError(
                 f"store=None with world_size={world_size}; several ranks need a key-value store. Pass one."
             )
-        self.rank = rank
-        self.world_size = world_size
-        self._store = store
-        self._positions = positions
-        self._name = name
+        self.rank, self.world_size = rank, world_size
+        self._store, self._name, self._positions = store, name, positions
         self._lock = threading.Lock()
         self._calls = 0
-        self._subchannels: dict[str, int] = {}
+        self._subchannels: Counter[str] = Counter()
         self._has_given_up = False
 
     def subchannel(self, name: str) -> StoreChannel:
-        """Return a channel with a call order of its own, for a second thread. Nothing is sent.
+        """Return a channel for a second thread, whose calls pair up by themselves. Nothing is sent.
 
         Subchannels of one name pair up by their order: make them on every rank, in the same order.
         """
-        number = self._subchannels.get(name, 0)
-        self._subchannels[name] = number + 1
-        return StoreChannel(self._store, self.rank, self.world_size, name=f"{self._name}/{name}/{number}")
+        self._subchannels[name] += 1
+        path = f"{self._name}/{name}/{self._subchannels[name]}"
+        return StoreChannel(self._store, self.rank, self.world_size, name=path)
 
     def give_up(self) -> None:
         """Make the call that waits here in another thread, and every later one that would wait, raise RuntimeError."""
         self._has_given_up = True
 
     def located_by(self, locate: Locate) -> AbstractContextManager[None]:
-        """Return a context in which a run reports this rank's position. See `RankPositions.located_by`."""
+        """See `RankPositions.located_by`."""
         return nullcontext() if self._positions is None else self._positions.located_by(locate)
 
     def exchange(self, payload: bytes, *, call: str, timeout_seconds: float) -> list[bytes]:
@@ -81,8 +71,7 @@ class StoreChannel:
         `call` names the call, with its step if it has one, and must be the same on all ranks.
 
         Raises:
-            RuntimeError: on every rank, if the ranks have met in different calls; on this one, if another has skipped this
-                call or has exited.
+            RuntimeError: the ranks have met in different calls, or another rank has skipped this call or has exited.
             TimeoutError: a rank has not made it in time.
         """
         if self._store is None:
@@ -105,7 +94,7 @@ class StoreChannel:
         return [body for _, body in parts]
 
     def leave(self) -> None:
-        """Tell the others that this rank makes no more calls."""
+        """Post that this rank makes no more calls."""
         if self._store is not None:
             post(self._store, f"left/{self.rank}", b"")
 
@@ -139,7 +128,6 @@ class StoreChannel:
             time.sleep(min(max((now - began) * PAUSED_PART, SHORTEST_PAUSE), LONGEST_PAUSE))
 
     def _refuse_left(self, keys: list[str]) -> None:
-        """Raise if a rank that has not made the call has exited."""
         assert self._store is not None
         for rank, key in enumerate(keys):
             # The key is checked again: the rank may have posted it and left between the first two checks.
@@ -166,7 +154,6 @@ class StoreChannel:
 
 
 def _different_calls(calls: list[tuple[str, str]]) -> str:
-    """Return the error of ranks that have met in different calls, from each rank's call and position."""
     here, at_here = calls[0]
     rank, (there, at_there) = next((rank, other) for rank, other in enumerate(calls) if other[0] != here)
     return (

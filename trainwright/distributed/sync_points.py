@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 
 from trainwright.distributed.store import Store, post
@@ -24,20 +25,11 @@ REQUESTS = "requests"
 """The only key that the watchers read while nothing is requested: the number of requests posted so far."""
 
 
-class SyncPoint:
-    """Something that any rank may request at any time and that all ranks then do at the same boundary.
-
-    One object serves one run of the loop, for any number of rounds: after it was reached it may be requested again. A request
-    that was not reached when the run ends is dropped with the object.
-
-    NOTE: this needs a collective of all ranks between two boundaries. Under manual optimization, where a step may pass without
-    a backward, and in an evaluation, ranks may reach it at different boundaries.
+class SyncPoints:
+    """The sync points of one connection, and what its watcher thread does for them.
 
     Args:
         store: the key-value store, on a connection of the loop's thread; None in a job of one process.
-        rank: this process's global rank.
-        world_size: the number of processes of the job.
-        name: the same on all ranks, and used once in a store.
         synchronize: waits until the device has done what was queued; None if collectives block the host.
     """
 
@@ -46,26 +38,56 @@ class SyncPoint:
         store: Store | None,
         rank: int,
         world_size: int,
-        name: str,
         *,
         synchronize: Callable[[], None] | None = None,
     ) -> None:
-        if store is None and world_size > 1:
-            raise ValueError(
-                f"store=None with world_size={world_size}; several ranks need a key-value store. Pass one."
-            )
-        self.name = name
-        self._store, self.rank, self._world_size = store, rank, world_size
-        self._synchronize = synchronize
+        self.store, self.rank, self.world_size, self.synchronize = store, rank, world_size, synchronize
+        self._counts: Counter[str] = Counter()
+        self._entries: weakref.WeakSet[SyncPoint] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def make(self, name: str) -> SyncPoint:
+        """Return a new sync point. Those of one name pair up by their order: make them in the same order on every rank."""
+        point = SyncPoint(self, f"{name}/{self._counts[name]}")
+        self._counts[name] += 1
+        with self._lock:
+            self._entries.add(point)
+        return point
+
+    def poll(self, store: Store) -> None:
+        """Post this rank's requests and look for those of any rank: the watcher thread calls this now and then.
+
+        `store` is the watcher's connection: one read of it while nothing is requested, none without sync points.
+        """
+        with self._lock:
+            points = list(self._entries)
+        if not points:
+            return
+        posted = [point.post_request(store) for point in points]
+        requests = store.add(REQUESTS, sum(posted))  # after the requests themselves, so that a new count finds them
+        for point in points:
+            point.poll(store, requests)
+
+
+class SyncPoint:
+    """Something that any rank may request at any time and that all ranks then do at the same boundary.
+
+    One object serves one run of the loop, for any number of rounds. A request not yet reached when the run ends is dropped.
+
+    NOTE: this needs a collective of all ranks between two boundaries. Under manual optimization, where a step may pass without
+    a backward, and in an evaluation, ranks may reach it at different boundaries.
+    """
+
+    def __init__(self, job: SyncPoints, name: str) -> None:
+        self._job, self._name, self.rank = job, name, job.rank
         self._lock = threading.Lock()  # between the loop and the watcher; request() takes none
         self._has_own_request = False
         self.is_pending = False
         """Whether this rank knows of a request; until then `is_reached` need not be called."""
-        # Written by the loop only:
-        self._round = 0
-        self._posted_round = -1
+        # Only the loop writes these:
+        self._round, self._posted_round = 0, -1
         self._agreed_step: int | None = None
-        # Written by the watcher only:
+        # Only the watcher writes these:
         self._requested_round = -1
         self._polled: tuple[int, int] | None = None
 
@@ -76,7 +98,7 @@ class SyncPoint:
         made during a round joins it.
         """
         self._has_own_request = True
-        if self._store is None:
+        if self._job.store is None:
             self.is_pending = True
 
     def is_reached(self, step: int) -> bool:
@@ -109,7 +131,7 @@ class SyncPoint:
                     self.is_pending = True
 
     def _advance(self, step: int) -> bool:
-        store = self._store
+        store = self._job.store
         if store is None:
             self._has_own_request = self.is_pending = False
             return True
@@ -118,9 +140,9 @@ class SyncPoint:
             self._posted_round = self._round
             return False
         if self._agreed_step is None:
-            if self._synchronize is not None:
-                self._synchronize()
-            keys = [self._step_key(self._round, rank) for rank in range(self._world_size)]
+            if self._job.synchronize is not None:
+                self._job.synchronize()
+            keys = [self._step_key(self._round, rank) for rank in range(self._job.world_size)]
             if not store.check(keys):
                 return False
             self._agreed_step = max(int(store.get(key)) for key in keys)
@@ -132,10 +154,8 @@ class SyncPoint:
     def _finish_round(self, store: Store) -> None:
         finished = self._round
         with self._lock:
-            self._agreed_step = None
-            self._round = finished + 1
-            self._has_own_request = False  # requests from here on belong to the next round
-            self.is_pending = False
+            self._round, self._agreed_step = finished + 1, None
+            self._has_own_request = self.is_pending = False  # requests from here on belong to the next round
         # Every rank has posted in this round, so every rank has finished the one before it.
         if finished > 0:
             store.delete_key(self._step_key(finished - 1, self.rank))
@@ -143,56 +163,7 @@ class SyncPoint:
                 store.delete_key(self._request_key(finished - 1))
 
     def _request_key(self, number: int) -> str:
-        return f"{self.name}/{number}/requested"
+        return f"{self._name}/{number}/requested"
 
     def _step_key(self, number: int, rank: int) -> str:
-        return f"{self.name}/{number}/{rank}"
-
-
-class SyncPoints:
-    """The sync points of one connection, and what its watcher thread does for them.
-
-    Args:
-        store: the key-value store, on a connection of the loop's thread; None in a job of one process.
-        rank: this process's global rank.
-        world_size: the number of processes of the job.
-        synchronize: waits until the device has done what was queued; None if collectives block the host.
-    """
-
-    def __init__(
-        self,
-        store: Store | None,
-        rank: int,
-        world_size: int,
-        *,
-        synchronize: Callable[[], None] | None = None,
-    ) -> None:
-        self._store, self.rank, self._world_size = store, rank, world_size
-        self._synchronize = synchronize
-        self._counts: dict[str, int] = {}
-        self._entries: list[weakref.ref[SyncPoint]] = []
-        self._lock = threading.Lock()
-
-    def make(self, name: str) -> SyncPoint:
-        """Return a new sync point. Those of one name pair up by their order: make them in the same order on every rank."""
-        number = self._counts.get(name, 0)
-        self._counts[name] = number + 1
-        point = SyncPoint(self._store, self.rank, self._world_size, f"{name}/{number}", synchronize=self._synchronize)
-        with self._lock:
-            self._entries = [entry for entry in self._entries if entry() is not None]
-            self._entries.append(weakref.ref(point))
-        return point
-
-    def poll(self, store: Store) -> None:
-        """Post this rank's requests and look for those of any rank: called now and then by the watcher thread.
-
-        `store` is the watcher's own connection: one read of it while nothing is requested, none without sync points.
-        """
-        with self._lock:
-            points = [point for entry in self._entries if (point := entry()) is not None]
-        if not points:
-            return
-        posted = [point.post_request(store) for point in points]
-        requests = store.add(REQUESTS, sum(posted))  # after the requests themselves, so that a new count finds them
-        for point in points:
-            point.poll(store, requests)
+        return f"{self._name}/{number}/{rank}"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.distributed.environment import Environment, announce_place
+from trainwright.distributed.environment import Environment, announce_local_rank
 from trainwright.precision.base import Precision
 from trainwright.strategies.deepspeed_package import import_deepspeed
 from trainwright.strategies.master_optimizer import MasterOptimizer
@@ -32,7 +32,7 @@ def make_engine(
     Raises:
         ValueError: DeepSpeed refuses a setting, or cannot train a parameter.
     """
-    announce_place(Environment.detect().local_rank)
+    announce_local_rank(Environment.detect().local_rank)
     deepspeed = import_deepspeed(device)
     is_sharding = config["zero_optimization"]["stage"] == 3
     refuse_what_cannot_be_sharded(part, config["zero_optimization"]["stage"])

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from trainwright.data.collection import is_collection
-from trainwright.data.combined_loader import CombinedLoader
+from trainwright.data.combined_loader import CombinedLoader, is_collection
 from trainwright.module import Module, is_overridden
 from trainwright.paths import absolute
 from trainwright.precision import Precision

@@ -99,7 +99,6 @@ class TrainData:
             rank=engine.rank,
             world_size=engine.world_size,
             mode="train",
-            default_combination="max_size_cycle",
             **self._options,
         )
         loader.load_state_dict(position)
