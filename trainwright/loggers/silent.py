@@ -19,23 +19,15 @@ class SilentExperiment:
     def __call__(self, *args: Any, **kwargs: Any) -> SilentExperiment:
         return self
 
-    def __getitem__(self, key: Any) -> SilentExperiment:
-        return self
+    __getitem__ = __enter__ = __call__
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __exit__(self, *args: Any) -> None:
         pass
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        pass
+    __setattr__ = __setitem__ = __exit__
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
-
-    def __enter__(self) -> SilentExperiment:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
 
 class SilentLogger(Logger):
