@@ -1,7 +1,7 @@
 """What is measured of a run, and as which action. Without a profiler nothing is wrapped, so it costs nothing.
 
-The actions are those of the engine below, the hooks of callbacks and module ("[callback] EarlyStopping.on_train_end") and the
-wait for batches ("train_dataloader_next", and one for each evaluation).
+Measured are the engine's methods below, the hooks ("[callback] EarlyStopping.on_train_end") and the wait for batches
+("train_dataloader_next", and one for each evaluation).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ ENGINE_ACTIONS: Mapping[str, str | None] = {
 
 
 def is_measuring(profiler: Profiler | None) -> bool:
-    """Return whether the profiler measures anything."""
     return profiler is not None and not isinstance(profiler, PassThroughProfiler)
 
 
