@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -120,8 +121,8 @@ class LearningRateMonitor(Callback):
                     values[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
         return values
 
-    def _named(self, trainer: TrainerProtocol) -> list[tuple[Optimizer, list[str], str | None]]:
-        """Return each optimizer with the names of its groups and its scheduler's interval; None without a scheduler."""
+    def _named(self, trainer: TrainerProtocol) -> Iterator[tuple[Optimizer, list[str], str | None]]:
+        """Yield each optimizer with the names of its groups and its scheduler's interval; None without a scheduler."""
         configs = trainer.lr_scheduler_configs
         uses: list[tuple[Optimizer, str | None, str | None]] = []
         for config in configs:
@@ -131,13 +132,11 @@ class LearningRateMonitor(Callback):
                 uses.append((optimizer, config.name, config.interval if config.interval in INTERVALS else "epoch"))
         uses += [(each, None, None) for each in trainer.optimizers if not any(config.is_of(each) for config in configs)]
         seen: Counter[str] = Counter()
-        named = []
         for optimizer, given, interval in uses:
             base = given if given is not None else f"lr-{type(optimizer).__name__}"
             name = f"{base}-{seen[base]}" if seen[base] else base
             seen[base] += 1
-            named.append((optimizer, _group_names(optimizer, name), interval))
-        return named
+            yield optimizer, _group_names(optimizer, name), interval
 
 
 def _group_names(optimizer: Optimizer, name: str) -> list[str]:

@@ -67,10 +67,9 @@ class ModelCheckpoint(Callback):
         save_last: True or "link": also keep the newest, under its own name, whatever its metric.
         save_top_k: how many to keep: -1 for all, 0 for none; without monitor -1, 0 or 1.
         save_on_exception: save `exception-epoch=..-step=..` when an exception or Ctrl-C ends the run, if it can be resumed
-            exactly from there: on one process (a save needs all ranks, and the others may still be running) and between two
+            exactly from there, and else print why it cannot. It can on one process (a save needs all ranks) between two
             batches: while the next one is loaded, in a validation within an epoch until its metrics are known, or in the
-            hooks of an epoch's start. Otherwise it prints why it does not save: within a batch generators and buffers have
-            moved, in an accumulation window gradients are pending, and at an epoch's end schedulers have stepped.
+            hooks of an epoch's start.
         save_weights_only: leave out optimizers and counters; no run can resume from such a checkpoint. If a killed run wrote
             one after the checkpoint it is resumed from, it is kept in addition to those of the resumed run.
         mode: "min" or "max": which value of the metric is better.
@@ -79,22 +78,20 @@ class ModelCheckpoint(Callback):
         train_time_interval: time between two saves: a timedelta, "DD:HH:MM:SS" or a dict of timedelta's arguments.
         every_n_epochs: save every n-th epoch; 0 turns it off. Give at most one of the three intervals.
         save_on_train_epoch_end: True saves at an epoch's end only; False after validations only; None after each validation
-            if the fit has any, else at the epoch's end. A validation at an epoch's end is followed by the save of that
-            epoch's end, from which a run resumes with the next epoch.
+            if the fit has any, else at the epoch's end. The save for a validation at an epoch's end waits for that end.
         enable_version_counter: a name that is taken gets -v1, -v2, unless it is that of a kept checkpoint which this save
             replaces; False replaces any checkpoint of that name that is not kept. Both happen once the new one is whole (on a
             file system that can rename, and never to the resume source).
         async_save: block the loop only until everything is copied to host memory; a thread writes and commits. The next save
             and the end of the run wait for it and raise its error. Replaced checkpoints are removed once it has committed.
 
-    Weights that are not finite on some rank (NaN or infinity in a trained parameter or a norm's running statistics) are not
-    saved, with a warning, and existing checkpoints stay. A checkpoint whose metric is not finite never counts among the best;
-    until one is finite, the newest is kept. The newest checkpoint and the resume source are never deleted before another one
-    exists. A validation's metric scores only the weights it was computed with: a save by steps or time after it counts among
-    the best once the next validation has scored its weights, and is then made again. A save that is due while gradients wait
-    for a manual optimization step is made after that step. Nothing is saved with fast_dev_run. Rank 0 decides for all ranks,
-    by its own metrics and files. A fit that starts from scratch keeps its own best checkpoints and leaves the files of an
-    earlier fit alone.
+    Rank 0 decides for all ranks, by its own metrics and files. Nothing is saved with fast_dev_run, and no weights that are not
+    finite on some rank (NaN or infinity in a trained parameter or a norm's running statistics): a warning says so. A checkpoint
+    whose metric is not finite never counts among the best; until one is finite, the newest is kept. The newest checkpoint and
+    the resume source are never deleted before another one exists. A fit from scratch leaves the files of an earlier fit alone.
+    A metric scores only the weights it was computed with: a save by steps or time after a validation counts among the best once
+    the next validation has scored its weights, and is then made again. A save that is due while gradients wait is made after
+    their optimizer step.
 
     >>> best = tw.ModelCheckpoint("runs/mine", filename="{step}", monitor="val_loss")
     >>> trainer = tw.Trainer(callbacks=best, max_epochs=2, enable_model_summary=False)

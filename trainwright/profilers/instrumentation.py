@@ -6,6 +6,7 @@ Measured are the engine's methods below, the hooks ("[callback] EarlyStopping.on
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -43,13 +44,5 @@ def instrument(engine: object, profiler: Profiler | None, actions: Mapping[str, 
 
 
 def _timed_by_name(function: Callable[..., Any], profiler: Profiler) -> Callable[..., Any]:
-    start, stop = profiler.start, profiler.stop
-
-    def measured(subject: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        start(name)
-        try:
-            return function(subject, name, *args, **kwargs)
-        finally:
-            stop(name)
-
-    return measured
+    timed = functools.cache(functools.partial(profiler.timed, function))  # one wrapper for each name
+    return lambda subject, name, *args, **kwargs: timed(name)(subject, name, *args, **kwargs)
