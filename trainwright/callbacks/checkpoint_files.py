@@ -147,21 +147,20 @@ def remove_replaced(paths: Sequence[str], committed: str, trainer: TrainerProtoc
     return kept
 
 
-def loaded(state: Mapping[str, Any], folder: str) -> tuple[Kept, bool]:
-    """Return what a saved state keeps, as far as it still exists in this folder, and whether the newest does."""
+def loaded(state: Mapping[str, Any], folder: str) -> Kept:
+    """Return what a saved state keeps, as far as it still exists in this folder."""
 
     def is_ours(path: str) -> bool:
         return same_path(path.rpartition("/")[0], folder) and is_checkpoint(path)
 
     last = state["last_model_path"]
-    kept: Kept = {
+    return {
         "scores": {path: float(score) for path, score in state["best_k_models"].items() if is_ours(path)},
         "last": last if is_ours(last) else "",
         "written_to": state.get("place", ""),
         "replaced": [path for path in state.get("replaced", []) if is_ours(path)],
         "current_score": state.get("current_score"),
     }
-    return kept, bool(kept["last"])
 
 
 def found_again(

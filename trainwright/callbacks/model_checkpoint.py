@@ -199,10 +199,10 @@ class ModelCheckpoint(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the kept checkpoints, as far as they still exist in this run's own folder."""
-        kept, has_last = loaded(state, self.dirpath or "")
+        kept = loaded(state, self.dirpath or "")
         self._keep(kept)
         self._is_deferred, self._awaits_score = bool(state.get("is_put_off")), bool(state.get("awaits_score"))
-        self._moments.load_state_dict(state.get("moments", {"step": state.get("step_seen", -1)}), has_last)
+        self._moments.load_state_dict(state.get("moments", {"step": state.get("step_seen", -1)}), bool(kept["last"]))
         last, written_to = state["last_model_path"], kept["written_to"]
         self._unrenamed = (written_to, last, state["best_k_models"].get(last)) if written_to != last else ("", "", None)
 

@@ -18,9 +18,8 @@ from fsspec.core import url_to_fs
 from torch import nn
 
 from trainwright.devices.generators import forked_generators
-from trainwright.loggers.base import to_dict, to_numbers
+from trainwright.loggers.base import SilentExperiment, to_dict, to_numbers
 from trainwright.loggers.folder import FolderLogger, Row, is_local
-from trainwright.loggers.silent import SilentExperiment
 from trainwright.paths import open_no_link
 
 if TYPE_CHECKING:
