@@ -7,9 +7,8 @@ from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.callbacks.learning_rate_monitor import LearningRateMonitor
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import ModelSummary
-from trainwright.callbacks.prediction_writer import BasePredictionWriter
+from trainwright.callbacks.prediction_writer import BasePredictionWriter, TensorPredictionWriter, load_predictions
 from trainwright.callbacks.progress_bar import TQDMProgressBar
-from trainwright.callbacks.tensor_prediction_writer import TensorPredictionWriter, load_predictions
 from trainwright.callbacks.timer import Timer
 from trainwright.callbacks.trainer_protocol import TrainerProtocol
 

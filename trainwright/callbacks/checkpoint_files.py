@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.checkpoint_policy import Kept
@@ -33,25 +34,15 @@ FIELD = r"\{([^{}:]+)(:[^{}]*)?\}"
 
 
 def check_template(template: str) -> None:
-    """Refuse a template with an unpaired brace (ValueError)."""
-    rest = re.sub(FIELD, "", template)
-    if "{" in rest or "}" in rest:
+    """Raise ValueError for an unpaired brace."""
+    if set("{}") & set(re.sub(FIELD, "", template)):
         raise ValueError(
             f"filename={template!r} has a brace without its pair; write fields as {{epoch}} or {{val_loss:.3f}}."
         )
 
 
 def fill_template(template: str, values: Mapping[str, Any], *, insert_names: bool) -> str:
-    """Return the template's name for these values; "/" in a metric's name becomes "_".
-
-    Args:
-        template: text with fields, such as "{epoch:02d}-{val_loss:.2f}".
-        values: the fields' values.
-        insert_names: write {epoch} as "epoch=3" rather than "3".
-
-    Raises:
-        ValueError: a field's metric was not logged.
-    """
+    """Return the name, with "epoch=3" for {epoch} rather than "3" if `insert_names`; ValueError if a metric was not logged."""
 
     def written(match: re.Match[str]) -> str:
         name, spec = match.group(1), match.group(2) or ""
@@ -60,8 +51,7 @@ def fill_template(template: str, values: Mapping[str, Any], *, insert_names: boo
                 f"filename={template!r} asks for {name!r}, which was not logged; there are {', '.join(sorted(values))}."
             )
         text = format(values[name], spec[1:])
-        label = name.replace("/", "_")
-        return f"{label}={text}" if insert_names else text
+        return f"{name.replace('/', '_')}={text}" if insert_names else text  # "/" would make a folder
 
     return re.sub(FIELD, written, template)
 
@@ -92,13 +82,8 @@ def choose_paths(
 ) -> tuple[str, str]:
     """Return the path of a save, the first that is free or replaceable, and the free one that it is written to.
 
-    Args:
-        name: returns the path with a version; None for none.
-        exists: returns whether a path is taken.
-        dropped: the checkpoints that the save replaces.
-        kept: those that are kept.
-        source: the one that the run was resumed from, which stays.
-        replaces_any: whether the save also replaces a whole checkpoint that has the plain name and is not kept.
+    `name` returns the path with a version. The save may replace the `dropped` checkpoints and, if it `replaces_any`, a whole
+    one that has the plain name and is not among the `kept`; never `source`, which the run was resumed from.
     """
 
     def is_replaced(path: str) -> bool:
@@ -108,39 +93,25 @@ def choose_paths(
             return False
         return (is_dropped or not any(same_path(path, each) for each in kept)) and is_replaceable(path)
 
-    path, version = name(None), 0
-    while exists(path) and not is_replaced(path):
-        version += 1
-        path = name(version)
-    written_to = path
-    while exists(written_to):
-        version += 1
-        written_to = name(version)
-    return path, written_to
+    names = map(name, chain([None], count(1)))
+    path = next(each for each in names if not exists(each) or is_replaced(each))
+    return path, path if not exists(path) else next(each for each in names if not exists(each))
 
 
 def is_taken(path: str) -> bool:
-    """Return whether something is at a path: a checkpoint, whole or damaged, or anything else."""
+    """Return whether a checkpoint, whole or damaged, or anything else is at this path."""
     files, inside = resolve(path)
     return files.exists(inside) if files.has_rename else is_checkpoint(path)
 
 
 def free_path(stem: str) -> str:
     """Return the first free path with that stem, with a version where needed."""
-    path, number = f"{stem}{SUFFIX}", 1
-    while is_taken(path):
-        path, number = f"{stem}-v{number}{SUFFIX}", number + 1
-    return path
+    versions = (f"{stem}-v{number}{SUFFIX}" for number in count(1))
+    return next(path for path in chain([f"{stem}{SUFFIX}"], versions) if not is_taken(path))
 
 
 def path_of_stop(trainer: TrainerProtocol, kept: Kept, own: str) -> tuple[str, bool]:
-    """Return where a run that ends here is saved, and whether a checkpoint of this very position is there already.
-
-    Args:
-        trainer: its run.
-        kept: what is kept.
-        own: the path for a new checkpoint, without the step.
-    """
+    """Return where a run that ends here is saved, and whether a checkpoint of this very position is there already."""
     for path in (kept["last"], trainer.resume_source or ""):
         if path and _holds_position(path, trainer):
             return path, True
@@ -149,7 +120,6 @@ def path_of_stop(trainer: TrainerProtocol, kept: Kept, own: str) -> tuple[str, b
 
 
 def _holds_position(path: str, trainer: TrainerProtocol) -> bool:
-    """Return whether a run resumed from this checkpoint would continue from this run's position."""
     try:
         saved: dict[str, Any] | None = open_checkpoint(path, "off").run_state().get("position")
     except CheckpointError:
@@ -169,7 +139,7 @@ def remove_replaced(paths: Sequence[str], committed: str, trainer: TrainerProtoc
             if each not in kept and not same_path(each, committed) and not is_link(each) and is_checkpoint(each):
                 try:
                     remove_checkpoint(each)
-                except (OSError, CheckpointError) as error:  # no reason to end a run whose newest checkpoint is whole
+                except (OSError, CheckpointError) as error:  # a warning is enough: the newest checkpoint is whole
                     rank_zero_warn(
                         f"{each}, which {committed} replaces, could not be removed ({error}); remove it by hand.",
                         stacklevel=2,
@@ -177,21 +147,20 @@ def remove_replaced(paths: Sequence[str], committed: str, trainer: TrainerProtoc
     return kept
 
 
-def loaded(state: Mapping[str, Any], folder: str) -> tuple[Kept, bool]:
-    """Return what a saved state keeps, as far as it still exists in this folder, and whether the newest does."""
+def loaded(state: Mapping[str, Any], folder: str) -> Kept:
+    """Return what a saved state keeps, as far as it still exists in this folder."""
 
     def is_ours(path: str) -> bool:
         return same_path(path.rpartition("/")[0], folder) and is_checkpoint(path)
 
     last = state["last_model_path"]
-    kept: Kept = {
+    return {
         "scores": {path: float(score) for path, score in state["best_k_models"].items() if is_ours(path)},
         "last": last if is_ours(last) else "",
         "written_to": state.get("place", ""),
         "replaced": [path for path in state.get("replaced", []) if is_ours(path)],
         "current_score": state.get("current_score"),
     }
-    return kept, bool(kept["last"])
 
 
 def found_again(
@@ -200,13 +169,8 @@ def found_again(
     """Return the scores of the kept checkpoints, the newest, and what it replaces, as found where a run resumes.
 
     A path may hold another save than the one that was meant: its own was not renamed yet, or a later save of the killed run
-    has taken the path. Such a path is not among the kept ones, and the next save may use it.
-
-    Args:
-        kept: as the checkpoint says it.
-        unrenamed: where the newest was written, its final path, and its score; empty where both are the same.
-        steps: the optimizer step of the checkpoint at each path, as far as known.
-        source: the checkpoint that the run is resumed from.
+    has taken the path. Such a path is not among the kept ones, and the next save may use it. `unrenamed` is where the newest
+    was written, its final path, and its score, and `steps` has the optimizer step of each checkpoint, as far as known.
     """
     found, last, replaced = dict(kept["scores"]), kept["last"], list(kept["replaced"])
     written_to, path, score = unrenamed
@@ -221,38 +185,31 @@ def found_again(
 
 
 def _step_of(path: str) -> int | None:
-    """Return the optimizer step of a checkpoint; None if the path is not one."""
     try:
         return open_checkpoint(path, "off").step
     except CheckpointError:
-        return None
+        return None  # no checkpoint is there
 
 
 @dataclass
 class PendingSave:
-    """A save that was begun and has not been concluded.
-
-    Args:
-        path: its final path.
-        written_to: where it is written; elsewhere if it replaces the checkpoint at its path.
-        dropped: the checkpoints that it replaces.
-        save: the save in its thread; None if it was made within the call.
-        put_back: restores what was kept before this save.
-        keep: called with those of `dropped` that have to stay for now.
-        report: printed once it has committed, unless empty.
-    """
+    """A save that was begun and has not been concluded."""
 
     path: str
     written_to: str
+    """Another path than `path` if the save replaces the checkpoint there."""
     dropped: list[str]
     save: BackgroundSave | None
+    """The save in its thread; None if it was made within the call."""
     put_back: Callable[[], None]
+    """Restores what was kept before this save."""
     keep: Callable[[list[str]], None]
+    """Called with those of `dropped` that have to stay for now."""
     report: str
+    """Printed once it has committed, unless empty."""
 
     @property
     def is_committed(self) -> bool:
-        """Whether the checkpoint is durable."""
         return self.save is None or self.save.is_committed
 
     def conclude(self, trainer: TrainerProtocol) -> None:
@@ -271,7 +228,7 @@ class PendingSave:
         except BaseException:
             self.put_back()
             raise
-        if not self.is_committed:  # the caller of the next save was told of the failure
+        if not self.is_committed:  # the caller of the next save got the error
             self.put_back()
             return
         if self.report:
@@ -279,7 +236,7 @@ class PendingSave:
         self.remove_dropped(trainer)
 
     def conclude_alone(self, trainer: TrainerProtocol) -> None:
-        """Do the same after an error has ended the run, without waiting or talking to other ranks."""
+        """Do the same after an error has ended the run, without waiting or communicating."""
         if not self.is_committed:
             self.put_back()
             return

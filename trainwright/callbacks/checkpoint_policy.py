@@ -8,7 +8,6 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from trainwright.checkpoint.discovery import same_path
-from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -20,7 +19,7 @@ KEY_SETTINGS = (
 
 
 def check_choices(mode: Any, save_last: Any, save_top_k: Any, filename: Any, monitor: Any) -> None:
-    """Refuse an unknown mode, save_last or save_top_k (ValueError), and names that are not text (TypeError)."""
+    """Raise ValueError for an unknown mode, save_last or save_top_k, and TypeError for names that are not text."""
     if mode not in ("min", "max"):
         raise ValueError(f"mode={mode!r} is unknown; choose from min, max.")
     if save_last not in (None, True, False, "link"):
@@ -79,20 +78,13 @@ class Save(NamedTuple):
 
 
 class Ranking:
-    """Ranks checkpoints by their scores, and chooses which are kept.
-
-    Args:
-        monitor: the metric's name; None ranks by age.
-        mode: "min" or "max".
-        save_top_k: how many to keep.
-    """
+    """Ranks checkpoints by their scores, without a monitor by their age, and chooses which are kept."""
 
     def __init__(self, monitor: str | None, mode: str, save_top_k: int) -> None:
         self._monitor, self._top_k = monitor, save_top_k
         self._sign = 1.0 if mode == "min" else -1.0
 
-    def ordered(self, scores: dict[str, float]) -> list[str]:
-        """Return the paths, the best first."""
+    def best_first(self, scores: dict[str, float]) -> list[str]:
         if self._monitor is None:
             return list(reversed(scores))
         return sorted(scores, key=lambda path: self._sign * scores[path])
@@ -109,7 +101,9 @@ class Ranking:
         """Return the checkpoints that a new one replaces."""
         scores, dropped = kept["scores"], []
         if is_best and -1 < self._top_k <= len(scores):
-            dropped.append(max(scores, key=lambda path: self._sign * scores[path]))
+            dropped.append(
+                max(scores, key=lambda path: self._sign * scores[path])
+            )  # the first of equal ones: the oldest
         if kept["last"] and kept["last"] not in scores:
             dropped.append(kept["last"])
         return dropped
@@ -123,39 +117,26 @@ class Ranking:
         scores = {path: score for path, score in kept["scores"].items() if path not in save.dropped}
         if save.is_best:
             scores[save.path] = 0.0 if save.score is None else save.score
-        return {
-            "scores": scores,
-            "last": save.path,
-            "written_to": save.written_to,
-            "replaced": replaced,
-            "current_score": save.score,
-        }
+        return Kept(
+            scores=scores, last=save.path, written_to=save.written_to, replaced=replaced, current_score=save.score
+        )
 
 
 class MonitoredScore:
-    """Reads the monitored metric at a save, on rank 0. It warns once of each problem.
-
-    Args:
-        monitor: the metric's name; None where nothing is monitored.
-    """
+    """Reads the monitored metric, if any, at a save, on rank 0. It warns once of each problem."""
 
     def __init__(self, monitor: str | None) -> None:
         self.monitor = monitor
         self._has_warned = self._has_warned_of_value = False
 
     def read(self, trainer: TrainerProtocol, has_validated: bool) -> float | None:
-        """Return its value; NaN if it is not logged yet and need not be, or if earlier weights got it.
-
-        Raises:
-            ValueError: it was not logged and should have been; the message lists what was.
-        """
+        """Return its value; NaN if earlier weights got it, or if it is not logged yet; ValueError if it should have been."""
         if self.monitor is None:
             return None
         if self.monitor in trainer.callback_metrics:
             value = float(trainer.monitored(self.monitor, "ModelCheckpoint"))
             return math.nan if trainer.is_outdated(self.monitor) else value
-        is_overdue = has_validated if trainer.enable_validation else trainer.state.epoch_ended
-        if is_overdue and trainer.state.epoch_ended:
+        if trainer.state.epoch_ended and (has_validated or not trainer.enable_validation):
             return float(trainer.monitored(self.monitor, "ModelCheckpoint"))  # raises, and lists the metrics
         if not self._has_warned:
             self._has_warned = True
@@ -177,19 +158,14 @@ class MonitoredScore:
         if self._has_warned_of_value or is_awaited or self.monitor not in trainer.callback_metrics:
             return
         self._has_warned_of_value = True
-        if trainer.is_outdated(self.monitor):
-            warnings.warn(
-                f"ModelCheckpoint monitors {self.monitor!r}, but the latest validation was of earlier weights; such a "
-                "checkpoint does not count among the best, and only the newest of them is kept. Save after validations "
-                "(leave save_on_train_epoch_end out), or validate where it saves.",
-                stacklevel=2,
-            )
-        else:
-            warnings.warn(
-                f"ModelCheckpoint monitors {self.monitor!r}, which is {score}, not finite; until it is finite, only the newest "
-                "checkpoint is kept, to resume from, and none counts as the best.",
-                stacklevel=2,
-            )
+        problem = (
+            "but the latest validation was of earlier weights; such a checkpoint does not count among the best, and only the "
+            "newest of them is kept. Save after validations (leave save_on_train_epoch_end out), or validate where it saves."
+            if trainer.is_outdated(self.monitor)
+            else f"which is {score}, not finite; until it is finite, only the newest checkpoint is kept, to resume from, and "
+            "none counts as the best."
+        )
+        warnings.warn(f"ModelCheckpoint monitors {self.monitor!r}, {problem}", stacklevel=2)
 
 
 class SaveMoments:
@@ -218,9 +194,8 @@ class SaveMoments:
 
     def note_step(self, trainer: TrainerProtocol) -> bool:
         """Note the present optimizer step; return whether it is a new one."""
-        is_new = trainer.global_step != self._step
-        self._step = trainer.global_step
-        return is_new
+        before, self._step = self._step, trainer.global_step
+        return self._step != before
 
     def note_save(self, trainer: TrainerProtocol, paths: Collection[str], kept: Collection[str]) -> None:
         """Note that the run is saved here, at these paths, with these checkpoints kept."""
@@ -243,7 +218,6 @@ class SaveMoments:
         return is_validated
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
         return {
             "step": max(self._step, self._step_before),
             "saved_at": list(self._saved_at),
@@ -278,23 +252,3 @@ class SaveMoments:
         state = trainer.state
         is_after = state.batch > 0 and not state.epoch_ended and state.validated_at == state.total_batches
         return is_after and self._validations != state.validations
-
-
-class WeightsCheck:
-    """Refuses to save weights that are not finite, so that no checkpoint is replaced by one of them."""
-
-    def __init__(self) -> None:
-        self._has_warned = False
-
-    def refuses(self, trainer: TrainerProtocol, last: str) -> bool:
-        """Return whether the weights are not finite on some rank; warn once until they are again. Collective."""
-        fault = trainer.engine.finiteness.fault()
-        if fault and not self._has_warned:
-            stays = f"{last} stays as the newest one" if last else "No checkpoint exists to resume from"
-            rank_zero_warn(
-                f"ModelCheckpoint saves nothing in epoch {trainer.current_epoch}, at step {trainer.global_step}: {fault}. "
-                f"{stays}, and nothing is saved until the weights are finite again.",
-                stacklevel=2,
-            )
-        self._has_warned = bool(fault)
-        return bool(fault)

@@ -142,14 +142,9 @@ class EarlyStopping(Callback):
         return self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED
 
     def _still_stops(self) -> bool:
-        score = math.nan if self._stopping_score is None else self._stopping_score
         if self.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED:
             return self._stopping_wait_count >= self.patience
-        if self.stopping_reason is EarlyStoppingReason.STOPPING_THRESHOLD:
-            return self.stopping_threshold is not None and self._is_better(score, self.stopping_threshold)
-        if self.stopping_reason is EarlyStoppingReason.DIVERGENCE_THRESHOLD:
-            return self.divergence_threshold is not None and self._is_better(self.divergence_threshold, score)
-        return self.stopping_reason is EarlyStoppingReason.NON_FINITE_METRIC and self.check_finite
+        return self.stopping_reason in self._crossed(math.nan if self._stopping_score is None else self._stopping_score)
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         if not self._is_fitting or trainer.sanity_checking or self.check_on_train_epoch_end:
@@ -198,24 +193,28 @@ class EarlyStopping(Callback):
             )
         return None
 
-    def _count(self, score: float) -> tuple[EarlyStoppingReason, str]:
-        """Count a score; return whether and why it stops the run, and the message."""
-        best = float(self.best_score)
+    def _crossed(self, score: float) -> dict[EarlyStoppingReason, str]:
+        """Return the limits that a score has crossed, each with its message; the first one counts."""
+        crossed = {}
         if self.check_finite and not math.isfinite(score):
-            return (
-                EarlyStoppingReason.NON_FINITE_METRIC,
-                f"{self.monitor} = {score} is not finite (best {best:.6g}); stopping.",
+            crossed[EarlyStoppingReason.NON_FINITE_METRIC] = (
+                f"{self.monitor} = {score} is not finite (best {float(self.best_score):.6g}); stopping."
             )
         if self.stopping_threshold is not None and self._is_better(score, self.stopping_threshold):
-            return (
-                EarlyStoppingReason.STOPPING_THRESHOLD,
-                f"{self.monitor} = {score:.6g} has reached the threshold {self.stopping_threshold}; stopping.",
+            crossed[EarlyStoppingReason.STOPPING_THRESHOLD] = (
+                f"{self.monitor} = {score:.6g} has reached the threshold {self.stopping_threshold}; stopping."
             )
         if self.divergence_threshold is not None and self._is_better(self.divergence_threshold, score):
-            return (
-                EarlyStoppingReason.DIVERGENCE_THRESHOLD,
-                f"{self.monitor} = {score:.6g} is worse than the limit {self.divergence_threshold}; stopping.",
+            crossed[EarlyStoppingReason.DIVERGENCE_THRESHOLD] = (
+                f"{self.monitor} = {score:.6g} is worse than the limit {self.divergence_threshold}; stopping."
             )
+        return crossed
+
+    def _count(self, score: float) -> tuple[EarlyStoppingReason, str]:
+        """Count a score; return whether and why it stops the run, and the message."""
+        for reason, message in self._crossed(score).items():
+            return reason, message
+        best = float(self.best_score)
         if self._is_better(score, best, self.min_delta):
             self.best_score, self.wait_count = torch.tensor(score, dtype=torch.float64), 0
             gain = f" by {abs(best - score):.6g}" if math.isfinite(best) else ""
@@ -223,10 +222,8 @@ class EarlyStopping(Callback):
         self.wait_count += 1
         if self.wait_count < self.patience:
             return EarlyStoppingReason.NOT_STOPPED, ""
-        return (
-            EarlyStoppingReason.PATIENCE_EXHAUSTED,
-            f"{self.monitor} has not improved for {self.wait_count} checks (best {best:.6g}); stopping.",
-        )
+        message = f"{self.monitor} has not improved for {self.wait_count} checks (best {best:.6g}); stopping."
+        return EarlyStoppingReason.PATIENCE_EXHAUSTED, message
 
     def _is_better(self, score: float, other: float, margin: float = 0.0) -> bool:
         return score < other - margin if self.mode == "min" else score > other + margin

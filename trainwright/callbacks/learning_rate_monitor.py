@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -63,18 +64,18 @@ class LearningRateMonitor(Callback):
         self._epoch_begun = int(state["epoch_begun"])
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        if stage == "fit" and not trainer.loggers and not trainer.fast_dev_run:
+        if stage != "fit":
+            return
+        if not trainer.loggers and not trainer.fast_dev_run:
             raise ValueError(
                 "LearningRateMonitor writes to the trainer's loggers, but logger=False; give the Trainer a logger, or leave "
                 "the callback out."
             )
-        if stage == "fit":
-            self.lrs, self.last_momentum_values, self.last_weight_decay_values, self._pending = {}, {}, {}, {}
-            self._epoch_begun = -1
+        self.lrs, self.last_momentum_values, self.last_weight_decay_values, self._pending = {}, {}, {}, {}
+        self._epoch_begun = -1
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        for name in [name for _, names, _ in self._named(trainer) for name in names]:
-            self.lrs.setdefault(name, [])
+        self.lrs |= {name: [] for _, names, _ in self._named(trainer) for name in names if name not in self.lrs}
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
         is_new = trainer.state.batch == 0 and trainer.current_epoch != self._epoch_begun  # else its row is written
@@ -106,7 +107,6 @@ class LearningRateMonitor(Callback):
             logger.log_metrics({"epoch": trainer.current_epoch, **values}, trainer.state.batches_that_stepped)
 
     def _values(self, trainer: TrainerProtocol, interval: str) -> dict[str, float]:
-        """Return the values to log at this interval, by name."""
         values: dict[str, float] = {}
         for optimizer, names, own_interval in self._named(trainer):
             if self.logging_interval is None and own_interval not in (None, interval):
@@ -121,24 +121,22 @@ class LearningRateMonitor(Callback):
                     values[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
         return values
 
-    def _named(self, trainer: TrainerProtocol) -> list[tuple[Optimizer, list[str], str | None]]:
-        """Return each optimizer with the names of its groups and its scheduler's interval; None without a scheduler."""
+    def _named(self, trainer: TrainerProtocol) -> Iterator[tuple[Optimizer, list[str], str | None]]:
+        """Yield each optimizer with the names of its groups and its scheduler's interval; None without a scheduler."""
+        configs = trainer.lr_scheduler_configs
         uses: list[tuple[Optimizer, str | None, str | None]] = []
-        for config in trainer.lr_scheduler_configs:
+        for config in configs:
             optimizer = getattr(config.scheduler, "optimizer", None)
             if isinstance(optimizer, Optimizer):
                 # A scheduler that steps after validations is logged at the next epoch's start.
                 uses.append((optimizer, config.name, config.interval if config.interval in INTERVALS else "epoch"))
-        configs = trainer.lr_scheduler_configs
         uses += [(each, None, None) for each in trainer.optimizers if not any(config.is_of(each) for config in configs)]
         seen: Counter[str] = Counter()
-        named = []
         for optimizer, given, interval in uses:
             base = given if given is not None else f"lr-{type(optimizer).__name__}"
             name = f"{base}-{seen[base]}" if seen[base] else base
             seen[base] += 1
-            named.append((optimizer, _group_names(optimizer, name), interval))
-        return named
+            yield optimizer, _group_names(optimizer, name), interval
 
 
 def _group_names(optimizer: Optimizer, name: str) -> list[str]:

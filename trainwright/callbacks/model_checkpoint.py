@@ -39,7 +39,6 @@ from trainwright.callbacks.checkpoint_policy import (
     Ranking,
     Save,
     SaveMoments,
-    WeightsCheck,
     check_choices,
     checked_intervals,
 )
@@ -49,6 +48,7 @@ from trainwright.duration import to_seconds
 from trainwright.errors import CheckpointError
 from trainwright.loggers.position import CHECKPOINTS
 from trainwright.paths import absolute
+from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -67,10 +67,9 @@ class ModelCheckpoint(Callback):
         save_last: True or "link": also keep the newest, under its own name, whatever its metric.
         save_top_k: how many to keep: -1 for all, 0 for none; without monitor -1, 0 or 1.
         save_on_exception: save `exception-epoch=..-step=..` when an exception or Ctrl-C ends the run, if it can be resumed
-            exactly from there: on one process (a save needs all ranks, and the others may still be running) and between two
+            exactly from there, and else print why it cannot. It can on one process (a save needs all ranks) between two
             batches: while the next one is loaded, in a validation within an epoch until its metrics are known, or in the
-            hooks of an epoch's start. Otherwise it prints why it does not save: within a batch generators and buffers have
-            moved, in an accumulation window gradients are pending, and at an epoch's end schedulers have stepped.
+            hooks of an epoch's start.
         save_weights_only: leave out optimizers and counters; no run can resume from such a checkpoint. If a killed run wrote
             one after the checkpoint it is resumed from, it is kept in addition to those of the resumed run.
         mode: "min" or "max": which value of the metric is better.
@@ -79,22 +78,20 @@ class ModelCheckpoint(Callback):
         train_time_interval: time between two saves: a timedelta, "DD:HH:MM:SS" or a dict of timedelta's arguments.
         every_n_epochs: save every n-th epoch; 0 turns it off. Give at most one of the three intervals.
         save_on_train_epoch_end: True saves at an epoch's end only; False after validations only; None after each validation
-            if the fit has any, else at the epoch's end. A validation at an epoch's end is followed by the save of that
-            epoch's end, from which a run resumes with the next epoch.
+            if the fit has any, else at the epoch's end. The save for a validation at an epoch's end waits for that end.
         enable_version_counter: a name that is taken gets -v1, -v2, unless it is that of a kept checkpoint which this save
             replaces; False replaces any checkpoint of that name that is not kept. Both happen once the new one is whole (on a
             file system that can rename, and never to the resume source).
         async_save: block the loop only until everything is copied to host memory; a thread writes and commits. The next save
             and the end of the run wait for it and raise its error. Replaced checkpoints are removed once it has committed.
 
-    Weights that are not finite on some rank (NaN or infinity in a trained parameter or a norm's running statistics) are not
-    saved, with a warning, and existing checkpoints stay. A checkpoint whose metric is not finite never counts among the best;
-    until one is finite, the newest is kept. The newest checkpoint and the resume source are never deleted before another one
-    exists. A validation's metric scores only the weights it was computed with: a save by steps or time after it counts among
-    the best once the next validation has scored its weights, and is then made again. A save that is due while gradients wait
-    for a manual optimization step is made after that step. Nothing is saved with fast_dev_run. Rank 0 decides for all ranks,
-    by its own metrics and files. A fit that starts from scratch keeps its own best checkpoints and leaves the files of an
-    earlier fit alone.
+    Rank 0 decides for all ranks, by its own metrics and files. Nothing is saved with fast_dev_run, and no weights that are not
+    finite on some rank (NaN or infinity in a trained parameter or a norm's running statistics): a warning says so. A checkpoint
+    whose metric is not finite never counts among the best; until one is finite, the newest is kept. The newest checkpoint and
+    the resume source are never deleted before another one exists. A fit from scratch leaves the files of an earlier fit alone.
+    A metric scores only the weights it was computed with: a save by steps or time after a validation counts among the best once
+    the next validation has scored its weights, and is then made again. A save that is due while gradients wait is made after
+    their optimizer step.
 
     >>> best = tw.ModelCheckpoint("runs/mine", filename="{step}", monitor="val_loss")
     >>> trainer = tw.Trainer(callbacks=best, max_epochs=2, enable_model_summary=False)
@@ -141,20 +138,19 @@ class ModelCheckpoint(Callback):
         self.save_weights_only, self.auto_insert_metric_name = save_weights_only, auto_insert_metric_name
         self.save_on_train_epoch_end, self.enable_version_counter = save_on_train_epoch_end, enable_version_counter
         self.async_save = async_save
-        self._is_fitting = False
-        self._score, self._weights = MonitoredScore(monitor), WeightsCheck()
+        self._is_fitting = self._has_warned_of_weights = False
+        self._score = MonitoredScore(monitor)
         self._ranking = Ranking(monitor, mode, save_top_k)
         self._watches_batches = self.every_n_train_steps > 0 or self.train_time_interval is not None
         self._begin()
 
     def _begin(self) -> None:
-        """Reset what is of the latest fit."""
         self._keep({"scores": {}, "last": "", "written_to": "", "replaced": [], "current_score": None})
         self._unrenamed: tuple[str, str, float | None] = ("", "", None)
-        """Of the resume source, if it was saved before it got its path: where it was written, that path, and its score."""
+        """Where the resume source was written, its final path and its score, if it was saved before it was renamed."""
         self._has_begun = self._has_validated = self._is_deferred = self._awaits_score = False
         self._generators: dict[str, Any] = {}
-        """Their states before the current validation; kept for save_on_exception."""
+        """Their states before the current validation, for save_on_exception."""
         self._sync_point: Any = None
         self._moments = SaveMoments()
         self._pending: PendingSave | None = None
@@ -165,7 +161,7 @@ class ModelCheckpoint(Callback):
         """Keep these checkpoints, and show them in the public attributes."""
         self._kept = kept
         scores = {path: _scalar(score) for path, score in kept["scores"].items()}
-        paths = self._ranking.ordered(kept["scores"])
+        paths = self._ranking.best_first(kept["scores"])
         self.best_k_models: dict[str, Tensor] = scores
         """The kept checkpoints and their scores, as tensors without dimensions; 0 where nothing is monitored."""
         self.best_model_path, self.kth_best_model_path = (paths[0], paths[-1]) if paths else ("", "")
@@ -178,7 +174,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def keeps_any(self) -> bool:
-        """Return whether it keeps checkpoints at all."""
+        """Return whether it keeps any checkpoint."""
         return bool(self.save_top_k or self.save_last)
 
     @property
@@ -203,10 +199,10 @@ class ModelCheckpoint(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the kept checkpoints, as far as they still exist in this run's own folder."""
-        kept, has_last = loaded(state, self.dirpath or "")
+        kept = loaded(state, self.dirpath or "")
         self._keep(kept)
         self._is_deferred, self._awaits_score = bool(state.get("is_put_off")), bool(state.get("awaits_score"))
-        self._moments.load_state_dict(state.get("moments", {"step": state.get("step_seen", -1)}), has_last)
+        self._moments.load_state_dict(state.get("moments", {"step": state.get("step_seen", -1)}), bool(kept["last"]))
         last, written_to = state["last_model_path"], kept["written_to"]
         self._unrenamed = (written_to, last, state["best_k_models"].get(last)) if written_to != last else ("", "", None)
 
@@ -218,13 +214,12 @@ class ModelCheckpoint(Callback):
         self._is_fitting = stage == "fit" and not trainer.fast_dev_run
         if stage == "fit":
             self._begin()
-        if not self._is_fitting:
-            return
-        folder = self.folder_in(trainer)
-        if self.given_dirpath is None:
-            self.dirpath = self._default_dirpath = folder
-        if trainer.is_global_zero:
-            sweep_temporaries(folder)  # left by killed writers
+        if self._is_fitting:
+            folder = self.folder_in(trainer)
+            if self.given_dirpath is None:
+                self.dirpath = self._default_dirpath = folder
+            if trainer.is_global_zero:
+                sweep_temporaries(folder)  # left by killed writers
 
     def folder_in(self, trainer: Trainer) -> str:
         """Return the folder that this run saves in, once its loggers have theirs."""
@@ -232,7 +227,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def given_dirpath(self) -> str | None:
-        """Return the folder that the user gave; None for the default one."""
+        """Return the user's folder; None for the default one."""
         return None if self.dirpath == self._default_dirpath else self.dirpath
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
@@ -241,9 +236,11 @@ class ModelCheckpoint(Callback):
         if self._watches_batches:
             self._moments.note_step(trainer)
         if trainer.resume_source is not None:
-            self._find_again(trainer)
-            # A killed run may not have removed them.
-            self._keep_replaced(remove_replaced(self._kept["replaced"], trainer.resume_source, trainer))
+            find = partial(found_again, self._kept, self._unrenamed, self._moments.steps, trainer.resume_source)
+            scores, last, replaced = trainer.ranks.decide(find, "the start of ModelCheckpoint")
+            # A killed run may not have removed what its newest checkpoint replaces.
+            replaced = remove_replaced(replaced, trainer.resume_source, trainer)
+            self._keep({**self._kept, "scores": scores, "last": last, "replaced": replaced})
         if self.train_time_interval is not None and self._is_fitting:
             self._sync_point = trainer.sync_point(self.state_key)
 
@@ -272,13 +269,13 @@ class ModelCheckpoint(Callback):
                 self._save(trainer)
 
     def _is_due(self, trainer: Trainer) -> bool:
-        """Return, the same on every rank, whether to save after this optimizer step."""
+        """Return whether to save after this optimizer step, the same on every rank."""
         if self._sync_point is None:
             return trainer.global_step % self.every_n_train_steps == 0
         if trainer.is_global_zero and time.monotonic() - self._saved_at >= (self.train_time_interval or 0.0):
             self._saved_at = time.monotonic()
             self._sync_point.request()
-        return bool(self._sync_point.is_reached(trainer.global_step))
+        return bool(self._sync_point.is_reached(trainer.global_step))  # the clocks of the ranks differ
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
         if self.save_on_exception and self._has_begun and self._is_fitting:
@@ -333,7 +330,7 @@ class ModelCheckpoint(Callback):
             return
         self._conclude(trainer)
         plan = trainer.ranks.decide(lambda: self._plan(trainer, may_repeat), "a save of ModelCheckpoint")
-        if plan is None or self._weights.refuses(trainer, self._kept["last"]):
+        if plan is None or self._refuses_weights(trainer):
             return
         save = Save(*plan)
         before, replaced = self._kept, self._ranking.replaced(self._kept, save)
@@ -342,13 +339,27 @@ class ModelCheckpoint(Callback):
         self._moments.note_save(trainer, (save.path, save.written_to), self._kept["scores"])
         is_begun = self._write(trainer, before, self.save_weights_only, blocking=not self.async_save)
         if is_begun:
-            saved = f"epoch {trainer.current_epoch}, step {trainer.global_step}: saved {save.path}"
-            report = saved if self.verbose else ""
+            report = (
+                f"epoch {trainer.current_epoch}, step {trainer.global_step}: saved {save.path}" if self.verbose else ""
+            )
             thread = trainer.engine.writer.in_flight if self.async_save else None
             paths = save.path, save.written_to, replaced
             self._pending = PendingSave(*paths, thread, partial(self._keep, before), self._keep_replaced, report)
         if not self.async_save:
             self._conclude(trainer)
+
+    def _refuses_weights(self, trainer: Trainer) -> bool:
+        """Return whether the weights are not finite on some rank; warn once until they are again. Collective."""
+        fault, last = trainer.engine.finiteness.fault(), self._kept["last"]
+        if fault and not self._has_warned_of_weights:
+            stays = f"{last} stays as the newest one" if last else "No checkpoint exists to resume from"
+            rank_zero_warn(
+                f"ModelCheckpoint saves nothing in epoch {trainer.current_epoch}, at step {trainer.global_step}: {fault}. "
+                f"{stays}, and nothing is saved until the weights are finite again.",
+                stacklevel=2,
+            )
+        self._has_warned_of_weights = bool(fault)
+        return bool(fault)
 
     def _write(self, trainer: Trainer, before: Kept, weights_only: bool = False, blocking: bool = True) -> bool:
         """Write the newest checkpoint; if that fails, keep what was kept before. Collective."""
@@ -368,14 +379,10 @@ class ModelCheckpoint(Callback):
         self._kept["replaced"] = paths
 
     def _plan(self, trainer: Trainer, may_repeat: bool) -> Save | None:
-        """Return the save to make, None for no save. On rank 0.
-
-        Raises:
-            ValueError: a metric that is needed was not logged.
-        """
+        """Return the save to make, None for no save; ValueError if a metric that is needed was not logged. On rank 0."""
         score, scores = self._score.read(trainer, self._has_validated), self._kept["scores"]
         if not may_repeat and self._moments.is_saved(trainer) and repr(score) == repr(self._kept["current_score"]):
-            return None  # by their text: NaN, a score that is not known, is the same again
+            return None  # by their text, since NaN, an unknown score, is not equal to itself
         is_best = self._ranking.accepts(score, scores)
         is_stopgap = not is_best and self.save_top_k != 0 and not scores
         if not is_best and not is_stopgap and not self.save_last:
@@ -394,17 +401,10 @@ class ModelCheckpoint(Callback):
         )
         return Save(path, written_to, score, is_best, dropped)
 
-    def _find_again(self, trainer: Trainer) -> None:
-        """Take what rank 0 finds of the checkpoints that the resumed run had kept. Collective."""
-        find = partial(found_again, self._kept, self._unrenamed, self._moments.steps, trainer.resume_source or "")
-        scores, last, replaced = trainer.ranks.decide(find, "the start of ModelCheckpoint")
-        self._keep({**self._kept, "scores": scores, "last": last, "replaced": replaced})
-
     def save_stop(self, trainer: Trainer, name: str = "stop") -> str:
         """Save a run that ends here as `stop-step=..`, whatever its metric and the intervals. Collective.
 
-        Return the path, or that of a checkpoint of this very position; "" where nothing is saved, as with weights that are not
-        finite.
+        Return the path, or that of a checkpoint of this very position; "" if nothing is saved (weights that are not finite).
         """
         if not self._is_fitting or not self.keeps_any:
             return ""
@@ -413,12 +413,11 @@ class ModelCheckpoint(Callback):
         except CheckpointError as error:  # the same on every rank; the save below may still succeed
             if trainer.is_global_zero:
                 print(f"trainwright: {error}", file=sys.stderr, flush=True)
-        own = f"{self.dirpath}/{name}"
-        find = partial(path_of_stop, trainer, self._kept, own)
+        find = partial(path_of_stop, trainer, self._kept, f"{self.dirpath}/{name}")
         path, is_there = trainer.ranks.decide(find, "the save of a run that ends")
         if is_there:
             return str(path)
-        if self._weights.refuses(trainer, self._kept["last"]):
+        if self._refuses_weights(trainer):
             return ""
         before = self._kept
         replaced = [*before["replaced"], *self._ranking.dropped(before, is_best=False)]
@@ -457,11 +456,7 @@ class ModelCheckpoint(Callback):
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
     ) -> str:
-        """Return the path that a template (by default this callback's) gives with these values.
-
-        Raises:
-            ValueError: the template asks for a metric that was not logged.
-        """
+        """Return the path that a template (by default this callback's) gives; ValueError if a metric of it was not logged."""
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
         name = fill_template(filename or self.filename, values, insert_names=self.auto_insert_metric_name)
         name = f"{name}{SUFFIX}" if ver is None else f"{name}-v{ver}{SUFFIX}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainwright.callbacks.base import Callback
-from trainwright.data.seeding import rng_state, set_rng_state
+from trainwright.data.seeding import isolate_rng
 from trainwright.data.transfer import to_device
 
 if TYPE_CHECKING:
@@ -47,13 +48,10 @@ class ModelSummary(Callback):
         trainer.print(summarize(module, self.max_depth, run))
 
 
-def summarize(
-    module: nn.Module,
-    max_depth: int = 1,
-    run: Callable[..., Any] | None = None,
-) -> str:
+def summarize(module: nn.Module, max_depth: int = 1, run: Callable[..., Any] | None = None) -> str:
     """Return the table. `run` calls the module's forward; by default the module itself."""
-    children = {name: child for name, child in module.named_modules() if name and _is_shown(name, max_depth)}
+    depth = math.inf if max_depth == -1 else max_depth
+    children = {name: child for name, child in module.named_modules() if name and name.count(".") < depth}
     sizes, note = _measure(module, children, run or module)
     header = ["Name", "Type", "Parameters", "Mode"] + (["In", "Out"] if sizes else [])
     rows = [
@@ -71,15 +69,9 @@ def summarize(
     size = sum(_numel(each) * each.element_size() for each in parameters if not is_lazy(each))
     lines = _table([header, *rows]) if rows else []
     lines.append(f"{_count(parameters):,} parameters, {trainable:,} of them trained, {size / 2**20:.3f} MiB")
-    if any(is_lazy(parameter) for parameter in parameters):
+    if any(map(is_lazy, parameters)):
         lines.append("(those of lazy children are not counted: they have no shape yet)")
-    if note:
-        lines.append(note)
-    return "\n".join(lines)
-
-
-def _is_shown(name: str, max_depth: int) -> bool:
-    return max_depth == -1 or name.count(".") < max_depth
+    return "\n".join([*lines, note] if note else lines)
 
 
 def _count(parameters: Any) -> int:
@@ -92,7 +84,7 @@ def _numel(parameter: Any) -> int:
 
 
 def _table(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = ["<", "<", ">", "<", "<", "<"]
     return [
         "  ".join(f"{cell:{align}{width}}" for cell, align, width in zip(row, aligned, widths, strict=False)).rstrip()
@@ -105,6 +97,8 @@ def _measure(module: nn.Module, children: Mapping[str, nn.Module], run: Callable
     example = getattr(module, "example_input_array", None)
     if example is None or not children:
         return {}, ""
+    if any(map(is_lazy, module.parameters())):
+        return {}, "(no sizes: a forward would initialize the lazy children)"
     sizes: Sizes = {}
 
     def record(name: str) -> Callable[..., None]:
@@ -113,8 +107,6 @@ def _measure(module: nn.Module, children: Mapping[str, nn.Module], run: Callable
 
         return hook
 
-    if any(is_lazy(parameter) for parameter in module.parameters()):
-        return {}, "(no sizes: a forward would initialize the lazy children)"
     with ExitStack() as stack:
         stack.enter_context(_without_trace(module))
         for name, child in children.items():
@@ -124,10 +116,8 @@ def _measure(module: nn.Module, children: Mapping[str, nn.Module], run: Callable
             example = to_device(example, first.device if first is not None else torch.device("cpu"))
             if isinstance(example, Mapping):
                 run(**example)
-            elif isinstance(example, tuple):
-                run(*example)
             else:
-                run(example)
+                run(*(example if isinstance(example, tuple) else (example,)))
         except Exception as error:
             return {}, f"(no sizes: the forward of example_input_array failed with {type(error).__name__}: {error})"
     return sizes, ""
@@ -136,9 +126,8 @@ def _measure(module: nn.Module, children: Mapping[str, nn.Module], run: Callable
 @contextmanager
 def _without_trace(module: nn.Module) -> Iterator[None]:
     """Put the module into evaluation mode for a forward, and restore everything that it may change."""
-    generators = rng_state()
     owners = list(module.modules())
-    training = [owner.training for owner in owners]
+    modes = [(owner, owner.training) for owner in owners]
     # A forward with hooks must not be compiled.
     compiled = [(owner, owner._compiled_call_impl) for owner in owners if owner._compiled_call_impl is not None]
     buffers = [
@@ -150,10 +139,10 @@ def _without_trace(module: nn.Module) -> Iterator[None]:
     for owner, _ in compiled:
         owner._compiled_call_impl = None
     try:
-        with torch.no_grad():
+        with torch.no_grad(), isolate_rng():
             yield
     finally:
-        for owner, was_training in zip(owners, training, strict=True):
+        for owner, was_training in modes:
             owner.training = was_training
         for owner, call in compiled:
             owner._compiled_call_impl = call
@@ -162,7 +151,6 @@ def _without_trace(module: nn.Module) -> Iterator[None]:
                 if buffer is not None and value is not None and not torch.equal(buffer, value):
                     buffer.copy_(value)
                 owner._buffers[name] = buffer
-        set_rng_state(generators)
 
 
 def _size(value: Any) -> str:

@@ -49,11 +49,11 @@ class Timer(Callback):
 
     def start_time(self, stage: str = "train") -> float | None:
         """Return when a stage started, by time.monotonic(); None if it has not."""
-        return self._start[_known(stage)]
+        return _of(stage, self._start)
 
     def end_time(self, stage: str = "train") -> float | None:
         """Return when a stage ended, by time.monotonic(); None if it has not."""
-        return self._end[_known(stage)]
+        return _of(stage, self._end)
 
     def time_elapsed(self, stage: str = "train") -> float:
         """Return the seconds that a stage has taken so far; for training, also those before a resume."""
@@ -83,24 +83,20 @@ class Timer(Callback):
         return self._is_over
 
     def _on_restored(self, trainer: TrainerProtocol) -> None:
-        if self._duration is not None:
-            self._decide(trainer)  # the run may have used up its time before
+        self._decide(trainer)  # the run may have used up its time before
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._begin("train")
-        if self._duration is not None and not self._is_over:
+        if not self._is_over:
             self._decide(trainer)  # its state may have been loaded without a checkpoint of the run
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._duration is None or self._is_over or self._interval != "step":
-            return
-        if self.time_elapsed() >= self._duration:
-            self._is_over = True
+        if self._interval == "step" and not self._is_over and self._is_used_up():
             trainer.stop_soon()
-            self._report(trainer)
+            self._note_end(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        if self._duration is not None and self._interval == "epoch":
+        if self._interval == "epoch":
             self._decide(trainer)
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
@@ -135,22 +131,23 @@ class Timer(Callback):
     def _begin(self, stage: str) -> None:
         self._start[stage], self._end[stage] = time.monotonic(), None
 
-    def _decide(self, trainer: TrainerProtocol) -> None:
-        """Stop the run here if rank 0's time is up. Collective."""
-        duration = self._duration
-        assert duration is not None
-        if trainer.ranks.decide(lambda: self.time_elapsed() >= duration, "the look of Timer"):
-            self._is_over = True
-            trainer.should_stop = True
-            self._report(trainer)
+    def _is_used_up(self) -> bool:
+        return self._duration is not None and self.time_elapsed() >= self._duration
 
-    def _report(self, trainer: TrainerProtocol) -> None:
+    def _decide(self, trainer: TrainerProtocol) -> None:
+        """Stop the run here if rank 0's time is up. Collective with a duration."""
+        if self._duration is not None and trainer.ranks.decide(self._is_used_up, "the look of Timer"):
+            trainer.should_stop = True
+            self._note_end(trainer)
+
+    def _note_end(self, trainer: TrainerProtocol) -> None:
+        self._is_over = True
         if self._verbose and trainer.is_global_zero:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
             print(f"training has reached its time limit after {elapsed}; stopping.", file=sys.stderr)
 
 
-def _known(stage: str) -> str:
+def _of(stage: str, times: dict[str, float | None]) -> float | None:
     if stage not in STAGES:
         raise ValueError(f"stage={stage!r} is unknown; choose from {', '.join(STAGES)}.")
-    return str(stage)
+    return times[stage]

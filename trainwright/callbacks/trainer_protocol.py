@@ -91,8 +91,6 @@ class TrainerProtocol(Protocol):
     accumulate_grad_batches: int
     """Batches of one optimizer step; may be changed at the start of an epoch."""
 
-    # -- the job --------------------------------------------------------------------------------------------------------
-
     @property
     def global_rank(self) -> int:
         """The number of this process in the job, from 0."""
@@ -113,8 +111,6 @@ class TrainerProtocol(Protocol):
     def strategy(self) -> Strategy:
         """The strategy: it runs the steps of a prepared module."""
 
-    # -- the parts ------------------------------------------------------------------------------------------------------
-
     @property
     def callbacks(self) -> Sequence[Callback]:
         """All callbacks of the run."""
@@ -131,8 +127,6 @@ class TrainerProtocol(Protocol):
     def lr_scheduler_configs(self) -> Sequence[SchedulerConfig]:
         """The schedulers and when they step."""
 
-    # -- the settings ---------------------------------------------------------------------------------------------------
-
     @property
     def fast_dev_run(self) -> bool | int:
         """The batches of a trial run, which writes nothing; False in a real run."""
@@ -140,8 +134,6 @@ class TrainerProtocol(Protocol):
     @property
     def log_every_n_steps(self) -> int:
         """Steps between two rows of step values; 0 for none."""
-
-    # -- the progress ---------------------------------------------------------------------------------------------------
 
     @property
     def current_epoch(self) -> int:
@@ -199,8 +191,6 @@ class TrainerProtocol(Protocol):
     def is_within_window(self) -> bool:
         """True while gradients wait for a step, so that a save is put off."""
 
-    # -- the metrics ----------------------------------------------------------------------------------------------------
-
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """The latest value of every metric: over all ranks for an epoch, this rank's for a step."""
@@ -217,8 +207,6 @@ class TrainerProtocol(Protocol):
 
     def is_outdated(self, name: str) -> bool:
         """Return whether a metric is a validation's of earlier weights."""
-
-    # -- the checkpoints ---------------------------------------------------------------------------------------------
 
     @property
     def engine(self) -> SavingEngine:
@@ -238,8 +226,6 @@ class TrainerProtocol(Protocol):
 
     def save_checkpoint(self, filepath: str, weights_only: bool = False, *, blocking: bool = True) -> bool:
         """Write a checkpoint. Collective; see `Trainer.save_checkpoint`."""
-
-    # -- the actions -------------------------------------------------------------------------------------------------
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0, above a progress bar."""

@@ -26,7 +26,6 @@ class BackgroundWriter:
         self._process = os.getpid()
 
     def submit(self, work: Work) -> None:
-        """Queue the work and return."""
         if os.getpid() != self._process:
             return
         with self._lock:

@@ -1,21 +1,27 @@
-"""The logger contract, and how loggers convert values.
-
-The trainer calls `start` on every rank at the start of a run, then on rank 0: `log_hyperparams` and `log_graph` once,
-`log_metrics` for each row, `state_dict` at each checkpoint, `flush` at each epoch's end, `finalize` and `close` at the run's
-end. A resumed run calls `load_state_dict` before `start`. Calls from user code on other ranks do nothing.
-"""
+"""The logger contract, the logger that does nothing, and how loggers convert values."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 RunResult = Literal["success", "failed", "interrupted"]
 
 
 class Logger:
-    """Override what the logger can record; the rest does nothing."""
+    """Override what the logger can record; the rest does nothing.
+
+    The trainer calls `start` on every rank at the start of a run, then on rank 0: `log_hyperparams` and `log_graph` once,
+    `log_metrics` for each row, `state_dict` at each checkpoint, `flush` at each epoch's end, `finalize` and `close` at the end.
+    Calls from user code on other ranks have to do nothing.
+
+    A remote logger resumes its run with three methods. `state_dict` returns the remote run's id, and the step up to which rows
+    have arrived; a run whose state is empty starts as a new one. `load_state_dict` keeps them: it gets the state of the logger
+    of the same class, the first for the first of several. `start` then opens the run of that id rather than a new one. Rows
+    after that step are logged again: let the service cut or overwrite them, or skip them. It needs no folder: with `log_dir`
+    None, checkpoints go to the trainer's default_root_dir.
+    """
 
     log_dir: str | None = None
     """The folder of this run; None before `start`, or without a folder."""
@@ -44,14 +50,11 @@ class Logger:
         """Record the graph of the model; called once by the trainer."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, on rank 0, this logger's position as plain data for a checkpoint, once everything before it is written."""
+        """Return this logger's position as plain data for a checkpoint, once everything before it is written; on rank 0."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from the position in a checkpoint; called on every rank before `start`, if the checkpoint has a state.
-
-        The resumed run logs again what was logged after that position.
-        """
+        """Resume from the position in a checkpoint; called on every rank before `start`, if the checkpoint has one."""
 
     def save(self) -> None:
         """Write what is buffered; `flush` calls it by default."""
@@ -68,12 +71,45 @@ class Logger:
         self.flush()
 
 
-def to_numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the metrics as Python numbers; the items of a dict become name/key.
+class SilentExperiment:
+    """Has every attribute, accepts every call, is a context manager and an empty collection, and does nothing."""
 
-    Raises:
-        TypeError: a value is neither a number nor a tensor or array of one element.
-    """
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle look up protocols that this object does not have
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> SilentExperiment:
+        return self
+
+    __getitem__ = __enter__ = __call__
+
+    def __exit__(self, *args: Any) -> None:
+        pass
+
+    __setattr__ = __setitem__ = __exit__
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class SilentLogger(Logger):
+    """Replaces the loggers in a trial run (`fast_dev_run`): every call does nothing."""
+
+    name = ""
+    version = ""
+
+    def __init__(self) -> None:
+        self.experiment = SilentExperiment()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return SilentExperiment()
+
+
+def to_numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the metrics as Python numbers; the items of a dict become name/key. TypeError if a value is not one number."""
     numbers: dict[str, Any] = {}
     for name, value in metrics.items():
         if prefix and name not in ("step", "epoch"):

@@ -6,6 +6,7 @@ import csv
 import io
 import os
 import warnings
+from itertools import count
 from typing import Any, NoReturn
 
 import fsspec
@@ -54,7 +55,7 @@ class CSVLogger(FolderLogger):
 
     @property
     def metrics_path(self) -> str:
-        """Return the path of metrics.csv; raise RuntimeError before the run has started."""
+        """Return the path of metrics.csv; RuntimeError before the run has started."""
         if self.log_dir is None:
             raise RuntimeError("the CSV logger has no folder before trainer.fit, validate or test has started.")
         return f"{self.log_dir}/metrics.csv"
@@ -89,8 +90,7 @@ class CSVLogger(FolderLogger):
         self._open().cut()
 
     def _take_open_row(self) -> None:
-        row = self._position.pop("open_row", None)
-        if row:
+        if row := self._position.pop("open_row", None):
             self._rows.insert(0, dict(row))
 
     def _add_row(self, row: Row) -> None:
@@ -118,17 +118,15 @@ class CSVLogger(FolderLogger):
 def set_aside(path: str) -> None:
     """Rename the table of an earlier run, so that its rows do not mix with this run's."""
     filesystem, inside = fsspec.core.url_to_fs(path)
-    if not filesystem.exists(inside):
-        return
-    number, stem = 0, inside.removesuffix(".csv")
-    while filesystem.exists(f"{stem}-{number}.csv"):
-        number += 1
-    filesystem.mv(inside, f"{stem}-{number}.csv")
-    warnings.warn(
-        f"{path} is from an earlier run; it is kept as {stem}-{number}.csv, and this run starts a new table. Leave out "
-        "version= to get a folder per run.",
-        stacklevel=2,
-    )
+    if filesystem.exists(inside):
+        names = (f"{inside.removesuffix('.csv')}-{number}.csv" for number in count())
+        free = next(name for name in names if not filesystem.exists(name))
+        filesystem.mv(inside, free)
+        warnings.warn(
+            f"{path} is from an earlier run; it is kept as {free}, and this run starts a new table. Leave out version= to get "
+            "a folder per run.",
+            stacklevel=2,
+        )
 
 
 class MetricsFile:
@@ -167,9 +165,8 @@ class MetricsFile:
     def append(self, rows: list[Row]) -> None:
         """Append rows; rewrite the file if they have new columns. Rows that fail are retried with the next ones."""
         rows = self._failed = self._failed + rows
-        known = len(self._columns)
         columns = list(dict.fromkeys([*self._columns, *(name for row in rows for name in row)]))
-        is_new = not self._is_whole or len(columns) > known
+        is_new = not self._is_whole or len(columns) > len(self._columns)
         earlier = list(csv.DictReader(io.StringIO(self._read(), newline="")))[: self.num_rows] if is_new else []
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore")
@@ -213,11 +210,9 @@ class MetricsFile:
             return self._text
         try:
             with fsspec.open(self._path, "r", newline="", encoding="utf-8") as file:
-                text: str = file.read()
-                return text
+                return str(file.read())
         except FileNotFoundError:
             return ""
 
     def _local_path(self) -> str:
-        path: str = fsspec.core.url_to_fs(self._path)[1]
-        return path
+        return str(fsspec.core.url_to_fs(self._path)[1])

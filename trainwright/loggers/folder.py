@@ -27,17 +27,10 @@ Row = dict[str, Any]
 
 
 class FolderLogger(Logger):
-    """Base of the loggers that write into `<save_dir>/<name>/version_<n>`.
+    """Base of the loggers that write into `<save_dir>/<name>/version_<n>`; without a name into `<save_dir>/version_<n>`.
 
-    Rows are buffered, and a thread writes them; `flush` waits for it. A subclass writes the rows (`_write_rows`), and names its
-    kind of file (`kind`): loggers of different kinds may share a folder.
-
-    Args:
-        save_dir: a path or an fsspec URL; None for the trainer's default_root_dir, or the working directory without one.
-        name: the folder of all runs within save_dir; empty or None for save_dir itself.
-        version: the run's folder, a number or a name; by default the next free number.
-        prefix: put before the name of every metric, with a dash.
-        rows_at_once: the number of rows to buffer.
+    Up to `rows_at_once` rows are buffered, and a thread writes them; `flush` waits for it. A subclass writes the rows
+    (`_write_rows`), and names its kind of file (`kind`): loggers of different kinds may share a folder.
     """
 
     kind = ""
@@ -51,7 +44,7 @@ class FolderLogger(Logger):
         rows_at_once: int,
     ) -> None:
         own = type(self).__name__
-        if not (save_dir is None or isinstance(save_dir, (str, os.PathLike))):
+        if not isinstance(save_dir, (str, os.PathLike, type(None))):
             raise TypeError(
                 f"{own}(save_dir={save_dir!r}) is a {type(save_dir).__name__}; accepted are a path, a URL, and None for the "
                 "trainer's default_root_dir."
@@ -72,7 +65,7 @@ class FolderLogger(Logger):
         self._is_writer = True
         self._is_new = False
         self._is_first_here = False
-        """Whether this is the logger's first run in a given folder, which an earlier run may have written to."""
+        """True in the logger's first run in a given folder, which an earlier run may have written to."""
         self._step = 0
         self._written_at = 0.0
         self._writer = BackgroundWriter()
@@ -92,17 +85,11 @@ class FolderLogger(Logger):
         if self._follows_root and self._folder is None:
             self.save_dir = root
 
-    def agree_on_root(self, agreed: Callable[[str], str]) -> None:
-        """Use rank 0's save_dir, since working directories may differ by rank. Collective: call on every rank."""
-        self.save_dir = agreed(self.save_dir)
-
     @property
     def log_dir(self) -> str | None:  # type: ignore[override]
-        """Return the folder of this run; None before the run has started."""
         return self._folder
 
     def folder_of(self, version: int | str) -> str:
-        """Return the folder of a run of that version."""
         return f"{self.root_dir}/{f'version_{version}' if isinstance(version, int) else version}"
 
     def run_folders(self) -> list[str]:
@@ -113,7 +100,7 @@ class FolderLogger(Logger):
         return [self.folder_of(number) for number in sorted(_numbers(filesystem, inside), reverse=True)]
 
     def log_dir_in(self, folder: str) -> str:
-        """Return the `log_dir` of a run with that folder."""
+        """Return the `log_dir` of a run whose folder is that one."""
         return folder
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,10 +124,11 @@ class FolderLogger(Logger):
         return {}
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
-        self.agree_on_root(agreed)
+        self.save_dir = agreed(self.save_dir)  # working directories may differ by rank
         self._start(agreed, is_writer, None)
 
     def _start(self, agreed: Callable[[str], str], is_writer: bool, shared: str | None) -> None:
+        """Continue in this logger's folder, join the `shared` one, or claim one. Collective."""
         self._is_writer = is_writer
         self._is_new = self._folder is None and self.version is None
         self._is_first_here = self._folder is None and self.version is not None and not self._is_resumed
@@ -148,10 +136,9 @@ class FolderLogger(Logger):
             self._is_resumed = False
             return  # a trainer's next run continues in its folder
         self._writes_hparams = shared is None  # in a shared folder, only its first logger
-        chosen = shared or agreed(claim_folder(self.root_dir, self.version) if is_writer else "")
-        self._folder = chosen
+        self._folder = shared or agreed(claim_folder(self.root_dir, self.version) if is_writer else "")
         if self.version is None:
-            folder = chosen[len(self.root_dir) + 1 :]
+            folder = self._folder[len(self.root_dir) + 1 :]
             number = re.fullmatch(r"version_(\d+)", folder)
             self.version = int(number[1]) if number else folder
         self._written_at = time.monotonic()
@@ -170,17 +157,12 @@ class FolderLogger(Logger):
 
     def log_hyperparams(self, params: Mapping[str, Any] | argparse.Namespace) -> None:
         """Write the hyper-parameters to `hparams.json`, in addition to those of earlier calls."""
-        if not self._is_writer:
-            return
-        self._hparams.update(to_dict(params))
-        self._submit_hparams()
+        if self._is_writer:
+            self._hparams.update(to_dict(params))
+            self._submit_hparams()
 
     def flush(self) -> None:
-        """Write what is buffered, and wait for it.
-
-        Raises:
-            OSError: writing failed; the message names the folder.
-        """
+        """Write what is buffered, and wait for it; OSError if it cannot be written."""
         self._flush()
 
     def _flush(self, all_but: int = 0) -> None:
@@ -207,13 +189,12 @@ class FolderLogger(Logger):
     def _submit_hparams(self) -> None:
         if not self._hparams or self._folder is None:
             return
-        text = json.dumps(_jsonable(self._hparams), indent=2) + "\n"
-        if text != self._hparams_text:
-            known, self._known_hparams = self._known_hparams, ""
-            if known and known == _digest(text):  # the resumed run has written them already
-                self._hparams_text = text
-                return
-            self._hparams_text, path = text, f"{self.log_dir}/{HPARAMS_NAME}"
+        text, path = json.dumps(_jsonable(self._hparams), indent=2) + "\n", f"{self.log_dir}/{HPARAMS_NAME}"
+        if text == self._hparams_text:
+            return
+        is_known, self._known_hparams = self._known_hparams == _digest(text), ""
+        self._hparams_text = text
+        if not is_known:  # else the resumed run has written them already
             if self._writes_hparams:
                 self._writer.submit(lambda: write_file(path, text.encode()))
             self._on_hparams(dict(self._hparams))
@@ -225,7 +206,7 @@ class FolderLogger(Logger):
         pass
 
     def _write_rows(self, rows: list[Row]) -> None:
-        """Write rows; runs in the writer's thread."""
+        """Write rows, in the writer's thread."""
         raise NotImplementedError
 
 
@@ -237,11 +218,10 @@ def start_loggers(loggers: Sequence[Logger], agreed: Callable[[str], str], *, is
     """
     started: list[FolderLogger] = []
     for logger in loggers:
-        if isinstance(logger, FolderLogger):
-            logger.agree_on_root(agreed)
         if not isinstance(logger, FolderLogger):
             logger.start(agreed, is_writer=is_writer)
             continue
+        logger.save_dir = agreed(logger.save_dir)  # before folders are compared: working directories may differ by rank
         taken = {each._folder for each in started if each.kind == logger.kind}
         others = [each._folder for each in started if each.root_dir == logger.root_dir and each._folder not in taken]
         if logger._is_resumed and logger.version is not None:
@@ -259,8 +239,8 @@ def start_loggers(loggers: Sequence[Logger], agreed: Callable[[str], str], *, is
 def withdraw_loggers(loggers: Sequence[Logger]) -> None:
     """Remove the folders that were claimed for a run that was refused before it started, unless they hold other files.
 
-    Only for a job of one process: several would have to agree, which they cannot after a failure. The folder of a run that
-    was to be resumed is kept, and the logger's next run gets a new one.
+    Only in a job of one process, since several cannot agree after a failure. The folder of a run that was to be resumed is
+    kept, and the logger's next run gets a new one.
     """
     for logger in loggers:
         if isinstance(logger, FolderLogger) and logger._is_resumed:
@@ -305,7 +285,6 @@ def claim_folder(root: str, version: int | str | None) -> str:
 
 
 def _numbers(filesystem: Any, inside: str) -> list[int]:
-    """Return the numbers of the runs in a folder."""
     filesystem.invalidate_cache()
     try:
         names = [name.rstrip("/").rpartition("/")[2] for name in filesystem.ls(inside, detail=False)]
@@ -315,7 +294,6 @@ def _numbers(filesystem: Any, inside: str) -> list[int]:
 
 
 def is_local(path: str) -> bool:
-    """Return whether a path or URL is on the local file system."""
     return isinstance(fsspec.core.url_to_fs(path)[0], LocalFileSystem)
 
 

@@ -28,15 +28,11 @@ def match_states(loggers: Sequence[Logger], states: Sequence[dict[str, Any]], pa
     save_dir and name: the one that it has (from an earlier run of the trainer, or by its version), else any. The checkpoint may
     have been moved together with its run folder. Other loggers start as in a new run. On rank 0: it reads the folders.
     """
-    taken: set[int] = set()
     matches: list[int | None] = []
     for logger in loggers:
-        match = None
-        for index, each in enumerate(states):
-            if index not in taken and each["class"] == type(logger).__name__ and _fits(logger, each["state"], path):
-                match = index
-                taken.add(index)
-                break
+        own = [index for index, each in enumerate(states) if each["class"] == type(logger).__name__]
+        fitting = (index for index in own if index not in matches and _fits(logger, states[index]["state"], path))
+        match = next(fitting, None)
         if match is None and isinstance(logger, FolderLogger) and run_of(path, logger) is not None:
             match = -1  # the run had other loggers
         matches.append(match)
@@ -58,8 +54,8 @@ def _fits(logger: Logger, state: dict[str, Any], path: str) -> bool:
     if not isinstance(logger, FolderLogger):
         return True
     folder = logger.folder_of(state["version"])
-    is_its = _same(folder, state["folder"]) or lies_in(path, logger, folder)
-    return is_its and any(_same(folder, own) for own in logger.run_folders())
+    is_its = _is_same(folder, state["folder"]) or lies_in(path, logger, folder)
+    return is_its and any(_is_same(folder, own) for own in logger.run_folders())
 
 
 def run_of(path: str, logger: FolderLogger) -> int | None:
@@ -73,10 +69,9 @@ def run_of(path: str, logger: FolderLogger) -> int | None:
 
 def lies_in(path: str, logger: FolderLogger, folder: str) -> bool:
     """Return whether a checkpoint is in the default folder of a run."""
-    return _same(path.rstrip("/").rpartition("/")[0], f"{logger.log_dir_in(folder)}/{CHECKPOINTS}")
+    return _is_same(path.rstrip("/").rpartition("/")[0], f"{logger.log_dir_in(folder)}/{CHECKPOINTS}")
 
 
-def _same(left: str, right: str) -> bool:
-    return bool(left) and str(fsspec.core.url_to_fs(left)[1]).rstrip("/") == str(
-        fsspec.core.url_to_fs(right)[1]
-    ).rstrip("/")
+def _is_same(left: str, right: str) -> bool:
+    first, second = (str(fsspec.core.url_to_fs(each)[1]).rstrip("/") for each in (left, right))
+    return bool(left) and first == second

@@ -18,9 +18,8 @@ from fsspec.core import url_to_fs
 from torch import nn
 
 from trainwright.devices.generators import forked_generators
-from trainwright.loggers.base import to_dict, to_numbers
+from trainwright.loggers.base import SilentExperiment, to_dict, to_numbers
 from trainwright.loggers.folder import FolderLogger, Row, is_local
-from trainwright.loggers.silent import SilentExperiment
 from trainwright.paths import open_no_link
 
 if TYPE_CHECKING:
@@ -79,7 +78,6 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def log_dir(self) -> str | None:  # type: ignore[override]
-        """Return the folder of this run, with sub_dir; None before the run has started."""
         return self.log_dir_in(self._folder) if self._folder is not None else None
 
     def log_dir_in(self, folder: str) -> str:
@@ -101,14 +99,13 @@ class TensorBoardLogger(FolderLogger):
         files = self._position.pop("files", None)
         if files is None or self._folder is None or not self._is_writer:
             return
-        folder = url_to_fs(str(self.log_dir))[1]
-        for name, size in (self._event_files() if self._experiment is None else self._earlier).items():
-            path = f"{folder}/{name}"
-            if name not in files:
+        for path, size in (self._event_files() if self._experiment is None else self._earlier).items():
+            length = files.get(os.path.basename(path))
+            if length is None:
                 os.unlink(path)  # of a run that was resumed here before, and killed
-            elif files[name] < size:
+            elif length < size:
                 descriptor = open_no_link(path, os.O_WRONLY)
-                os.ftruncate(descriptor, files[name])
+                os.ftruncate(descriptor, length)
                 os.close(descriptor)
 
     def _written(self) -> dict[str, Any]:
@@ -118,31 +115,24 @@ class TensorBoardLogger(FolderLogger):
         if not is_local(str(self.log_dir)):
             return position
         files = self._event_files()
-        for name, size in files.items():
-            if self._synced.get(name) != size:
-                with open(f"{url_to_fs(str(self.log_dir))[1]}/{name}", "rb") as file:
+        for path, size in files.items():
+            if self._synced.get(path) != size:
+                with open(path, "rb") as file:
                     os.fsync(file.fileno())
         self._synced = files
-        return {**position, "files": files}
+        return {**position, "files": {os.path.basename(path): size for path, size in files.items()}}
 
     def _event_files(self) -> dict[str, int]:
-        """Return the sizes of this logger's event files in a local folder, by name."""
+        """Return the sizes of this logger's event files in a local folder, by path."""
         pattern = re.compile(rf"events\.out\.tfevents\..*{re.escape(self._kwargs['filename_suffix'])}")
         with contextlib.suppress(FileNotFoundError), os.scandir(url_to_fs(str(self.log_dir))[1]) as entries:
-            return {
-                entry.name: entry.stat().st_size
-                for entry in entries
-                if pattern.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
-            }
+            files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
+            return {entry.path: entry.stat().st_size for entry in files if pattern.fullmatch(entry.name)}
         return {}
 
     @property
     def experiment(self) -> Any:
-        """Return the SummaryWriter; on all ranks but 0 an object that does nothing.
-
-        Raises:
-            RuntimeError: the run has not started, so the folder does not exist yet.
-        """
+        """Return the SummaryWriter; on all ranks but 0 an object that does nothing. RuntimeError before the run has started."""
         if not self._is_writer:
             return SilentExperiment()
         if self._folder is None:
@@ -210,12 +200,13 @@ class TensorBoardLogger(FolderLogger):
             return
         device = next((each.device for each in model.parameters()), torch.device("cpu"))
         modes = [(each, each.training) for each in model.modules()]
+        # Named by the module's class, since the graph shows the class's name.
+        stand_in: type[_StandIn] = type(type(model).__name__, (_StandIn,), {})
         try:
-            with warnings.catch_warnings(), torch.no_grad():
+            with warnings.catch_warnings(), torch.no_grad(), forked_generators():
                 warnings.simplefilter("ignore")  # the tracer is deprecated, and warns about the model's code
-                with forked_generators():
-                    model.eval()
-                    self._open().add_graph(_stand_in(model), tuple(part.to(device) for part in parts))
+                model.eval()
+                self._open().add_graph(stand_in(model), tuple(part.to(device) for part in parts))
         except Exception as error:  # tracing runs the user's forward
             warnings.warn(f"the graph was not logged: {type(error).__name__}: {error}", stacklevel=2)
         finally:
@@ -271,13 +262,8 @@ class _StandIn(nn.Module):
         return self._hidden[0](*inputs)
 
 
-def _stand_in(module: nn.Module) -> nn.Module:
-    named: type[_StandIn] = type(type(module).__name__, (_StandIn,), {})  # the graph shows the class's name
-    return named(module)
-
-
 def _flattened(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the hyper-parameters for TensorBoard: names with slashes, and numbers, bools or text."""
+    """Yield the hyper-parameters as TensorBoard takes them: names with slashes, and numbers, bools or text."""
     for key, value in params.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:

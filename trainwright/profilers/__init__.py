@@ -17,12 +17,7 @@ PROFILERS: dict[str, type[Profiler]] = {
 
 
 def resolve_profiler(profiler: str | Profiler | None) -> Profiler:
-    """Return the profiler for a name or an instance; for None one that measures nothing.
-
-    Raises:
-        ValueError: the name is unknown.
-        TypeError: neither a name nor a Profiler.
-    """
+    """Return the profiler for a name or an instance; for None one that measures nothing."""
     if profiler is None:
         return PassThroughProfiler()
     if isinstance(profiler, str):

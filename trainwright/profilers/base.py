@@ -10,7 +10,7 @@ import os
 import posixpath
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,20 +66,22 @@ class Profiler:
         """Print the summary, or write it to a file if dirpath or filename was given; on rank 0."""
         if self.rank != 0:
             return
-        text = self.summary()
-        if not text:
-            return
-        if self.dirpath is None and self.filename is None:
+        if (text := self.summary()) and self.dirpath is None and self.filename is None:
             print(text, flush=True)
-        else:
+        elif text:
             self.write(".txt", lambda path: Path(path).write_text(text + "\n", encoding="utf-8"))
 
     def teardown(self, stage: str) -> None:
         """Called at the end of a run after `describe`, also after a failure; on every rank."""
 
-    def profile(self, action: str) -> AbstractContextManager[str]:
+    @contextmanager
+    def profile(self, action: str) -> Iterator[str]:
         """Measure the block as one action."""
-        return self._measure(action)
+        self.start(action)
+        try:
+            yield action
+        finally:
+            self.stop(action)
 
     def timed(self, function: Callable[..., T], action: str) -> Callable[..., T]:
         """Return the function with each of its calls measured."""
@@ -115,14 +117,6 @@ class Profiler:
                 filesystem.put_file(written, target)
         return target
 
-    @contextmanager
-    def _measure(self, action: str) -> Iterator[str]:
-        self.start(action)
-        try:
-            yield action
-        finally:
-            self.stop(action)
-
 
 class TimedIterator(Iterator[T]):
     """An iterator whose `next` calls are measured as an action."""
@@ -136,9 +130,6 @@ class TimedIterator(Iterator[T]):
 
 class PassThroughProfiler(Profiler):
     """Measures nothing and costs nothing: it wraps nothing."""
-
-    def profile(self, action: str) -> AbstractContextManager[str]:
-        return nullcontext(action)
 
     def timed(self, function: Callable[..., T], action: str) -> Callable[..., T]:
         return function

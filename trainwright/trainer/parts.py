@@ -16,10 +16,9 @@ from trainwright.callbacks.timer import Timer
 from trainwright.devices import cuda
 from trainwright.distributed.environment import prepare_deterministic
 from trainwright.engine.engine import Engine
-from trainwright.loggers.base import Logger
+from trainwright.loggers.base import Logger, SilentLogger
 from trainwright.loggers.csv import CSVLogger
 from trainwright.loggers.folder import FolderLogger
-from trainwright.loggers.silent import SilentLogger
 from trainwright.module import is_overridden
 from trainwright.trainer.inputs import refuse_replaced_hooks
 from trainwright.trainer.settings import Settings
