@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 HOST = torch.device("cpu")
 
 
-def predict(evaluation: Evaluation, return_predictions: bool) -> list[list[Any]]:
-    """Return the outputs of each batch on the host, a list for each loader; empty lists where they are not wanted.
+def predict(evaluation: Evaluation, return_predictions: bool) -> list[Any]:
+    """Return the outputs of each batch on the host, with several loaders a list of them for each; an empty list if unwanted.
 
-    On several ranks every one of them gets all outputs, tensors of a subclass as the tensors that they are, and dicts of a
-    subclass as dicts. Collective: call on every rank.
+    Every rank gets the outputs of all, tensors of a subclass as plain tensors, and dicts of a subclass as dicts. Collective:
+    call on every rank.
 
     Raises:
         TypeError: on several ranks, at the first batch: outputs that are more than plain data and tensors.
@@ -31,22 +31,22 @@ def predict(evaluation: Evaluation, return_predictions: bool) -> list[list[Any]]
     engine = evaluation.run.engine
     kept: dict[int, dict[int, Any]] = {}
 
-    def keep(place: int, index: int, outputs: Any) -> None:
+    def keep(loader: int, index: int, outputs: Any) -> None:
         outputs = to_device(outputs, HOST)
         if engine.world_size > 1:
             outputs = plainer(outputs)
-            if place not in kept:
-                encoded({index: outputs})  # what cannot be gathered is told before the work is done
-        kept.setdefault(place, {})[index * engine.world_size + engine.rank] = outputs
+            if loader not in kept:
+                encoded({index: outputs})  # raises before the work is done if it cannot be gathered
+        kept.setdefault(loader, {})[index * engine.world_size + engine.rank] = outputs
 
     evaluate(evaluation, keep=keep if return_predictions else None)
     if not return_predictions:
         return []
     predictions = []
-    for place in range(len(evaluation.loaders)):
-        outputs = gather_outputs(kept.get(place, {}), engine)
+    for loader in range(len(evaluation.loaders)):
+        outputs = gather_outputs(kept.get(loader, {}), engine)
         predictions.append([outputs[number] for number in sorted(outputs)])
-    return predictions
+    return predictions[0] if len(predictions) == 1 else predictions
 
 
 def gather_outputs(own: dict[int, Any], engine: Engine) -> dict[int, Any]:

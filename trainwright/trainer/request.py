@@ -12,6 +12,7 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.checkpoint_choice import CheckpointSearch, Choice
 from trainwright.trainer.inputs import check_module
 from trainwright.trainer.run import Parts, Run
+from trainwright.trainer.settings import Settings
 from trainwright.trainer.sources import LoaderSource, find_source, read_datamodule
 
 
@@ -63,7 +64,7 @@ def read_evaluation(
     return Request(call, module, loaders, given_datamodule, source, ckpt_path, verify)
 
 
-def find_validation(parts: Parts, request: Request, given: Any) -> LoaderSource | None:
+def find_validation(request: Request, given: Any, settings: Settings) -> LoaderSource | None:
     """Return where a fit's validation loaders come from; None without any, or with limit_val_batches=0."""
     module, datamodule = request.module, request.datamodule
     source = find_source("validation", given, datamodule, module, "val_dataloaders", "fit")
@@ -75,7 +76,7 @@ def find_validation(parts: Parts, request: Request, given: Any) -> LoaderSource 
         )
         return None
     # The setting is the same on every rank, while a single rank may have no batch.
-    return None if parts.settings.limit_val_batches == 0 else source
+    return None if settings.limit_val_batches == 0 else source
 
 
 def choose_checkpoint(parts: Parts, callbacks: list[Any], request: Request) -> Choice:

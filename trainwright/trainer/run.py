@@ -222,18 +222,6 @@ class Run:
         """Have something called when the run ends, such as the end of loaders' workers."""
         self._closing.append(close)
 
-    def compile(self, module: Module) -> None:
-        """Compile what the steps call of a module, until the run ends, if the settings ask for it."""
-        if self.settings.compile:
-            options = self.settings.compile if isinstance(self.settings.compile, dict) else {}
-            self.compiled = compile_module(module, options)
-            if not self.compiled.modules:
-                rank_zero_warn(
-                    f"compile= has nothing to compile: {type(module).__name__} has no submodule with a forward; "
-                    "put the network into one.",
-                    stacklevel=2,
-                )
-
     def prepare_module(self, module: Module) -> None:
         """Convert batch norm and compile, as the settings ask, before the module moves to its device.
 
@@ -246,7 +234,15 @@ class Run:
                     "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not compute on the CPU; leave it at False."
                 )
             nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
-        self.compile(module)
+        if self.settings.compile:
+            options = self.settings.compile if isinstance(self.settings.compile, dict) else {}
+            self.compiled = compile_module(module, options)
+            if not self.compiled.modules:
+                rank_zero_warn(
+                    f"compile= has nothing to compile: {type(module).__name__} has no submodule with a forward; "
+                    "put the network into one.",
+                    stacklevel=2,
+                )
 
     def changes(self) -> dict[str, Any]:
         """Return, as plain data, what a Trainer in another process has to know of this run."""

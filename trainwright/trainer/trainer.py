@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -216,7 +216,7 @@ class Trainer(Status):
             options = {"train_dataloaders": request.loaders, "val_dataloaders": val_dataloaders, "verify": verify}
             self._call_workers(run, options)
             return
-        validation = find_validation(parts, request, val_dataloaders)
+        validation = find_validation(request, val_dataloaders, self._settings)
         self.run = run = TrainingRun(parts, model, request.datamodule, choice, self.run, request.source, validation)
         with run.stop, run.opened(), torch.autograd.set_detect_anomaly(self._settings.detect_anomaly):
             run.stop.open()
@@ -243,7 +243,8 @@ class Trainer(Status):
         verify: Verify = "full",
     ) -> list[dict[str, float]]:
         """Evaluate a module with validation_step; arguments and result are those of `test`. Collective."""
-        return self._evaluate("validate", "validation", verbose, model, dataloaders, ckpt_path, datamodule, verify)
+        given = (model, dataloaders, ckpt_path, datamodule, verify)
+        return self._measure("validate", "validation", given, verbose)
 
     def test(
         self,
@@ -270,7 +271,7 @@ class Trainer(Status):
         Returns:
             A list of dicts, each loader's metrics by name, over all ranks with each sample counted once.
         """
-        return self._evaluate("test", "test", verbose, model, dataloaders, ckpt_path, datamodule, verify)
+        return self._measure("test", "test", (model, dataloaders, ckpt_path, datamodule, verify), verbose)
 
     def predict(
         self,
@@ -290,16 +291,11 @@ class Trainer(Status):
         Returns:
             A list with an entry for each batch; with several loaders a list of such lists.
         """
-        self._refuse_nested("predict")
-        request = read_evaluation(self.run, "predict", "predict", model, dataloaders, ckpt_path, datamodule, verify)
-        parts, choice = self._begin(request)
-        if self.engine.num_workers:
-            options = {"dataloaders": request.loaders, "return_predictions": return_predictions, "verify": verify}
-            outputs: list[Any] = self._call_workers(self._run_of(request, parts, choice), options)
-            return outputs
-        with self._evaluating(request, parts, choice) as evaluation:
-            predictions = predict(evaluation, return_predictions is not False)
-        return predictions[0] if len(predictions) == 1 else predictions
+        given, wanted = (model, dataloaders, ckpt_path, datamodule, verify), return_predictions is not False
+        predictions: list[Any] = self._evaluate(
+            "predict", "predict", given, lambda each: predict(each, wanted), return_predictions=return_predictions
+        )
+        return predictions
 
     def save_checkpoint(
         self,
@@ -426,34 +422,38 @@ class Trainer(Status):
         )
         return merged
 
-    def _run_of(self, request: Request, parts: Parts, choice: Choice) -> Run:
-        return Run(parts, request.call, request.module, request.datamodule, choice, self.run)
-
-    def _evaluate(self, call: str, stage: str, verbose: bool, *given: Any) -> list[dict[str, float]]:
-        self._refuse_nested(call)
-        request = read_evaluation(self.run, call, stage, *given)
-        parts, choice = self._begin(request)
-        metrics: list[dict[str, float]]
-        if self.engine.num_workers:
-            options = {"dataloaders": request.loaders, "verbose": verbose, "verify": request.verify}
-            metrics = self._call_workers(self._run_of(request, parts, choice), options)
-            return metrics
-        with self._evaluating(request, parts, choice) as evaluation:
+    def _measure(self, call: str, stage: str, given: tuple[Any, ...], verbose: bool) -> list[dict[str, float]]:
+        def work(evaluation: Evaluation) -> list[dict[str, float]]:
             metrics = evaluate(evaluation)
-        if verbose and any(metrics):
-            names = [name for name, _ in evaluation.loaders]
-            self.print(format_table(f"{call} metric", metrics, names))
+            if verbose and any(metrics):
+                tables.append(format_table(f"{call} metric", metrics, [name for name, _ in evaluation.loaders]))
+            return metrics
+
+        tables: list[str] = []
+        metrics: list[dict[str, float]] = self._evaluate(call, stage, given, work, verbose=verbose)
+        for table in tables:
+            self.print(table)  # once the progress bar is closed
         return metrics
 
-    @contextmanager
-    def _evaluating(self, request: Request, parts: Parts, choice: Choice) -> Iterator[Evaluation]:
-        """Surround one evaluation with what it needs, and yield it ready to run. Collective: call on every rank."""
-        engine, module = self.engine, request.module
-        trained = list(engine.optimizers) if choice.path is None and self.run.module is module else []
+    def _evaluate(
+        self, call: str, stage: str, given: tuple[Any, ...], work: Callable[[Evaluation], Any], **options: Any
+    ) -> Any:
+        """Return the result of `work` on an evaluation, surrounded with what it needs. Collective: call on every rank.
+
+        `options` are the arguments of the call that a worker of it needs too.
+        """
+        self._refuse_nested(call)
+        request = read_evaluation(self.run, call, stage, *given)
+        module, engine, previous = request.module, self.engine, self.run
+        parts, choice = self._begin(request)
+        run = Run(parts, call, module, request.datamodule, choice, previous)
+        if engine.num_workers:
+            return self._call_workers(run, {"dataloaders": request.loaders, "verify": request.verify, **options})
+        trained = list(engine.optimizers) if choice.path is None and previous.module is module else []
         # If the strategy drops optimizers together with other state, the module stays as the fit has left it.
         stays = bool(trained) and not engine.strategy.keeps_optimizers
-        self.run = run = self._run_of(request, parts, choice)
-        evaluation = Evaluation(run, module, request.source.stage, request.source)
+        self.run = run
+        evaluation = Evaluation(run, module, stage, request.source)
         with run.opened(stays):
             opened = open_with_hooks(run, choice.checkpoint) if choice.checkpoint is not None else None
             run.prepare_module(module)
@@ -462,11 +462,12 @@ class Trainer(Status):
             if opened is not None:
                 restore_weights(run, opened)
             engine.take_seed()
-            yield evaluation
+            result = work(evaluation)
         # The optimizers of the fit can still be saved, unless the module has other weights now.
         engine.optimizers = trained
         if not trained:
             run.trained.drop_optimizers()
+        return result
 
     def _call_workers(self, run: Run, options: dict[str, Any]) -> Any:
         """Make a call in processes started for it; return its result."""
@@ -480,19 +481,12 @@ class Trainer(Status):
         self.run = run
         return result
 
-    def _take_parts(
-        self,
-        callbacks: list[Callback],
-        loggers: list[Logger],
-        profiler: Profiler,
-        callbacks_of_module: tuple[list[Callback], list[Callback]],
-        module: Module | None,
-        state: dict[str, Any],
-    ) -> None:
+    def _take_parts(self, others: tuple[Any, ...], *parts: Any) -> None:
         """Continue the work of a Trainer of another process, with copies of its parts, its module and its counters."""
-        self.callbacks, self.loggers, self.profiler = callbacks, loggers, profiler
-        self._callbacks_of_module = callbacks_of_module
-        self.run = Run(self._parts(self.run.root), "fit", module, None, Choice(), None, TrainerState.of_plain(state))
+        self.callbacks, self.loggers, self.profiler = parts
+        module, self._callbacks_of_module, state = others
+        parts_of_run = self._parts(self.run.root)
+        self.run = Run(parts_of_run, "fit", module, None, Choice(), None, TrainerState.of_plain(state))
 
 
 def call_in_worker(
@@ -511,6 +505,6 @@ def call_in_worker(
 
     call, path, callbacks_of_module, is_known, state = others
     trainer = home.Trainer(**Trainer)
-    trainer._take_parts(callbacks, loggers, profiler, callbacks_of_module, model if is_known else None, state)
+    trainer._take_parts((model if is_known else None, callbacks_of_module, state), callbacks, loggers, profiler)
     result = getattr(trainer, call)(model, datamodule=datamodule, ckpt_path=path, **options)
     return changes(trainer.run, result, folder)
