@@ -20,12 +20,21 @@ STARTS_PROCESSES = {"run_job", "run_alone", "run_python", "subprocess", "start_j
 
 
 LONGEST = (
-    "strategies/test_contract.py",
-    "launch/test_grace.py",
     "test_soak.py",
-    "strategies/test_alike.py",
+    "launch/test_graceful_shutdown.py",
+    "strategies/test_contract.py",
+    "test_fuzz.py",
+    "examples/test_examples.py",
+    "test_gpu_benchmark.py",
+    "launch/test_two_nodes.py",
+    "strategies/test_matrix.py",
+    "strategies/test_seam.py",
     "strategies/test_fsdp.py",
-    "strategies/test_ddp_sharded.py",
+    "launch/test_processes.py",
+    "launch/test_notebook.py",
+    "trainer/test_streams.py",
+    "trainer/test_cuts.py",
+    "trainer/test_resume_data.py",
 )
 """Files that begin where tests are shared out among processes, so that none of them is begun last."""
 
@@ -33,6 +42,7 @@ LONGEST = (
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """On an accelerator leave out what is the host's own, and what starts processes: `tests/device` has a few of those."""
     places = {Path(__file__).parent / each: number for number, each in enumerate(LONGEST)}
+    assert not (gone := [str(path) for path in places if not path.exists()]), f"LONGEST has {gone}"
     items.sort(key=lambda item: places.get(item.path, len(places)))
     from small import ON_HOST
 

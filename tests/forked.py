@@ -36,7 +36,7 @@ import torch
 from deadlines import deadline
 from torch.distributed import TCPStore
 
-PRELOADED = ("preloaded", "forked")
+PRELOADED = ("preloaded", "forked", "jobs")
 LEAVE_SECONDS = 60.0
 """How long the other ranks have to leave by themselves, once one has failed."""
 _LOADED_IN = os.getpid()

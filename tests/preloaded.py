@@ -8,6 +8,7 @@ import importlib
 import trainwright as tw
 
 MODULES = (
+    "pytest",  # which many jobs use
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.distributed.fsdp",

@@ -55,14 +55,7 @@ class Started:
         raise AssertionError(f"it ended early with {self.wait()}: {self.stdout} {self.stderr}")
 
     def processes(self) -> list[psutil.Process]:
-        return [process for process in psutil.process_iter() if self._is_ours(process)]
-
-    def _is_ours(self, process: psutil.Process) -> bool:
-        try:
-            is_ours = process.environ().get("TEST_TAG") == self.tag
-            return is_ours and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
+        return processes_of(self.tag)
 
     def check_nothing_left(self) -> None:
         wait_until(lambda: not self.processes(), GONE_SECONDS)
@@ -72,6 +65,18 @@ class Started:
             process.kill()
         if self.process.stdout is not None and not self.process.stdout.closed:
             self.process.communicate(timeout=deadline(60))
+
+
+def processes_of(tag: str) -> list[psutil.Process]:
+    """Return the living processes that have this TEST_TAG in their environment."""
+
+    def is_ours(process: psutil.Process) -> bool:
+        try:
+            return process.environ().get("TEST_TAG") == tag and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    return [process for process in psutil.process_iter() if is_ours(process)]
 
 
 def python(*arguments: str) -> list[str]:

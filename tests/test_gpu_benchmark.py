@@ -123,13 +123,13 @@ def test_what_fails_is_a_row_with_the_reason(tmp_path: Path) -> None:
             path = tmp_path / "path" / package / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-    names = "by_hand,lightning,accelerate,hf_trainer,ignite"
-    rows = small_run(tmp_path / "out", "mlp", names, "--patience", "40", path=tmp_path / "path")
+    names, patience = "by_hand,lightning,accelerate,hf_trainer,ignite", f"{deadline(15):.0f}"
+    rows = small_run(tmp_path / "out", "mlp", names, "--patience", patience, path=tmp_path / "path")
     for name, reason in {
         "lightning": "ended by itself (SIGKILL)",
         "accelerate": "RuntimeError: CUDA error: made up",
         "hf_trainer": "cannot be imported: a broken installation",
-        "ignite": "no answer (warm) in 40 s",
+        "ignite": f"no answer (warm) in {patience} s",
     }.items():
         assert rows["mlp", name]["rounds"] == "0"
         assert reason in rows["mlp", name]["note"]

@@ -165,7 +165,7 @@ def test_hparams_change_and_the_initial_ones_do_not() -> None:
     net.hparams_initial["lr"] = 5
     assert net.hparams_initial.lr == 0.1
     del net.hparams.new
-    with pytest.raises(AttributeError, match="no hyper-parameter 'new'; there are: width, lr"):
+    with pytest.raises(AttributeError, match="hyper-parameter 'new' does not exist; choose from: width, lr"):
         net.hparams.new
     net.hparams = {"only": 1}
     assert net.hparams.only == 1
@@ -349,7 +349,7 @@ def test_what_belongs_to_the_class_may_be_looked_at_on_an_instance() -> None:
     assert hasattr(module, "load_from_checkpoint")
     assert "load_from_checkpoint" in dict(inspect.getmembers(module))
     mock.create_autospec(module)
-    with pytest.raises(TypeError, match="load_from_checkpoint makes a new instance and leaves this one as it is"):
+    with pytest.raises(TypeError, match="load_from_checkpoint makes a new instance and does not change this one"):
         module.load_from_checkpoint("a.ckpt")
 
 
@@ -398,9 +398,9 @@ ACT = nn.Tanh()
 )  # fmt: skip
 def test_a_checkpoint_names_nothing_but_what_a_model_is_made_of(path: str) -> None:
     """Nothing is imported, and nothing that is imported can be named across modules."""
-    with pytest.raises(TypeError, match="an argument 'value' that cannot be built again"):
+    with pytest.raises(TypeError, match="an argument 'value' that cannot be rebuilt"):
         build(Formed, {}, {}, "kwargs", {"value": {"form": "name", "path": path}})
-    with pytest.raises(TypeError, match="an argument 'value' that cannot be built again"):
+    with pytest.raises(TypeError, match="an argument 'value' that cannot be rebuilt"):
         build(Formed, {}, {}, "kwargs", {"value": {"form": "dataclass", "path": path, "items": {}}})
 
 

@@ -1,9 +1,9 @@
-"""Trainwright: train PyTorch models; one changed argument makes it faster, or the model fit.
+"""Trainwright: train PyTorch models; one changed argument speeds the training up, or lets a larger model fit.
 
 >>> import trainwright as tw
 
-The public names are loaded when they are first used, so importing the package costs little more than importing torch.
-`LightningModule` and `LightningDataModule` are other names of Module and DataModule, for scripts that have them.
+Public names are loaded at their first use, so importing the package costs little more than importing torch.
+`LightningModule` and `LightningDataModule` are aliases of Module and DataModule, for scripts that use them.
 """
 
 from __future__ import annotations
@@ -52,54 +52,32 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Accelerator": "trainwright.engine.accelerator",
-    "AdvancedProfiler": "trainwright.profilers",
-    "BasePredictionWriter": "trainwright.callbacks",
-    "CSVLogger": "trainwright.loggers",
-    "Callback": "trainwright.callbacks",
-    "CheckpointError": "trainwright.errors",
-    "CombinedLoader": "trainwright.data.combined",
-    "DDPStrategy": "trainwright.strategies.ddp",
-    "DataModule": "trainwright.data.datamodule",
-    "DeepSpeedStrategy": "trainwright.strategies.deepspeed",
-    "EarlyStopping": "trainwright.callbacks",
-    "Engine": "trainwright.engine.engine",
-    "FSDPStrategy": "trainwright.strategies.fsdp",
-    "GradientAccumulationScheduler": "trainwright.callbacks",
-    "LambdaCallback": "trainwright.callbacks",
-    "LaunchError": "trainwright.errors",
-    "LearningRateMonitor": "trainwright.callbacks",
-    "LightningDataModule": "trainwright.data.datamodule:DataModule",
-    "LightningModule": "trainwright.module:Module",
-    "Logger": "trainwright.loggers",
-    "ModelCheckpoint": "trainwright.callbacks",
-    "ModelSummary": "trainwright.callbacks",
-    "Module": "trainwright.module",
-    "Precision": "trainwright.precision",
-    "Profiler": "trainwright.profilers",
-    "PyTorchProfiler": "trainwright.profilers",
-    "RunStopped": "trainwright.errors",
-    "ShardedDDPStrategy": "trainwright.strategies.ddp_sharded",
-    "SimpleProfiler": "trainwright.profilers",
-    "Strategy": "trainwright.strategies",
-    "TQDMProgressBar": "trainwright.callbacks",
-    "TensorBoardLogger": "trainwright.loggers",
-    "TensorPredictionWriter": "trainwright.callbacks",
-    "Timer": "trainwright.callbacks",
-    "Trainer": "trainwright.trainer.trainer",
-    "TrainwrightError": "trainwright.errors",
-    "WorkerFailed": "trainwright.errors",
-    "estimate_memory": "trainwright.engine.memory",
-    "gather_module": "trainwright.strategies.whole_module",
-    "isolate_rng": "trainwright.data.seeding",
-    "load_predictions": "trainwright.callbacks",
-    "notebook_launcher": "trainwright.engine.worker_calls",
-    "rank_zero_info": "trainwright.rank_zero",
-    "rank_zero_only": "trainwright.rank_zero",
-    "rank_zero_warn": "trainwright.rank_zero",
-    "seed_everything": "trainwright.data.seeding",
+    "trainwright.callbacks": "BasePredictionWriter Callback EarlyStopping GradientAccumulationScheduler LambdaCallback "
+    "LearningRateMonitor ModelCheckpoint ModelSummary TQDMProgressBar TensorPredictionWriter Timer load_predictions",
+    "trainwright.data.combined": "CombinedLoader",
+    "trainwright.data.datamodule": "DataModule",
+    "trainwright.data.seeding": "isolate_rng seed_everything",
+    "trainwright.engine.accelerator": "Accelerator",
+    "trainwright.engine.engine": "Engine",
+    "trainwright.engine.memory": "estimate_memory",
+    "trainwright.engine.worker_calls": "notebook_launcher",
+    "trainwright.errors": "CheckpointError LaunchError RunStopped TrainwrightError WorkerFailed",
+    "trainwright.loggers": "CSVLogger Logger TensorBoardLogger",
+    "trainwright.module": "Module",
+    "trainwright.precision": "Precision",
+    "trainwright.profilers": "AdvancedProfiler Profiler PyTorchProfiler SimpleProfiler",
+    "trainwright.rank_zero": "rank_zero_info rank_zero_only rank_zero_warn",
+    "trainwright.strategies": "Strategy",
+    "trainwright.strategies.ddp": "DDPStrategy",
+    "trainwright.strategies.ddp_sharded": "ShardedDDPStrategy",
+    "trainwright.strategies.deepspeed": "DeepSpeedStrategy",
+    "trainwright.strategies.fsdp": "FSDPStrategy",
+    "trainwright.strategies.whole_module": "gather_module",
+    "trainwright.trainer.trainer": "Trainer",
 }
-"""Where each name lives; after a colon, what it is called there."""
+"""The modules of the public names."""
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+_ALIASES = {"LightningModule": "Module", "LightningDataModule": "DataModule"}
 
 __all__ = [
     "Accelerator",
@@ -153,17 +131,17 @@ __all__ = [
 
 
 _PACKAGES = ("callbacks", "loggers", "profilers", "strategies")
-"""Parts that may be named in full, such as `tw.callbacks.EarlyStopping`."""
+"""Packages that may be used in full names, such as `tw.callbacks.EarlyStopping`."""
 
 
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"trainwright.{name}")
-    if name not in _HOMES:
+    original = _ALIASES.get(name, name)
+    if original not in _HOME_OF:
         raise AttributeError(f"module 'trainwright' has no attribute {name!r}")
-    home, _, original = _HOMES[name].partition(":")
-    value = getattr(importlib.import_module(home), original or name)
-    globals()[name] = value
+    value = getattr(importlib.import_module(_HOME_OF[original]), original)
+    globals()[name] = value  # so this is called once for each name
     return value
 
 

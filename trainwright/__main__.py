@@ -1,4 +1,4 @@
-"""`trainwright` and `python -m trainwright`: the command line of `launch/cli.py`, with what `launch` may not import."""
+"""`trainwright` and `python -m trainwright`: the command line of `launch/cli.py`, with parts that `launch` cannot import."""
 
 from __future__ import annotations
 
@@ -29,11 +29,8 @@ def main() -> int:
     """Run the command line of this process."""
     from trainwright.launch.cli import main as run
 
-    return run(
-        sys.argv[1:],
-        check_names,
-        {"checkpoint": (run_checkpoint, "show, verify, export or import a checkpoint")},
-    )
+    commands = {"checkpoint": (run_checkpoint, "show, verify, export or import a checkpoint")}
+    return run(sys.argv[1:], check_names, commands)
 
 
 if __name__ == "__main__":

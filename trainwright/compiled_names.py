@@ -20,7 +20,7 @@ def clean_name(name: str) -> str:
 
 
 def register_clean_names(module: nn.Module) -> None:
-    """Give a module's state_dict clean names, and let it load both forms, whatever is compiled by then."""
+    """Give a module's state_dict clean names, and let it load both forms, whatever is compiled then."""
     module.register_state_dict_post_hook(_clean)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(_adapt)  # type: ignore[no-untyped-call]
 
@@ -66,7 +66,7 @@ def own_name(module: nn.Module, name: str) -> str:
 
 
 def _rename(state_dict: dict[str, Any], prefix: str, rename: Callable[[str], str]) -> None:
-    """Rename the keys below a prefix, in place and in their order."""
+    """Rename the keys below a prefix, keeping their order."""
     names = [prefix + rename(name[len(prefix) :]) if name.startswith(prefix) else name for name in state_dict]
     if names != list(state_dict):
         values = list(state_dict.values())

@@ -1,4 +1,4 @@
-"""Durations, as settings give them."""
+"""Durations in settings."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ _CLOCK = re.compile(r"(\d{2,}):(\d{2,}):(\d{2,}):(\d{2,})", re.ASCII)
 
 
 def to_seconds(value: str | timedelta | dict[str, float], *, name: str = "duration") -> float:
-    """Return a duration in seconds; `name` is that of the setting, for the error."""
-    accepted = (
-        "'DD:HH:MM:SS' (days, hours, minutes, seconds), a timedelta, or a dict of timedelta's keyword arguments "
-        "is accepted"
-    )
+    """Return a duration in seconds; `name` is the setting's, for the error."""
+    accepted = "accepted are 'DD:HH:MM:SS' (days, hours, minutes, seconds), a timedelta, or a dict of its arguments"
     example = f"Give for example {name}='00:12:00:00', timedelta(hours=12) or {{'hours': 12}}."
     given = f"{name}={value!r}"
     try:

@@ -1,8 +1,7 @@
-"""Hyper-parameters: what a Module or a DataModule was constructed with, kept so that it can be constructed again.
+"""Hyper-parameters: the arguments that a Module or a DataModule was constructed with, kept to construct it again.
 
-`HyperParameters` is the mixin that collects them; `stored_hyper_parameters` says what a checkpoint holds of them: plain data
-as it is, the rest as forms (plain_forms.py). `build` constructs an instance from stored ones. Reading and writing
-checkpoints is left to the callers.
+The mixin `HyperParameters` collects them, `stored_hyper_parameters` returns what a checkpoint holds of them (plain data, and
+forms of the rest: plain_forms.py), and `build` constructs an instance from that. The callers read and write checkpoints.
 """
 
 from __future__ import annotations
@@ -15,41 +14,40 @@ import functools
 import importlib
 import inspect
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import fsspec
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainwright.plain_forms import LEFT_OUT, Form, Names, describe, is_form, is_same, left_out_form, readable, rebuild
+from trainwright.plain_forms import LEFT_OUT, Form, form_of, is_same, readable, rebuild
 
 T = TypeVar("T")
 AS_ARGUMENTS = "kwargs"
-"""The `_hparams_name` of hyper-parameters that are the constructor's arguments, and not the content of one of them."""
+"""The `_hparams_name` of hyper-parameters that are the constructor's arguments, not the content of one of them."""
 
 
 class AttributeDict(dict[str, Any]):
     """A dict whose items are attributes too."""
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"there is no hyper-parameter {name!r}; there are: {_listed(self)}.") from None
+        if name not in self:
+            raise AttributeError(f"hyper-parameter {name!r} does not exist; choose from: {_listed(self)}.")
+        return self[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 
     def __delattr__(self, name: str) -> None:
-        if name not in self:
-            raise AttributeError(f"there is no hyper-parameter {name!r}; there are: {_listed(self)}.")
+        self.__getattr__(name)  # raises for a name that is not there
         del self[name]
 
 
 class classonly(classmethod):  # type: ignore[type-arg]
-    """A class method that is refused on an instance, which it would leave as it is."""
+    """A class method that raises when it is called on an instance, which it would not change."""
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         bound = super().__get__(instance, owner)
@@ -57,10 +55,10 @@ class classonly(classmethod):  # type: ignore[type-arg]
             return bound
         name, kind = self.__func__.__name__, type(instance).__name__
 
-        @functools.wraps(bound)  # it may be looked at: tools that trace or inspect an instance ask for every attribute
+        @functools.wraps(bound)  # raising in __get__ would break tools that look at every attribute of an instance
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
             raise TypeError(
-                f"{name} makes a new instance and leaves this one as it is; call it on the class and use what it returns: "
+                f"{name} makes a new instance and does not change this one; call it on the class and use what it returns: "
                 f"instance = {kind}.{name}(path)."
             )
 
@@ -73,7 +71,7 @@ class HyperParameters:
     _hparams: AttributeDict | None = None
     _hparams_initial: AttributeDict | None = None
     _hparams_name: str | None = None
-    """Which argument the hyper-parameters are the content of; `AS_ARGUMENTS` where they are the arguments themselves."""
+    """The argument whose content the hyper-parameters are; `AS_ARGUMENTS` if they are the arguments themselves."""
     _log_hyperparams: bool = False
 
     def save_hyperparameters(
@@ -83,31 +81,26 @@ class HyperParameters:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Keep the arguments of `__init__`, those of the subclasses' `__init__` included, as `hparams`.
+        """Keep the arguments of `__init__`, and of the subclasses' `__init__`, as `hparams`.
 
-        What is no plain data is in `hparams` too. Checkpoints hold it where it has a plain form: an enum's member, a
-        dataclass, a Namespace, OmegaConf's containers, a configuration with to_dict and from_dict, a class or a function
-        (by its name), a partial of one. What has none (a network, a dataset, a lambda) is left out of checkpoints and
-        loggers, and `load_from_checkpoint` then wants it as an argument.
-        The values are those that the arguments have at the moment of the call; what came as `*args` is left out.
+        The values are those that the arguments have when this is called; `*args` are left out. `hparams` holds every value.
+        Checkpoints hold plain data and what has a plain form: enum members, dataclasses, Namespaces, OmegaConf containers,
+        configurations with to_dict and from_dict, classes and functions (by name), and partials of these. Other values (a
+        network, a dataset, a lambda) are left out of checkpoints and loggers; pass them to `load_from_checkpoint`.
 
         Args:
             args: names of the arguments to keep, all of them by default; or one dict, Namespace or dataclass instance
                 whose content becomes the hyper-parameters.
             ignore: names to leave out; those that a base class kept are removed.
-            frame: where to look for the constructor's arguments, by default the caller and who called it.
+            frame: where to look for the constructor's arguments; by default the calling frames.
             logger: whether the loggers get them.
 
         Raises:
-            ValueError: a name that is no argument of the constructor.
+            ValueError: a name that is not an argument of the constructor.
             TypeError: values that are neither names nor one collection of hyper-parameters.
-            RuntimeError: called outside of the constructor without saying what to keep.
+            RuntimeError: called outside the constructor with no collection of hyper-parameters.
         """
-        if frame is None:
-            current = inspect.currentframe()
-            frame = current.f_back if current is not None else None
-        ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
-        arguments = _constructor_arguments(self, frame)
+        arguments = _constructor_arguments(self, sys._getframe(1) if frame is None else frame)
         name: str | None = AS_ARGUMENTS
         if args and not all(isinstance(each, str) for each in args):
             if len(args) > 1:
@@ -116,20 +109,20 @@ class HyperParameters:
                     'arguments ("lr", "width"), or one dict, Namespace or dataclass instance. Give names, not values.'
                 )
             given: dict[str, Any] = _from_collection(args[0])
+            # `build` passes the content back in this argument.
             name = next((key for key, value in (arguments or {}).items() if value is args[0]), None)
         else:
             given = _chosen(self, arguments, args)
-        hparams = self.hparams
-        hparams.update(given)
-        for key in ignored:
-            hparams.pop(key, None)
+        self.hparams.update(given)
+        for key in (ignore,) if isinstance(ignore, str) else ignore or ():
+            self.hparams.pop(key, None)
         self._hparams_name = name
         self._log_hyperparams = logger
-        self._hparams_initial = AttributeDict(_copied(dict(hparams)))
+        self._hparams_initial = _copied(self.hparams)
 
     @property
     def hparams(self) -> AttributeDict:
-        """Return the hyper-parameters, by attribute (`self.hparams.lr`) and by key; they may be changed."""
+        """Return the hyper-parameters, by attribute (`self.hparams.lr`) and by key; changes to them are kept."""
         if self._hparams is None:
             self._hparams = AttributeDict()
         return self._hparams
@@ -148,17 +141,12 @@ class HyperParameters:
 def stored_hyper_parameters(
     owner: HyperParameters, is_plain: Callable[[Any], bool]
 ) -> tuple[dict[str, Any], dict[str, Form]]:
-    """Return the hyper-parameters that are plain data, and the forms of the others; what has none says so in its form.
-
-    Args:
-        owner: the module or datamodule.
-        is_plain: whether a value may be stored.
-    """
+    """Return the hyper-parameters that are plain data, by `is_plain`, and the forms of the others."""
     plain, forms = _divided(owner.hparams, is_plain)
     defaults = {name: each.default for name, each in inspect.signature(type(owner).__init__).parameters.items()}
     for name in [name for name, form in forms.items() if form["form"] == LEFT_OUT]:
         if owner.hparams[name] is defaults.get(name, inspect.Parameter.empty):
-            del forms[name]  # the constructor has it
+            del forms[name]  # the constructor has the default
     return plain, forms
 
 
@@ -184,7 +172,7 @@ def logged_hyper_parameters(
     """Return what the loggers get: the initial hyper-parameters of all owners that log theirs, and the names left out.
 
     Raises:
-        ValueError: two owners have one name for different values.
+        ValueError: two owners have different values under one name.
     """
     merged: dict[str, Any] = {}
     left_out: list[str] = []
@@ -211,27 +199,19 @@ def build(
     hparams_name: str | None = AS_ARGUMENTS,
     forms: Mapping[str, Form] | None = None,
 ) -> T:
-    """Construct an instance from stored hyper-parameters.
+    """Construct an instance from the stored hyper-parameters that its constructor takes: plain data, and forms of others.
 
-    The constructor gets those that it takes (all of them where it takes `**kwargs`), and the overrides before them.
-
-    Args:
-        cls: the class.
-        hyper_parameters: what was stored.
-        overrides: what the caller gave; where the hyper-parameters are the content of one argument, they may name its
-            items too.
-        hparams_name: the `_hparams_name` that was stored with them.
-        forms: the forms of those that are no plain data.
+    `overrides` win. If the hyper-parameters are the content of the argument `hparams_name`, they may name its items too.
 
     Raises:
-        TypeError: an argument is missing, was left out or cannot be built again, or an override is none of the constructor's.
+        TypeError: an argument is missing, was left out or cannot be rebuilt, or the constructor does not take an override.
     """
     parameters = list(inspect.signature(cls).parameters.values())
     named = {each.name: each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
     stored, overrides = dict(hyper_parameters), dict(overrides)
     is_content = hparams_name in named and hparams_name != AS_ARGUMENTS and hparams_name not in stored
-    content_of = hparams_name if is_content else None  # the one argument that they are the content of
+    content_of = hparams_name if is_content else None
     for name, form in (forms or {}).items():
         is_wanted = takes_all or name in named if content_of is None else content_of not in overrides
         if is_wanted and name not in overrides:
@@ -267,16 +247,13 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
         raise ValueError(f"hparams_file={str(path)!r} is of an unknown kind; accepted are .json, .yaml and .yml files.")
     with fsspec.open(str(path), "r", encoding="utf-8") as file:
         text = file.read()
-    if kind == "json":
-        loads: Callable[[str], Any] = json.loads
-    else:
-        try:
-            loads = importlib.import_module("yaml").safe_load
-        except ImportError as error:
-            raise ImportError(f"reading {path} needs PyYAML: pip install pyyaml, or give a .json file.") from error
+    try:
+        loads = json.loads if kind == "json" else importlib.import_module("yaml").safe_load
+    except ImportError as error:
+        raise ImportError(f"reading {path} needs PyYAML: pip install pyyaml, or give a .json file.") from error
     try:
         values = loads(text)
-    except Exception as error:  # each parser has errors of its own
+    except Exception as error:  # the parsers have no common error
         raise ValueError(f"hparams_file={str(path)!r} cannot be read as {kind}: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ValueError(f"hparams_file={str(path)!r} holds a {type(values).__name__}; it must hold names and values.")
@@ -284,22 +261,21 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
 
 
 def _constructor_arguments(owner: object, frame: FrameType | None) -> dict[str, Any] | None:
-    """Return the arguments of every `__init__` of the owner that runs, a subclass's last; None where none runs."""
+    """Return the arguments of every running `__init__` of the owner, a subclass's last; None outside of them."""
     found: list[dict[str, Any]] = []
     while frame is not None:
         code = frame.f_code
-        # A wrapper around the constructor has another name; the constructor itself is found below or above it.
+        # A wrapper of the constructor has another name: the constructor's own frame is before or after it.
         if code.co_name == "__init__" and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is owner:
-            found.append(_frame_arguments(owner, code, frame.f_locals))
+            found.append(_frame_arguments(owner, frame))
         frame = frame.f_back
     return {key: value for each in found for key, value in each.items()} if found else None
 
 
-def _frame_arguments(owner: object, code: CodeType, values: Mapping[str, Any]) -> dict[str, Any]:
-    count = code.co_argcount + code.co_kwonlyargcount
-    collected = {name: values[name] for name in code.co_varnames[1:count] if name in values}
-    if code.co_flags & inspect.CO_VARKEYWORDS:
-        keywords = code.co_varnames[count + bool(code.co_flags & inspect.CO_VARARGS)]
+def _frame_arguments(owner: object, frame: FrameType) -> dict[str, Any]:
+    names, _, keywords, values = inspect.getargvalues(frame)
+    collected = {name: values[name] for name in names[1:] if name in values}
+    if keywords is not None:
         collected.update(values.get(keywords, {}))
     if dataclasses.is_dataclass(owner):  # a field's default may be made after the call
         fields = {field.name for field in dataclasses.fields(owner)}
@@ -337,8 +313,7 @@ def _from_collection(value: Any) -> AttributeDict:
     wrong = [key for key in value if not isinstance(key, str)]
     if wrong:
         raise TypeError(f"hyper-parameters are named by str; {wrong[0]!r:.80} is a {type(wrong[0]).__name__}.")
-    opened: AttributeDict = AttributeDict(value) if isinstance(value, dict) else _opened(value)
-    return opened
+    return AttributeDict(value if isinstance(value, dict) else _opened(value))
 
 
 def _opened(value: Any) -> Any:
@@ -363,21 +338,18 @@ def _without_attributes(value: Any) -> Any:
 def _divided(values: Mapping[str, Any], is_plain: Callable[[Any], bool]) -> tuple[dict[str, Any], dict[str, Form]]:
     plain: dict[str, Any] = {}
     forms: dict[str, Form] = {}
-    for key, value in ((key, _without_attributes(value)) for key, value in values.items()):
+    for key, given in values.items():
+        value = _without_attributes(given)
         if is_plain(value) and not isinstance(value, enum.Enum):
             plain[key] = value
-            continue
-        try:
-            forms[key] = describe(value, is_plain)
-        except Exception:  # whatever a foreign to_dict raises, too
-            forms[key] = left_out_form(value)
+        else:
+            forms[key] = form_of(value, is_plain)
     return plain, forms
 
 
 def _rebuilt(cls: type[Any], name: str, form: Form) -> Any:
-    """Return the value of a stored form (TypeError where it has none, with what to do)."""
     advice = f"Pass it: {cls.__name__}.load_from_checkpoint(path, {name}=...)."
-    if not is_form(form):
+    if not (isinstance(form, Mapping) and isinstance(form.get("form"), str)):
         raise TypeError(f"the hyper-parameter {name!r} is stored in a form that cannot be read. {advice}")
     if form["form"] == LEFT_OUT:
         raise TypeError(
@@ -385,16 +357,16 @@ def _rebuilt(cls: type[Any], name: str, form: Form) -> Any:
             f"{form.get('kind')} has no plain form. {advice}"
         )
     try:
-        return rebuild(form, Names(cls).find)
+        return rebuild(form, cls)
     except (LookupError, TypeError, ValueError, AttributeError, ImportError) as error:
         raise TypeError(
-            f"{cls.__name__} was trained with an argument {name!r} that cannot be built again: {error}. Import what it is of, "
+            f"{cls.__name__} was trained with an argument {name!r} that cannot be rebuilt: {error}. Import what defines it, "
             f"allow it with torch.serialization.add_safe_globals, or pass it. {advice}"
         ) from error
 
 
 def _copied(value: Any) -> Any:
-    """Return a deep copy; what is large (a network, a dataset) or cannot be copied is the same object in it."""
+    """Return a deep copy that keeps the object itself where it is large (a network, a dataset) or cannot be copied."""
     if isinstance(value, (nn.Module, Dataset, DataLoader)):
         return value
     try:
@@ -403,7 +375,7 @@ def _copied(value: Any) -> Any:
         if type(value) in (list, tuple):
             return type(value)([_copied(item) for item in value])
         return copy.deepcopy(value)
-    except Exception:  # whatever a foreign __deepcopy__ or __reduce__ raises; one that contains itself, too
+    except Exception:  # from a foreign __deepcopy__ or __reduce__, or for a value that contains itself
         return value
 
 

@@ -1,4 +1,4 @@
-"""Module: the class that users subclass. It defines what a step computes; the Trainer, when and where."""
+"""Module: the class that users subclass. It defines what a step computes; the Trainer decides when and where."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ Self = TypeVar("Self", bound="Module")
 class Module(HyperParameters, ModuleHooks, nn.Module):
     """A torch module with the steps and the optimizers of its training.
 
-    Override `training_step` and `configure_optimizers`, and any other method as needed. A step gets the batch on the right
-    device, its index within the epoch, and with several loaders the loader's index; it may take only the first, or the first
-    two. A step with an argument named `dataloader_iter` gets an iterator of (batch, batch_idx, dataloader_idx) instead.
+    Override `training_step` and `configure_optimizers`, and any other method as needed. A step is called with the batch on its
+    device, the batch's index within the epoch, and with several loaders the loader's index; it may take only the first, or the
+    first two. A step with an argument named `dataloader_iter` gets an iterator of (batch, batch_idx, dataloader_idx) instead.
 
     >>> class Classifier(tw.Module):
     ...     def __init__(self):
@@ -50,9 +50,9 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
     """
 
     automatic_optimization = True
-    """False: training_step itself calls `manual_backward` and steps the optimizers that `optimizers()` returns."""
+    """False: training_step calls `manual_backward` and steps the optimizers that `optimizers()` returns."""
     strict_loading = True
-    """False: a checkpoint may lack tensors of this module, or have additional ones."""
+    """False: a checkpoint may lack tensors of this module, or have others."""
     prepare_data_per_node = True
     """False: `prepare_data` runs once in the job instead of once on each node."""
     example_input_array: Any = None
@@ -63,8 +63,6 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         self._trainer: Trainer | None = None
         self._toggled: dict[Tensor, bool] = {}
         register_clean_names(self)
-
-    # -- what one step computes --------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | dict[str, Any] | None:
         """Return the loss of one batch: a tensor of one element, or a dict that holds it under "loss"."""
@@ -79,17 +77,15 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         raise RuntimeError(f"{type(self).__name__} has no test_step; define it to call trainer.test.")
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return what `trainer.predict` keeps of one batch; by default what `forward` returns."""
+        """Return the predictions of one batch, for `trainer.predict`; by default what `forward` returns."""
         return self(batch)
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer, or (optimizers, schedulers), or a dict with "optimizer" and "lr_scheduler"."""
         raise RuntimeError(f"{type(self).__name__} has no configure_optimizers; define it to call trainer.fit.")
 
-    # -- overriding parts of a step ----------------------------------------------------------------------------------
-
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward on a loss, which is already scaled if the precision scales; override it to change how."""
+        """Run backward on a loss, already multiplied by the precision's loss scale; override it to change how."""
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def optimizer_step(
@@ -101,8 +97,8 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
     ) -> None:
         """Step the optimizer at the end of a window; override it to step differently, or not at all.
 
-        The gradients are computed and clipped. The closure's first call returns their loss; each later call recomputes the
-        window, for optimizers such as LBFGS.
+        The gradients are computed and clipped by then. The closure's first call returns their loss; each later call recomputes
+        the window, for optimizers such as LBFGS.
         """
         optimizer.step(closure=optimizer_closure)
 
@@ -126,8 +122,6 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         else:
             scheduler.step(metric)
 
-    # -- what a step may call ----------------------------------------------------------------------------------------
-
     def log(
         self,
         name: str,
@@ -145,7 +139,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a number under a name.
+        """Log a number under a name, to the loggers, the progress bar, and callbacks that monitor it.
 
         Args:
             name: the metric's name; with on_step and on_epoch both, it is logged as name_step and name_epoch.
@@ -153,30 +147,35 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
                 an attribute of this module (computed and reset when the epoch ends), or a flat dict of these, which are
                 logged as name/key.
             prog_bar, logger: whether the progress bar and the loggers show it.
-            on_step: log the value of this very step; the default in training_step.
-            on_epoch: log the reduction over the epoch and over all ranks; the default elsewhere.
+            on_step: log the value of each step; the default in training_step.
+            on_epoch: log the reduction over the epoch and all ranks; the default elsewhere.
             reduce_fx: "mean" (weighted by batch_size), "sum", "min" or "max".
             enable_graph: keep the graph of the latest value.
-            sync_dist: accepted and not needed: epoch values are exact over all ranks, step values are this rank's own.
-            sync_dist_group: not accepted; values are reduced over all ranks.
+            sync_dist: has no effect: epoch values are exact over all ranks, step values are this rank's own.
+            sync_dist_group: only None is accepted, since values are reduced over all ranks.
             add_dataloader_idx: with several loaders, add the loader to the name.
-            batch_size: samples behind this value; found in the batch where it is not given.
-            metric_attribute: the name of the attribute that holds the Metric, where it cannot be found.
+            batch_size: samples behind this value; by default found in the batch.
+            metric_attribute: the name of the attribute that holds the Metric, if it cannot be found.
             rank_zero_only: log rank 0's value alone; such a value cannot be monitored.
 
         Raises:
-            RuntimeError: where nothing may be logged.
+            RuntimeError: called in a hook that cannot log.
             ValueError: an unknown reduce_fx, a tensor of several elements, a name logged in two different ways.
         """
-        if is_compiling():  # within a graph: one break, not one for each thing that log does
-            _log_uncompiled(
-                self, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist,
-                sync_dist_group, add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
-            )  # fmt: skip
+        arguments = (
+            name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
+            add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
+        )  # fmt: skip
+        if is_compiling():  # within a graph: break it once here, not at each thing that log does
+            _log_uncompiled(self, *arguments)
             return
         trainer = self._trainer
         if trainer is None:
-            self._warn_of_no_trainer("log")
+            warnings.warn(
+                f"self.log does nothing here: {type(self).__name__} is attached to no trainer, which trainer.fit, "
+                "trainer.validate, trainer.test and trainer.predict do.",
+                stacklevel=2,
+            )
             return
         collector = trainer.run.logbook.collector
         if collector is None:
@@ -184,17 +183,14 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
                 f"self.log({name!r}, ...) was called {_calling_hook()}where nothing is collected; log in a step, or in a hook "
                 "from the start of an epoch to its end."
             )
-        collector.log(
-            name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
-            add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
-        )  # fmt: skip
+        collector.log(*arguments)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log each value of a flat dict, or each metric of a MetricCollection; the other arguments are those of `log`."""
         if is_metric(dictionary):
             raise TypeError(
                 f"log_dict was given a {type(dictionary).__name__}, which is one Metric; log it with self.log(name, metric): "
-                "what it computes is logged as name_key then."
+                "the items that it computes are then logged as name_key."
             )
         items: Callable[..., Any] = dictionary.items
         for name, value in items(keep_base=False, copy_state=False) if is_collection(dictionary) else items():
@@ -203,7 +199,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or a list of several, for manual optimization.
 
-        Their step goes through the strategy and the precision; with use_pl_optimizer=False they are the original ones.
+        They step through the strategy and the precision; use_pl_optimizer=False returns the original ones.
         """
         trainer = self.trainer
         found: list[Any] = list(trainer.run.trained.prepared_optimizers if use_pl_optimizer else trainer.optimizers)
@@ -221,12 +217,12 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         """
         if self.automatic_optimization:
             raise RuntimeError(
-                f"manual_backward was called, but {type(self).__name__}.automatic_optimization is True, under which the loss "
-                "that training_step returns goes backward; return it, or set automatic_optimization = False."
+                f"manual_backward was called, but {type(self).__name__}.automatic_optimization is True, so the Trainer runs "
+                "backward on the loss that training_step returns; return it, or set automatic_optimization = False."
             )
         if not isinstance(loss, Tensor):
             raise TypeError(f"manual_backward was given a {type(loss).__name__}; accepted is a loss tensor.")
-        names = ("gradient", "retain_graph", "create_graph", "inputs")
+        names = ("gradient", "retain_graph", "create_graph", "inputs")  # of Tensor.backward, in its order
         options = {**dict(zip(names, args, strict=False)), **kwargs}
         send = self.backward if is_overridden("backward", self, Module) else None
         self.trainer.run.backward(loss, send, options)
@@ -237,22 +233,22 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients of one optimizer: by "norm" (the default) or by "value"; None for no limit."""
+        """Clip the gradients of one optimizer, by "norm" (the default) or by "value"; without a limit it does nothing."""
         self.trainer.run.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
-        """Make only the parameters of one optimizer require gradients, until `untoggle_optimizer`."""
+        """Freeze the parameters of all other optimizers until `untoggle_optimizer`."""
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"toggle_optimizer was given a {type(optimizer).__name__}; accepted is one of self.optimizers()."
             )
-        self.untoggle_optimizer(optimizer)
+        self.untoggle_optimizer(optimizer)  # of an optimizer that was toggled before
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        for each in self.trainer.optimizers:
-            for parameter in (parameter for group in each.param_groups for parameter in group["params"]):
-                if parameter not in own and parameter not in self._toggled:
-                    self._toggled[parameter] = parameter.requires_grad
-                    parameter.requires_grad = False
+        groups = [group for each in self.trainer.optimizers for group in each.param_groups]
+        for parameter in (parameter for group in groups for parameter in group["params"]):
+            if parameter not in own and parameter not in self._toggled:
+                self._toggled[parameter] = parameter.requires_grad
+                parameter.requires_grad = False
         self.trainer.strategy.refresh_toggled()
 
     def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:
@@ -266,7 +262,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
-        """Toggle an optimizer within a block."""
+        """Freeze the parameters of all other optimizers within the block."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -274,15 +270,18 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             self.untoggle_optimizer(optimizer)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return each tensor of a nested structure with those of all ranks, stacked along a new first dimension.
+        """Return a nested structure with each tensor's values of all ranks, stacked along a new first dimension.
 
-        Numbers become tensors. On one process a tensor is returned as it is. With sync_grads the gradients go back to the rank
-        that they belong to. Where the last round leaves the ranks unequally many samples, those that have fewer rows fill up
-        with their own, and a warning says so.
-        Collective: call on every rank, with equal shapes.
+        Numbers become tensors. One process returns tensors unchanged. If the last round leaves some ranks with fewer samples,
+        they repeat some of their rows, with a warning. Collective: call on every rank, with equal shapes.
+
+        Args:
+            data: tensors and numbers, or a nested structure of them.
+            group: only None is accepted: all ranks of the job take part.
+            sync_grads: let gradients flow back to the rank of each tensor.
 
         Raises:
-            ValueError, TypeError: the shapes or dtypes of the ranks differ elsewhere, or a group was given.
+            ValueError, TypeError: the shapes or dtypes differ across ranks before the last round, or a group was given.
         """
         if group is not None:
             raise ValueError("all_gather was given a group; accepted is None: all ranks of the job take part.")
@@ -311,20 +310,12 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         self.trainer.print(*args, **kwargs)
 
     def freeze(self: Self) -> Self:
-        """Let no parameter require gradients, and go into evaluation mode."""
-        for parameter in self.parameters():
-            parameter.requires_grad = False
-        self.eval()
-        return self
+        """Let no parameter require gradients, and switch to evaluation mode."""
+        return self.requires_grad_(False).eval()
 
     def unfreeze(self: Self) -> Self:
-        """Let each parameter require gradients, and go into training mode."""
-        for parameter in self.parameters():
-            parameter.requires_grad = True
-        self.train()
-        return self
-
-    # -- in and out --------------------------------------------------------------------------------------------------
+        """Let every parameter require gradients, and switch to training mode."""
+        return self.requires_grad_(True).train()
 
     @classonly
     def load_from_checkpoint(
@@ -337,30 +328,28 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         verify: Verify = "full",
         **kwargs: Any,
     ) -> Self:
-        """Make a module from a checkpoint: with the hyper-parameters that it was saved with, and its weights.
+        """Return a new module with the weights of a checkpoint, constructed with the hyper-parameters in it.
 
         Args:
-            checkpoint_path: a checkpoint of a Trainer, of whatever strategy and number of processes; also a Lightning `.ckpt`
-                file, a file with a state_dict, or a safetensors file.
+            checkpoint_path: a checkpoint of a Trainer, of any strategy and number of processes; also a Lightning `.ckpt` file,
+                a file with a state_dict, or a safetensors file.
             map_location: the device to put the module on; the CPU by default.
-            hparams_file: a JSON or YAML file with hyper-parameters, in place of those in the checkpoint.
-            strict: refuse a checkpoint that lacks tensors, or has others; by default as the module's strict_loading says.
-            weights_only: accepted and not needed: nothing but plain data and tensors is ever read.
-            verify: how a checkpoint of ours is verified first: "full" (every digest), "size", or "off".
+            hparams_file: a JSON or YAML file with hyper-parameters, to use instead of those in the checkpoint.
+            strict: refuse a checkpoint that lacks tensors, or has others; by default the module's strict_loading.
+            weights_only: has no effect: only plain data and tensors are ever read.
+            verify: how a checkpoint of a Trainer is verified first: "full" (every digest), "size", or "off".
             kwargs: arguments of the constructor, which win over what was saved.
 
         Raises:
-            CheckpointError: no checkpoint, a damaged one, one of another model, or one that holds more than plain data and
-                tensors.
-            TypeError: the constructor needs an argument that was not saved, or was trained with one that could not be saved.
+            CheckpointError: no checkpoint, a damaged one, one of another model, or one with more than plain data and tensors.
+            TypeError: the constructor needs an argument that was not saved.
         """
         weights = read_weights(str(checkpoint_path), verify)
-        if hparams_file is None:
-            forms = weights.hyper_parameter_forms
-            module = build(cls, weights.hyper_parameters, kwargs, weights.hparams_name, forms)
-        else:
-            module = build(cls, read_hyper_parameters(hparams_file), kwargs, weights.hparams_name)
-        module.configure_model()
+        stored, forms = weights.hyper_parameters, weights.hyper_parameter_forms
+        if hparams_file is not None:
+            stored, forms = read_hyper_parameters(hparams_file), {}
+        module = build(cls, stored, kwargs, weights.hparams_name, forms)
+        module.configure_model()  # the layers that it makes are in the checkpoint
         contents = {**weights.contents, "state_dict": weights.state_dict}
         module.on_load_checkpoint(contents)
         is_strict = module.strict_loading if strict is None else strict
@@ -368,10 +357,10 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         return module if map_location is None else module.to(torch.device(map_location))
 
     def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
-        """Export `forward` as an ONNX file, in evaluation mode; the keyword arguments are those of torch.onnx.export.
+        """Export `forward` in evaluation mode as an ONNX file; the keyword arguments are those of torch.onnx.export.
 
         Raises:
-            ValueError: neither input_sample nor example_input_array is there.
+            ValueError: input_sample was not given, and the module has no example_input_array.
             ImportError: the packages of torch's exporter are missing.
         """
         sample = self.example_input_array if input_sample is None else input_sample
@@ -390,11 +379,9 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         finally:
             self.train(was_training)
 
-    # -- where it is -------------------------------------------------------------------------------------------------
-
     @property
     def trainer(self) -> Trainer:
-        """Return the trainer that runs this module; RuntimeError where none does."""
+        """Return the trainer that runs this module; RuntimeError outside of a run."""
         if self._trainer is None:
             raise RuntimeError(
                 f"{type(self).__name__} is attached to no trainer; self.trainer and what needs it work inside "
@@ -410,13 +397,13 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the first parameter; the CPU where there is none."""
+        """Return the device of the first parameter; the CPU without parameters."""
         parameter = next(self.parameters(), None)
         return parameter.device if parameter is not None else torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of the first floating-point parameter; torch's default where there is none."""
+        """Return the type of the first floating-point parameter; torch's default without one."""
         return next((each.dtype for each in self.parameters() if each.is_floating_point()), torch.get_default_dtype())
 
     @property
@@ -426,12 +413,12 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
     @property
     def current_epoch(self) -> int:
-        """Return the number of the epoch, from 0; 0 outside of a run."""
+        """Return the current epoch, counted from 0; 0 outside of a run."""
         return self._trainer.current_epoch if self._trainer is not None else 0
 
     @property
     def global_step(self) -> int:
-        """Return how many optimizer steps were made; 0 outside of a run."""
+        """Return the number of optimizer steps made; 0 outside of a run."""
         return self._trainer.global_step if self._trainer is not None else 0
 
     @property
@@ -446,7 +433,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
     @property
     def logger(self) -> Logger | None:
-        """Return the trainer's first logger; None where there is none."""
+        """Return the trainer's first logger, or None."""
         return self._trainer.logger if self._trainer is not None else None
 
     @property
@@ -455,15 +442,8 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         return list(self._trainer.loggers) if self._trainer is not None else []
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy or a pickle of the module is the module alone, not the run that it is in.
+        # A copy or a pickle holds the module alone, not the run that it is in.
         return {**self.__dict__, "_trainer": None, "_toggled": {}}
-
-    def _warn_of_no_trainer(self, method: str) -> None:
-        warnings.warn(
-            f"self.{method} does nothing here: {type(self).__name__} is attached to no trainer, which trainer.fit, "
-            "trainer.validate, trainer.test and trainer.predict do.",
-            stacklevel=3,
-        )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -472,7 +452,7 @@ def _log_uncompiled(module: Module, *arguments: Any) -> None:
 
 
 def _calling_hook() -> str:
-    """Return "in <hook>, " for the module's hook that the caller runs in; nothing where it is none."""
+    """Return "in <hook>, " for the hook of the module that the caller runs in, or an empty text."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -488,5 +468,5 @@ def trainer_of(module: Module) -> Trainer | None:
 
 
 def is_overridden(method: str, owner: object, base: type) -> bool:
-    """Return whether the owner's class, or the owner itself, defines a method anew that the base class has."""
+    """Return whether the owner's class, or the owner itself, overrides a method of the base class."""
     return method in vars(owner) or getattr(type(owner), method, None) is not getattr(base, method)

@@ -1,4 +1,4 @@
-"""The hooks of a Module: what it may override along a run, in the order of trainer/hooks.py."""
+"""The hooks of a Module: methods that it may override and that a run calls, in the order of trainer/hooks.py."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from trainwright.data.transfer import to_device
 
 
 class ModuleHooks:
-    """Methods that are called at a point of a run, and do nothing, or what is usual, unless overridden."""
+    """Methods that a run calls at certain points. They do nothing, or what is usual, unless overridden."""
 
     def configure_callbacks(self) -> Any:
-        """Return a callback, or a list of them, for the Trainer; one of a class that it has already takes that one's place."""
+        """Return a callback, or a list of them, for the Trainer; each replaces a callback of its class that the Trainer has."""
         return []
 
     def prepare_data(self) -> None:
-        """Called first of all, on one process of each node: download and unpack here, and keep nothing on self."""
+        """Called first, on one process of each node: download and unpack here, and store nothing on self."""
 
     def setup(self, stage: str) -> None:
         """Called after the callbacks' setup, on every rank; stage is "fit", "validate", "test" or "predict"."""
 
     def configure_model(self) -> None:
-        """Called after setup, before the module is placed and the optimizers are made: large layers may be made here.
+        """Called after setup, before the module moves to its device and the optimizers are made; make large layers here.
 
-        It is called at the beginning of each run, so do nothing where the layers are there already.
+        It is called at the start of each run, so do nothing if the layers exist already.
         """
 
     def train_dataloader(self) -> Any:
-        """Return the training loader, or several; used where fit is given none."""
+        """Return the training loader, or several; used when none is passed to fit."""
         raise RuntimeError(f"{type(self).__name__} has no train_dataloader; define it, or pass the loaders to fit.")
 
     def val_dataloader(self) -> Any:
@@ -43,11 +43,11 @@ class ModuleHooks:
         raise RuntimeError(f"{type(self).__name__} has no test_dataloader; define it, or pass the loaders.")
 
     def predict_dataloader(self) -> Any:
-        """Return the loader to predict, or several in a list or a dict of names."""
+        """Return the loader of what to predict, or several in a list or a dict of names."""
         raise RuntimeError(f"{type(self).__name__} has no predict_dataloader; define it, or pass the loaders.")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch, changed where wanted, before it goes to the device."""
+        """Return the batch to move to the device, such as a changed one."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -55,24 +55,24 @@ class ModuleHooks:
         return to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch, changed where wanted, on the device."""
+        """Return the batch to compute with, such as one augmented on the device."""
         return batch
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called before a checkpoint is written, with its contents; keys may be added or removed.
 
         `checkpoint["state_dict"]` maps names to this rank's tensors; "callbacks", "lr_schedulers", "position" and
-        "hyper_parameters" are plain data. What is added is stored if it is plain data and tensors.
+        "hyper_parameters" are plain data. Added values must be plain data and tensors.
         """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Called with the contents of a checkpoint before they are taken; its "state_dict" may be changed."""
+        """Called with the contents of a checkpoint before they are loaded; its "state_dict" may be changed."""
 
     def teardown(self, stage: str) -> None:
-        """Called last of all, on every rank, after a failure too."""
+        """Called last, on every rank, also after a failure."""
 
     def on_fit_start(self) -> None:
-        """Called once the model and the optimizers are prepared, before weights and optimizers are taken from a checkpoint."""
+        """Called once the model and the optimizers are prepared, before their state is loaded from a checkpoint."""
 
     def on_fit_end(self) -> None:
         """Called after on_train_end."""
@@ -90,22 +90,22 @@ class ModuleHooks:
         """Called after the last batch of an epoch and the validation that follows it."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Called with the batch on its device, before training_step; return -1, on every rank, to end the epoch here."""
+        """Called with the batch on its device, before training_step; return -1 on every rank to end the epoch here."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called with what training_step returned, after the optimizer's and the scheduler's step."""
+        """Called with what training_step returned, after the optimizer's and the scheduler's steps."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
         """Called before the gradients of a new accumulation window are cleared."""
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Called before backward, with the loss as it goes backward (divided by the window's length)."""
+        """Called before backward, with the loss divided by the window's length."""
 
     def on_after_backward(self) -> None:
         """Called after backward; gradients may still be multiplied by the loss scale."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called before the gradients are clipped and the optimizer steps; they are divided by the loss scale by now."""
+        """Called before the gradients are clipped and the optimizer steps; the loss scale is divided out by then."""
 
     def on_validation_start(self) -> None:
         """Called before validation, with the module in evaluation mode."""
@@ -144,10 +144,10 @@ class ModuleHooks:
         """Called after test_step."""
 
     def on_predict_start(self) -> None:
-        """Called before a prediction, with the module in evaluation mode."""
+        """Called before predicting, with the module in evaluation mode."""
 
     def on_predict_end(self) -> None:
-        """Called after a prediction."""
+        """Called after predicting."""
 
     def on_predict_epoch_start(self) -> None:
         """Called before the first batch to predict."""
@@ -162,29 +162,29 @@ class ModuleHooks:
         """Called after predict_step, with what it returned."""
 
     def on_validation_model_zero_grad(self) -> None:
-        """Called before a validation of fit, where no accumulation window is open; by default the gradients are dropped."""
+        """Called before a validation in fit, unless an accumulation window is open; by default it clears the gradients."""
         self.zero_grad()  # type: ignore[attr-defined]
 
     def on_validation_model_eval(self) -> None:
-        """Called to put the module into evaluation mode for a validation."""
+        """Called to switch the module to evaluation mode for a validation."""
         self.eval()  # type: ignore[attr-defined]
 
     def on_validation_model_train(self) -> None:
-        """Called to put the module back into training mode; by default each submodule goes back to the mode it was in."""
+        """Called after a validation; if not overridden, each submodule returns to the mode it was in."""
         self.train()  # type: ignore[attr-defined]
 
     def on_test_model_eval(self) -> None:
-        """Called to put the module into evaluation mode for a test."""
+        """Called to switch the module to evaluation mode for a test."""
         self.eval()  # type: ignore[attr-defined]
 
     def on_test_model_train(self) -> None:
-        """Called after a test; by default each submodule goes back to the mode it was in."""
+        """Called after a test; if not overridden, each submodule returns to the mode it was in."""
         self.train()  # type: ignore[attr-defined]
 
     def on_predict_model_eval(self) -> None:
-        """Called to put the module into evaluation mode for a prediction."""
+        """Called to switch the module to evaluation mode for predicting."""
         self.eval()  # type: ignore[attr-defined]
 
     def on_predict_model_train(self) -> None:
-        """Called after a prediction; by default each submodule goes back to the mode it was in."""
+        """Called after predicting; if not overridden, each submodule returns to the mode it was in."""
         self.train()  # type: ignore[attr-defined]

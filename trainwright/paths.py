@@ -23,8 +23,5 @@ def open_no_link(path: str, flags: int, mode: int = 0o666) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise OSError(
-            errno.ELOOP,
-            "it is a symbolic link, which is never written through; remove it, or give another folder",
-            path,
-        ) from error
+        text = "it is a symbolic link, which is never written through; remove it, or give another folder"
+        raise OSError(errno.ELOOP, text, path) from error

@@ -1,4 +1,4 @@
-"""What only rank 0 does: each function is called on every rank and does nothing on the others, without communication."""
+"""Rank zero: functions to call on every rank that do something on rank 0 only, without communication."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("trainwright")
 class RankZeroOnly:
     """A decorator: the function runs on rank 0 only, and returns a default on other ranks.
 
-    The rank is read from the environment when it is first needed; it may also be set.
+    The rank is read from the environment at the first use, unless it was set.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class RankZeroOnly:
     @property
     def rank(self) -> int:
         """Return the global rank of this process."""
-        if self._rank is None or self._pid != os.getpid():  # a forked worker has another rank
+        if self._rank is None or self._pid != os.getpid():  # a forked process may have another rank
             self._rank, self._pid = Environment.detect().rank, os.getpid()
         return self._rank
 
@@ -62,18 +62,7 @@ def rank_zero_info(message: object, *args: object, stacklevel: int = 1) -> None:
         logger.info(message, *args, stacklevel=stacklevel + 1)
 
 
-def rank_zero_debug(message: object, *args: object, stacklevel: int = 1) -> None:
-    """Log at level DEBUG to the logger "trainwright" on rank 0; `stacklevel` 1 is the line that calls this."""
-    if rank_zero_only.rank == 0:
-        logger.debug(message, *args, stacklevel=stacklevel + 1)
-
-
 def rank_zero_warn(message: str | Warning, category: type[Warning] = UserWarning, stacklevel: int = 1) -> None:
     """Warn on rank 0; `stacklevel` 1 is the line that calls this, 2 the caller of that function."""
     if rank_zero_only.rank == 0:
         warnings.warn(message, category, stacklevel=stacklevel + 1)
-
-
-def rank_zero_deprecation(message: str | Warning, stacklevel: int = 1) -> None:
-    """Warn of a deprecation on rank 0; `stacklevel` as for `rank_zero_warn`."""
-    rank_zero_warn(message, DeprecationWarning, stacklevel + 1)

@@ -266,7 +266,7 @@ def test_weights_come_in_from_files_of_others(
         other = accelerator.prepare(Tied())
         accelerator.load_state(str(path), weights_only=True)
         assert_equal(weights(other), weights(module))
-        with pytest.raises(tw.CheckpointError, match="holds weights only, so a run cannot go on from it"):
+        with pytest.raises(tw.CheckpointError, match="holds weights only, so a run cannot be resumed from it"):
             tw.Trainer(max_epochs=1, **QUIET).fit(Tied(), make_loader(), ckpt_path=path)
 
 

@@ -96,11 +96,13 @@ def test_who_is_refused_learns_who_holds_it_and_a_dead_one_gives_it_back(tmp_pat
     assert not folder.exists() or os.listdir(folder) == []
 
 
-@pytest.mark.parametrize("has_locks", [True, False])
+@pytest.mark.parametrize(
+    ("has_locks", "pairs"), [(True, 12), pytest.param(True, 40, marks=pytest.mark.slow), (False, 6)]
+)
 def test_of_two_that_start_together_one_has_it(
-    tmp_path: Path, has_locks: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, has_locks: bool, pairs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """40 pairs, 0 to 200 ms apart where there are locks, in the same moment where there are none; the holder is killed then."""
+    """Pairs 0 to 200 ms apart where there are locks, in the same moment where there are none; the holder is killed then."""
     draw = random.Random(1)
     if not has_locks:
 
@@ -109,7 +111,7 @@ def test_of_two_that_start_together_one_has_it(
 
         monkeypatch.setattr("trainwright.checkpoint.lock.fcntl.lockf", refused)
     folder = tmp_path / "kept"
-    for attempt in range(40 if has_locks else 6):
+    for attempt in range(pairs):
         pids = [forked(holding(folder))]
         time.sleep(draw.choice([0.0, 0.001, 0.01, 0.2]) if has_locks else 0.0)
         pids.append(forked(holding(folder)))
@@ -172,6 +174,7 @@ lock._write(descriptor)
 sys.stdin.readline()
 """
     monkeypatch.setattr(lock, "NAMED_SECONDS", deadline(60.0))
+    monkeypatch.setattr(lock, "ATTEMPTS", 10_000)
     command = [sys.executable, "-c", code, str(tmp_path / LOCK_NAME)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdin is not None

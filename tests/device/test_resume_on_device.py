@@ -125,7 +125,7 @@ def test_generators_of_devices_that_are_not_there(
         patch.setattr(seeding, "set_device_state", lambda state: set_device_state({**state, "others": {}}))
         run(tmp_path / "many")
     place = next((tmp_path / "many").glob("*step=5.ckpt"))
-    with pytest.warns(UserWarning, match=rf"has drawn on {device.type} device\(s\) {gone} beside its own"):
+    with pytest.warns(UserWarning, match=rf"also drew random numbers on {device.type} device\(s\) {gone}\."):
         resumed, _ = run(tmp_path / "few", str(place), seed=9)
     assert_equal(resumed, whole)
 

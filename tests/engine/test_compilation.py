@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchmetrics import MeanMetric
 
-from trainwright.engine.compilation import compile_module
+from trainwright.engine.compilation import Compiled
 
 pytestmark = [  # torch's compiler meets these itself, and hides them where they are no errors
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -84,7 +84,7 @@ def counter() -> Iterator[CompileCounterWithBackend]:
 def test_whatever_a_step_calls_is_one_graph_from_its_first_call_on(counter: CompileCounterWithBackend) -> None:
     module = Root()
     expected = module.whole(X)
-    compiled = compile_module(module, {"backend": counter, "fullgraph": True})
+    compiled = Compiled(module, {"backend": counter, "fullgraph": True})
     assert compiled.called == set()
     for _ in range(3):
         assert torch.equal(module.whole(X), expected)
@@ -105,7 +105,7 @@ def test_whatever_a_step_calls_is_one_graph_from_its_first_call_on(counter: Comp
 
 def test_items_of_containers_share_graphs_and_no_limit(counter: CompileCounterWithBackend) -> None:
     module = Root()
-    compiled = compile_module(module, {"backend": counter, "fullgraph": True})
+    compiled = Compiled(module, {"backend": counter, "fullgraph": True})
     for _ in range(2):
         for each in module.blocks:
             each["block"](X)
@@ -120,7 +120,7 @@ def test_items_of_containers_share_graphs_and_no_limit(counter: CompileCounterWi
 def test_what_is_left_alone(counter: CompileCounterWithBackend) -> None:
     module = Root()
     in_place = module.in_place._compiled_call_impl
-    compiled = compile_module(module, {"backend": counter})
+    compiled = Compiled(module, {"backend": counter})
     alone = {module, module.metric, module.theirs, module.theirs._orig_mod, module.in_place, module.in_place.inner}
     assert alone.isdisjoint(compiled.modules)
     assert not any(isinstance(each, (nn.ModuleList, nn.ModuleDict)) for each in compiled.modules)
@@ -136,7 +136,7 @@ def test_a_hook_within_a_graph_breaks_nothing(counter: CompileCounterWithBackend
     module = Root()
     handle = module.net.encoder.register_forward_hook(lambda owner, args, output: output * 2)
     expected = module.whole(X)
-    compile_module(module, {"backend": counter, "fullgraph": True})
+    Compiled(module, {"backend": counter, "fullgraph": True})
     assert torch.equal(module.whole(X), expected)
     assert counter.frame_count == 1
     handle.remove()
@@ -146,7 +146,7 @@ def test_undo_copies_and_pickles_leave_plain_modules(counter: CompileCounterWith
     module = Root()
     del module.theirs, module.in_place  # what the user compiled cannot be pickled
     names = list(module.state_dict())
-    compiled = compile_module(module, {"backend": counter})
+    compiled = Compiled(module, {"backend": counter})
     module.whole(X)
     assert list(module.state_dict()) == names
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
@@ -158,14 +158,14 @@ def test_undo_copies_and_pickles_leave_plain_modules(counter: CompileCounterWith
     assert all("_compiled_call_impl" not in vars(each) for each in module.modules())
     module.whole(X)
     assert counter.frame_count == 1
-    again = compile_module(module, {"backend": counter})
+    again = Compiled(module, {"backend": counter})
     module.whole(X)
     assert again.called == {module.net}
 
 
 def test_an_error_within_leaves_it_as_it_was(counter: CompileCounterWithBackend) -> None:
     module = Root()
-    compiled = compile_module(module, {"backend": counter})
+    compiled = Compiled(module, {"backend": counter})
     with pytest.raises(Exception, match=r"shape|size"):
         module.net(torch.ones(3, 5))
     assert not compiled.is_within
@@ -184,7 +184,7 @@ def test_an_error_within_leaves_it_as_it_was(counter: CompileCounterWithBackend)
 def test_options_refused(options: dict[str, Any], match: str) -> None:
     module = Root()
     with pytest.raises(ValueError, match=match):
-        compile_module(module, options)
+        Compiled(module, options)
     assert "_compiled_call_impl" not in vars(module.net)
 
 
@@ -194,7 +194,7 @@ def test_the_real_compiler_trains_alike() -> None:
     ends = []
     for is_compiled in (False, True):
         module = Root()
-        compiled = compile_module(module, {}) if is_compiled else None
+        compiled = Compiled(module, {}) if is_compiled else None
         optimizer = torch.optim.SGD(module.net.parameters(), lr=0.01)
         for step in range(4):
             optimizer.zero_grad()

@@ -29,7 +29,9 @@ def test_devices_are_counted() -> None:
 
 
 def test_more_processes_than_gpus_are_refused() -> None:
-    with pytest.raises(ValueError, match="devices=3 was asked for, but torch sees 2 of 'cuda'; pass at most that many"):
+    with pytest.raises(
+        ValueError, match="devices=3 is more than the 2 of 'cuda' that torch sees; pass at most that many"
+    ):
         resolve_num_processes(3, "cuda", Environment())
     for launched_by in ("torchrun", "slurm"):
         with pytest.raises(ValueError, match=r"launched with 4 processes on this node, but torch sees 2 GPU\(s\) here"):
@@ -57,7 +59,7 @@ def test_nodes_are_those_of_the_job() -> None:
     for launched_by in ("torchrun", "slurm"):
         check_nodes(1, task(launched_by))
         with pytest.raises(
-            ValueError, match="num_nodes=2 was asked for, but this job was launched on 1; leave num_nodes out"
+            ValueError, match="num_nodes=2 was given, but this job was launched on 1; leave num_nodes out"
         ):
             check_nodes(2, task(launched_by))
     check_nodes(2, Environment())  # the launcher will ask for this node's place

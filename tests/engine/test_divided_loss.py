@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import trainwright as tw
-from trainwright.engine.divided_loss import divisor_of
+from trainwright.engine.window import divisor_of
 
 
 class Stream(IterableDataset[Tensor]):

@@ -105,12 +105,25 @@ def test_an_evaluation_and_a_loop_of_ones_own_take_the_weights(saved: str) -> No
     assert (own.net[2].num_features, own.net[2].weight.shape) == (6, (6,))
 
 
+def test_the_second_of_two_models_may_be_lazy(tmp_path: Path) -> None:
+    def prepared() -> tuple[tw.Accelerator, nn.Module, nn.Module]:
+        accelerator = tw.Accelerator(cpu=ON_HOST)
+        return accelerator, *accelerator.prepare(nn.Linear(2, 4), nn.LazyLinear(3))
+
+    accelerator, first, second = prepared()
+    second(first(torch.ones(1, 2, device=accelerator.device)))
+    path = accelerator.save_state(str(tmp_path / "a.ckpt"))
+    accelerator, *_, again = prepared()
+    accelerator.load_state(path)
+    assert_equal(weights(second), weights(again))
+
+
 def test_a_layer_that_has_not_run_is_not_saved(tmp_path: Path) -> None:
     accelerator = tw.Accelerator(cpu=ON_HOST)
     accelerator.prepare(nn.LazyLinear(3))
     text = (
-        "checkpoint .* was not written: 'weight' and 1 more of the module is lazy, .* stores tensors with a shape. Save after "
-        "a forward that reaches the layer, run one"
+        "checkpoint .* was not written: 'weight' and 1 more is an uninitialised lazy tensor, .* stores tensors with a shape. "
+        "Save after a forward that reaches the layer, run one"
     )
     with pytest.raises(tw.CheckpointError, match=text):
         accelerator.save_state(str(tmp_path / "a.ckpt"))

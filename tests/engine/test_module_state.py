@@ -114,7 +114,7 @@ def test_a_module_that_cannot_take_a_checkpoint_says_so(tmp_path: Path) -> None:
     trainer, _ = trained(1)
     path = tmp_path / "first.ckpt"
     trainer.save_checkpoint(path)
-    with pytest.raises(tw.CheckpointError, match=r"another Parameter took the place of 'net.0.weight'.*does not step"):
+    with pytest.raises(tw.CheckpointError, match=r"replaced its parameter 'net.0.weight'.*would not step"):
         tw.Trainer(max_epochs=2, **QUIET).fit(Replaces(), make_loader(8), ckpt_path=path)
     with pytest.raises(tw.CheckpointError, match=r"(?s)Missing does not take it.*more.weight"):
         tw.Trainer(**QUIET).test(Missing(), make_loader(8), ckpt_path=path)

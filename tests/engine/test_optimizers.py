@@ -71,7 +71,11 @@ def test_forms(returned: Any, optimizers: list[Any], schedulers: list[Any]) -> N
         ([], TypeError, "a list of"),
         ("adam", TypeError, "a str"),
         (([], [STEP]), TypeError, "a pair without an optimizer"),
-        ([SGD, STEP], TypeError, r"item 1 of .* is a StepLR, no Optimizer.*Return \(\[optimizers\], \[schedulers\]\)"),
+        (
+            [SGD, STEP],
+            TypeError,
+            r"item 1 of .* is a StepLR, not an Optimizer.*Return \(\[optimizers\], \[schedulers\]\)",
+        ),
         (([SGD, 3], [STEP]), TypeError, "item 1 of the optimizers .* is a int"),
         (([SGD], [SGD]), TypeError, "a scheduler was expected, got the optimizer SGD"),
         ([{"optimizer": SGD}, SGD], TypeError, "item 1 of .* is a SGD, but the first is a dict"),
@@ -108,7 +112,7 @@ def test_refusals(returned: Any, error: type[Exception], match: str) -> None:
 
 
 def test_none_trains_nothing_and_an_unknown_key_of_a_scheduler_has_no_effect() -> None:
-    with pytest.warns(UserWarning, match="without training; did you forget the return"):
+    with pytest.warns(UserWarning, match="nothing will be trained; return an optimizer"):
         assert read_optimizers(None) == ([], [])
     with pytest.warns(UserWarning, match=r"\['freqency'\].*Did you mean 'frequency'"):
         _, (config,) = read_optimizers({"optimizer": SGD, "lr_scheduler": {"scheduler": STEP, "freqency": 3}})

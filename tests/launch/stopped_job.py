@@ -1,7 +1,7 @@
-"""A small run with all that is drawn and counted, to be stopped anywhere: `stopped_job.py <folder> <devices> <pause> <name>`.
+"""A small run with randomness and counters, to be stopped anywhere: `stopped_job.py <folder> <devices> <pause> <strategy>`.
 
-It goes on from the newest checkpoint of its folder. Rank 0 prints a numbered line at each place where something begins; each
-rank writes down what it trains on, and in the end they save a checkpoint.
+It resumes from the newest checkpoint of its folder. Rank 0 prints a numbered line at each event; each rank records what it
+trains on, and at the end they save a checkpoint.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Net(Classifier):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)]
 
 
-class Places(tw.Callback):
-    """Says where the run is, and takes its time there."""
+class Events(tw.Callback):
+    """Prints each event of the run, and pauses there."""
 
     def __init__(self, folder: Path, pause: float) -> None:
         self.folder, self.pause, self.count = folder, pause, 0
@@ -53,7 +53,7 @@ class Places(tw.Callback):
     def say(self, trainer: tw.Trainer, where: str) -> None:
         if trainer.is_global_zero:
             self.count += 1
-            print(f"place {self.count} {where}", flush=True)
+            print(f"event {self.count} {where}", flush=True)
         time.sleep(self.pause)
 
     def on_sanity_check_start(self, trainer: tw.Trainer, module: Any) -> None:
@@ -82,7 +82,7 @@ def main(folder: Path, devices: int, pause: float, strategy: str) -> None:
         strategy=strategy,
         max_epochs=6,
         accumulate_grad_batches=3,
-        callbacks=[saver, Places(folder, pause)],
+        callbacks=[saver, Events(folder, pause)],
         **settings,
     )
     module = Net(dropout=0.3)

@@ -72,14 +72,14 @@ def test_a_module_runs_with_what_the_command_line_says(tmp_path: Path, started: 
     assert seen_of(started[0]) == [{"rank": rank, "arguments": ["run", "--devices", "7"], **common} for rank in (0, 1)]
     said = [" ".join(line.split()) for line in started[0].stderr.splitlines()]
     assert said[0] == "trainwright launch: 2 process(es) of train on this machine"
-    told = [
+    shown = [
         "devices 2 --devices",
         "accelerator cpu --cpu",
         "strategy ddp --strategy",
         "precision bf16-mixed --precision",
     ]
-    told += ["num_nodes 1 default", "main_port a free one default", "max_restarts 0 default", "logs kept --logs"]
-    assert not set(told) - set(said)
+    shown += ["num_nodes 1 default", "main_port a free one default", "max_restarts 0 default", "logs kept --logs"]
+    assert not set(shown) - set(said)
     for rank in (0, 1):
         log = (tmp_path / "kept" / f"rank{rank}.log").read_text()
         assert sorted(log.splitlines()) == sorted(["to stderr", json.dumps(seen_of(started[0])[rank])])
@@ -87,7 +87,7 @@ def test_a_module_runs_with_what_the_command_line_says(tmp_path: Path, started: 
 
 
 @pytest.mark.launch
-def test_what_the_script_says_wins_and_is_said(tmp_path: Path, started: list[Started]) -> None:
+def test_the_scripts_settings_win_with_a_warning(tmp_path: Path, started: list[Started]) -> None:
     started.append(job(tmp_path, "--devices", "2", "--precision", "16", "train.py", "has its own"))
     assert started[0].wait() == 0, started[0].stderr
     assert [seen["precision"] for seen in seen_of(started[0])] == ["32-true", "32-true"]
@@ -96,7 +96,7 @@ def test_what_the_script_says_wins_and_is_said(tmp_path: Path, started: list[Sta
 
 
 @pytest.mark.launch
-def test_all_ranks_start_anew_after_a_failed_one(tmp_path: Path, started: list[Started]) -> None:
+def test_all_ranks_restart_after_a_failure(tmp_path: Path, started: list[Started]) -> None:
     started.append(job(tmp_path, "--devices", "2", "--max-restarts", "2", "train.py", "again", "1"))
     assert started[0].wait() == 0, started[0].stderr
     # Rank 0 may also have come so far at the first start.
@@ -109,7 +109,7 @@ def test_all_ranks_start_anew_after_a_failed_one(tmp_path: Path, started: list[S
 
 @pytest.mark.launch
 @pytest.mark.slow
-def test_restarts_come_to_an_end(tmp_path: Path, started: list[Started]) -> None:
+def test_restarts_are_limited(tmp_path: Path, started: list[Started]) -> None:
     started.append(job(tmp_path, "--devices", "2", "--max-restarts", "1", "train.py", "again", "never"))
     assert started[0].wait() == 1
     assert "failed first (RuntimeError: not yet); restarting all ranks, restart 1 of 1.\n" in started[0].stderr
@@ -120,7 +120,7 @@ def test_restarts_come_to_an_end(tmp_path: Path, started: list[Started]) -> None
 
 @pytest.mark.launch
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_the_end_of_the_command_is_that_of_its_processes(tmp_path: Path, started: list[Started], number: int) -> None:
+def test_a_killed_command_takes_its_processes_with_it(tmp_path: Path, started: list[Started], number: int) -> None:
     started.append(job(tmp_path, "--devices", "2", "train.py", "wait"))
     started[0].wait_for("{", times=2)
     assert len(started[0].processes()) == 3
@@ -130,7 +130,7 @@ def test_the_end_of_the_command_is_that_of_its_processes(tmp_path: Path, started
 
 
 @pytest.mark.launch
-def test_a_main_port_that_is_taken_is_said_at_once(tmp_path: Path, started: list[Started]) -> None:
+def test_a_main_port_in_use_is_reported_at_once(tmp_path: Path, started: list[Started]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         started.append(job(tmp_path, "--devices", "2", "--main-port", port, "train.py", "run"))
@@ -201,7 +201,7 @@ def test_devices_that_are_not_there_are_refused(
     assert "--devices 4: torch sees 2 GPU(s) here; pass at most that many, or add --cpu." in capsys.readouterr().err
 
 
-def test_a_worker_launches_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_cannot_launch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit):
         main(["launch", __file__], check_names)
@@ -210,17 +210,17 @@ def test_a_worker_launches_nothing(capsys: pytest.CaptureFixture[str], monkeypat
 
 @pytest.mark.launch
 @pytest.mark.slow
-def test_the_place_of_a_node_may_stand_in_the_environment(tmp_path: Path, started: list[Started]) -> None:
+def test_the_environment_may_describe_the_node(tmp_path: Path, started: list[Started]) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
-    for node in ("0", "1"):  # both on this machine, which is all the same to them
-        place = {"NODE_RANK": node, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        devices = str(1 + int(node))  # nodes need not run equally many processes
+    for node in ("0", "1"):  # both on this machine, which makes no difference to them
+        variables = {"NODE_RANK": node, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        devices = str(1 + int(node))  # nodes may run different numbers of processes
         command = python(
             "-m", "trainwright", "launch", "--num-nodes", "2", "--devices", devices, "--", "train.py", "run"
         )
-        started.append(Started(command, tmp_path, **place))
+        started.append(Started(command, tmp_path, **variables))
     for each in started:
         assert each.wait() == 0, each.stderr
         said = [" ".join(line.split()) for line in each.stderr.splitlines()]

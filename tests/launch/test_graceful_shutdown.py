@@ -31,7 +31,7 @@ LAUNCH = python(
 
 
 class Job(Started):
-    """The run in a folder, with a temporary folder of its own that has to be empty in the end."""
+    """The run in a folder, with a separate temporary folder that must be empty at the end."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class Job(Started):
         super().__init__(arguments, folder, TMPDIR=str(self.temporary), **more)
 
     def reach(self, count: int) -> bool:
-        """Wait for the n-th place of this run; return whether it came so far."""
+        """Wait for the n-th event of this run; return whether it got that far."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.stdout += line
-            if line.startswith(f"place {count} "):
+            if line.startswith(f"event {count} "):
                 return True
         return False
 
@@ -71,7 +71,7 @@ class Job(Started):
         return sorted(found, key=lambda each: each.environ()["RANK"])
 
     def check_saved(self) -> str:
-        """Return the checkpoint that it says it has saved, which is whole."""
+        """Return the checkpoint that it reports as saved, after checking it."""
         (path,) = re.findall(r"it is saved as (\S+)\. The same command with ckpt_path=\"auto\"", self.stderr)
         open_checkpoint(path)
         assert self.stderr.count("trainwright: ") == 1, self.stderr
@@ -136,7 +136,7 @@ def check_equal(left: Any, right: Any) -> None:
 
 
 @pytest.mark.parametrize("to", ["the launcher", pytest.param("a rank", marks=pytest.mark.slow)])
-def test_a_signalled_job_goes_on_bitwise(to: str, tmp_path: Path, start: StartJob) -> None:
+def test_a_signalled_job_resumes_bitwise(to: str, tmp_path: Path, start: StartJob) -> None:
     whole = start(tmp_path / "whole", 0.0)
     job = start(tmp_path / "stopped", 0.05, command=LAUNCH if to == "a rank" else None)
     assert job.reach(9)
@@ -144,7 +144,7 @@ def test_a_signalled_job_goes_on_bitwise(to: str, tmp_path: Path, start: StartJo
     began = time.monotonic()
     if to == "the launcher":
         job.process.send_signal(signal.SIGTERM)
-        job.process.send_signal(signal.SIGTERM)  # as those do who are in a hurry
+        job.process.send_signal(signal.SIGTERM)  # a repeated signal changes nothing
     else:
         job.ranks()[1].send_signal(signal.SIGUSR1)
     assert job.wait() == 75, job.stderr
@@ -186,7 +186,7 @@ def test_ctrl_c_in_a_terminal(times: int, tmp_path: Path, start: StartJob) -> No
         assert find_checkpoints(str(tmp_path / "checkpoints")) == []
 
 
-def test_a_rank_that_cannot_answer_is_ended_after_the_grace(tmp_path: Path, start: StartJob) -> None:
+def test_a_rank_that_cannot_answer_is_killed_after_the_grace_seconds(tmp_path: Path, start: StartJob) -> None:
     job = start(tmp_path, 0.05, TRAINWRIGHT_GRACE_SECONDS="2")
     assert job.reach(5)
     job.ranks()[1].send_signal(signal.SIGSTOP)
@@ -201,7 +201,7 @@ def test_a_rank_that_cannot_answer_is_ended_after_the_grace(tmp_path: Path, star
 
 
 @pytest.mark.parametrize("given", ["-1", "soon"])
-def test_a_grace_that_is_none_is_refused(given: str, tmp_path: Path, start: StartJob) -> None:
+def test_a_wrong_number_of_grace_seconds_is_refused(given: str, tmp_path: Path, start: StartJob) -> None:
     job = start(tmp_path, 0.0, TRAINWRIGHT_GRACE_SECONDS=given)
     assert job.wait() == 1
     assert f"TRAINWRIGHT_GRACE_SECONDS='{given}'; a whole number of seconds from 0 is accepted." in job.stderr
@@ -209,10 +209,10 @@ def test_a_grace_that_is_none_is_refused(given: str, tmp_path: Path, start: Star
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "strategy"), list(enumerate(["ddp", "ddp_sharded", "fsdp", "deepspeed_stage_2"])))
-def test_five_signals_at_random_places(seed: int, strategy: str, tmp_path: Path, start: StartJob) -> None:
+def test_five_signals_at_random_moments(seed: int, strategy: str, tmp_path: Path, start: StartJob) -> None:
     """Each run of a chain is stopped somewhere: the first step, a window, a validation, a save; the last one ends."""
     draw = random.Random(seed)
-    # What DeepSpeed imports warns of itself.
+    # Importing DeepSpeed causes warnings.
     options: dict[str, Any] = {"strategy": strategy, "command": python() if strategy.startswith("deepspeed") else None}
     whole = start(tmp_path / "whole", 0.0, **options)
     folder, sent = tmp_path / "stopped", 0

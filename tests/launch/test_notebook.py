@@ -1,4 +1,4 @@
-"""Calls that start their own processes: from this test itself, a REPL, -c code, standard input and a script without a guard."""
+"""Calls that start their own processes: from this test, a REPL, -c code, standard input and a script without a guard."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import pytest
 import torch
 from deadlines import deadline, wait_until
 from small import make_data, make_loader
+from started import GONE_SECONDS, ROOT, processes_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -29,12 +30,9 @@ import trainwright as tw
 from trainwright.errors import WorkerFailed
 from trainwright.launch.relay import run_launcher
 
-ROOT = Path(__file__).resolve().parents[2]
-GONE_SECONDS = 20.0  # four times the goal of 5 s
-
 
 class Net(tw.Module):
-    """Lives in a module that no other process could import."""
+    """In a module that no other process could import."""
 
     def __init__(self, failing_rank: int | None = None) -> None:
         super().__init__()
@@ -132,7 +130,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
 
 
 class Recorder:
-    """Stands for a notebook's stream, which is no file."""
+    """A stream like a notebook's, which is not a file."""
 
     def __init__(self, shown: list[str]) -> None:
         self._shown = shown
@@ -145,7 +143,7 @@ class Recorder:
 
 
 @pytest.mark.launch
-def test_the_weights_come_back_into_the_very_module(ran: Ran, tmp_path: Path) -> None:
+def test_the_weights_come_back_into_the_same_module(ran: Ran, tmp_path: Path) -> None:
     alone = Net()
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     tw.Trainer(devices=1, accelerator="cpu", max_epochs=2, **quiet).fit(alone, make_loader(24, 4))
@@ -183,7 +181,9 @@ def test_counters_metrics_and_callbacks_come_back(ran: Ran, monkeypatch: pytest.
 
 
 @pytest.mark.launch
-def test_later_calls_go_on_from_there(ran: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_later_calls_start_from_the_trained_weights(
+    ran: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer, module = ran.trainer, ran.module
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     with torch.no_grad():
@@ -217,7 +217,7 @@ def test_a_failing_rank_is_an_error_here(ran: Ran, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.launch
-def test_what_cannot_be_handed_over_is_said_at_once(ran: Ran) -> None:
+def test_what_cannot_be_copied_to_the_workers_is_named(ran: Ran) -> None:
     loader: DataLoader[Any] = make_loader(8, 2)
     vars(loader.dataset)["guard"] = threading.Lock()
     with pytest.raises(
@@ -228,7 +228,7 @@ def test_what_cannot_be_handed_over_is_said_at_once(ran: Ran) -> None:
         ran.trainer.test(Net())
 
 
-def test_a_loop_of_ones_own_needs_the_function() -> None:
+def test_a_hand_written_loop_needs_the_function() -> None:
     with pytest.raises(
         tw.LaunchError, match=r"devices=2 needs .*test runner \(pytest\).*trainwright\.notebook_launcher\("
     ):
@@ -299,8 +299,8 @@ print("moved by", (before - net.net.weight).mean().item(), "in", trainer.global_
 LOOP = 'print("loop", tw.notebook_launcher(loop, (10,), num_processes=2))\n'
 
 
-class Started:
-    """A program of its own, all of whose processes are found by a tag."""
+class Program:
+    """A program in a separate process, all of whose processes are found by a tag."""
 
     def __init__(self, folder: Path) -> None:
         self.temporary = folder / "temporary"
@@ -331,14 +331,7 @@ class Started:
         return done.stdout
 
     def processes(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("TEST_TAG") == self.tag and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return processes_of(self.tag)
 
     def check_nothing_left(self, but: int = 0) -> None:
         wait_until(lambda: len(self.processes()) <= but, GONE_SECONDS)
@@ -346,8 +339,8 @@ class Started:
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[Started]:
-    program = Started(tmp_path)
+def started(tmp_path: Path) -> Iterator[Program]:
+    program = Program(tmp_path)
     yield program
     for process in program.processes():
         process.kill()
@@ -355,7 +348,7 @@ def started(tmp_path: Path) -> Iterator[Started]:
 
 @pytest.mark.launch
 @pytest.mark.slow
-def test_code_of_the_command_line(started: Started) -> None:
+def test_code_of_the_command_line(started: Program) -> None:
     output = started.run(["-c", PROGRAM + FIT.replace("STRATEGY", "'auto'") + LOOP])
     assert "moved by 6.0 in 2\n" in output
     assert "loop {'total': tensor(21), 'rank': 0}\n" in output
@@ -363,7 +356,7 @@ def test_code_of_the_command_line(started: Started) -> None:
 
 @pytest.mark.launch
 @pytest.mark.slow
-def test_a_script_without_a_guard_runs_once(started: Started, tmp_path: Path) -> None:
+def test_a_script_without_a_guard_runs_once(started: Program, tmp_path: Path) -> None:
     script = PROGRAM + "print('the script')\n" + FIT.replace("STRATEGY", "'ddp_spawn'")
     (tmp_path / "train.py").write_text(script)
     output = started.run(["train.py"])
@@ -373,7 +366,7 @@ def test_a_script_without_a_guard_runs_once(started: Started, tmp_path: Path) ->
 
 @pytest.mark.launch
 @pytest.mark.slow
-def test_standard_input(started: Started) -> None:
+def test_standard_input(started: Program) -> None:
     text = PROGRAM + "trainer = tw.Trainer(devices=2, accelerator='cpu', strategy='ddp', **QUIET)\n"
     output = started.run(["-"], text + "print(trainer.test(net, loader, verbose=False))\n")
     assert output == "[{'size': 8.0}]\n"
@@ -382,7 +375,7 @@ def test_standard_input(started: Started) -> None:
 class Terminal:
     """An interactive interpreter in a terminal."""
 
-    def __init__(self, started: Started) -> None:
+    def __init__(self, started: Program) -> None:
         self.main, child = pty.openpty()
         self.process = subprocess.Popen(
             [sys.executable, "-i", "-c", PROGRAM],
@@ -423,7 +416,7 @@ def _take_terminal(child: int) -> None:
 
 @pytest.mark.launch
 @pytest.mark.slow
-def test_a_terminal_is_interrupted_and_killed(started: Started) -> None:
+def test_a_terminal_is_interrupted_and_killed(started: Program) -> None:
     terminal = Terminal(started)
     try:
         terminal.wait_for(">>> ")

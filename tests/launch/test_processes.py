@@ -1,4 +1,4 @@
-"""The launcher with real processes: what a job prints, how it ends, and that nothing of it is left."""
+"""The launcher with real processes: what a job prints, how it ends, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ all_reduce(torch.zeros(1))
 
 
 class Job(Started):
-    """The script, started in a folder of its own, with a temporary folder that has to be empty in the end."""
+    """The script, started in a separate folder, with a temporary folder that must be empty at the end."""
 
     def __init__(self, folder: Path, *arguments: str, command: list[str] | None = None, **variables: str) -> None:
         self.temporary = folder / "temporary"
@@ -109,7 +109,7 @@ def jobs() -> Iterator[list[Job]]:
 
 
 def test_two_workers_run_the_script(tmp_path: Path, jobs: list[Job]) -> None:
-    # A file like a standard module, beside which the user works: the script's own run does not see it.
+    # A file in the working directory named like a standard module must not shadow that.
     (tmp_path / "argparse.py").write_text("raise SystemExit('shadowed')")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         job = Job(tmp_path, "succeed", MASTER_PORT=str(taken.getsockname()[1]), OMP_NUM_THREADS="3")
@@ -124,7 +124,7 @@ def test_two_workers_run_the_script(tmp_path: Path, jobs: list[Job]) -> None:
         assert seen["rank"] == rank
         assert seen["total"] == 3.0
         assert seen["launched_by"] == "trainwright"
-        assert seen["directory"] == str(tmp_path)  # where the user started it, not where the script had gone
+        assert seen["directory"] == str(tmp_path)  # where the user started it, not where the script changed to
         assert seen["threads"] == "3"
         assert set(seen["listening"]) == {"127.0.0.1"}
         assert seen["job"] == {"version": 1, "launcher_pid": job.process.pid, "num_processes": 2, "loopback": True}

@@ -20,7 +20,7 @@ def free_port() -> int:
 
 
 class Meeting:
-    """Nodes that come to one port; those that were refused stay away."""
+    """Nodes that meet at one port, without those that were refused."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -57,7 +57,7 @@ def test_nodes_meet_and_know_each_other(meeting: Meeting) -> None:
     other = meeting.come(2, 1, num_processes=2)
     other.next_rendezvous()
     meeting.check_met()
-    assert [member.num_processes for member in main.members] == [1, 2]  # nodes may run unequally many
+    assert [member.num_processes for member in main.members] == [1, 2]  # nodes may run different numbers of processes
     assert main.members == other.members
     assert [main.node_of(rank) for rank in range(3)] == [0, 1, 1]
     assert main.heartbeat is not None
@@ -81,7 +81,7 @@ def test_nodes_that_do_not_belong_together_are_refused(meeting: Meeting) -> None
     meeting.come(3, 1).next_rendezvous()
 
 
-def test_the_main_port_may_be_taken() -> None:
+def test_a_main_port_in_use_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = int(taken.getsockname()[1])
         with pytest.raises(LaunchError, match=rf"port {port} of 127.0.0.1 cannot be listened on"):
@@ -97,12 +97,12 @@ def test_the_main_port_may_be_taken() -> None:
         ((1, 0, "a", 70000), "main_port=70000 is not a port; pass one from 1 to 65535"),
     ],
 )
-def test_a_wrong_place_is_refused(nodes: tuple[int, ...], text: str) -> None:
+def test_wrong_nodes_are_refused(nodes: tuple[int, ...], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Nodes(*nodes)  # type: ignore[arg-type]
 
 
-def test_a_script_reads_its_place() -> None:
+def test_a_script_reads_its_node_from_the_environment() -> None:
     variables = {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
     assert nodes_of(1, variables) == Nodes()
     assert nodes_of(2, variables) == Nodes(2, 1, "10.0.0.1", 29500)

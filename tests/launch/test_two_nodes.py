@@ -1,4 +1,4 @@
-"""Two machines, each a network namespace of its own, joined by a cable (a veth pair); one rank on each."""
+"""Two machines, each a separate network namespace, joined by a cable (a veth pair); one rank on each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from started import GONE_SECONDS, Started, python
 
 pytestmark = pytest.mark.launch
 NEEDED = "TRAINWRIGHT_TEST_TWO_NODES"
-"""Set where these tests have to run: then it is a failure that they cannot."""
+"""If set, it is a failure that these tests cannot run."""
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 CABLE = f"""
 set -e
@@ -61,7 +61,7 @@ if trainer.is_global_zero:
 
 
 class Network:
-    """Two nodes; what is started on one sees that node's interfaces alone."""
+    """Two nodes; what is started on one sees only that node's interfaces."""
 
     def __init__(self, unshare: list[str], folder: Path) -> None:
         self._has_users = "-U" in unshare

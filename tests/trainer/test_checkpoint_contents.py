@@ -59,7 +59,7 @@ def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
     assert [name for name in tmp_path.glob("**/*") if name.suffix not in (".json", ".safetensors", ".ckpt")] == []
     model = state_of(saved(trainer, tmp_path / "weights.ckpt", weights_only=True))
     assert not {"position", "lr_schedulers", "callbacks", "optimizers", "precision"} & {*model}
-    with pytest.raises(tw.CheckpointError, match="holds weights only, so a run cannot go on from it"):
+    with pytest.raises(tw.CheckpointError, match="holds weights only, so a run cannot be resumed from it"):
         fit(Scheduled(), tmp_path / "weights.ckpt", 2)
 
 

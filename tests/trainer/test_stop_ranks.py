@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,20 +20,25 @@ from torch import Tensor
 
 import trainwright as tw
 from trainwright.checkpoint.discovery import find_checkpoints
+from trainwright.distributed import connection
+from trainwright.distributed.failures import PeerWatch
+
+WATCHES = functools.partial(PeerWatch, poll_seconds=0.02)
+"""Ten times as often as usual, so that the pauses may be short."""
 
 
 class Net(Classifier):
-    """Rank 1 is slow to train while `pause` is set, so that rank 0 waits for it in a collective."""
+    """Rank 1 is slow from its third batch on while `pause` is set, so that rank 0 waits for it in a collective."""
 
     pause = 0.0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.global_rank == 1:
+        if self.global_rank == 1 and self.pause and batch_idx >= 2:
             time.sleep(deadline(self.pause))
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        time.sleep(deadline(0.03) if self.pause else 0.0)
+        time.sleep(deadline(0.005) if self.pause else 0.0)
         super().validation_step(batch, batch_idx)
         torch.rand(2)
 
@@ -53,7 +60,7 @@ class Sender(tw.Callback):
             and batch_idx == 2
             and not trainer.current_epoch
         ):
-            self.signal(0.2)  # by then it waits for the other rank
+            self.signal(0.05)  # by then it waits for the other rank
 
     def on_validation_batch_start(self, trainer: tw.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         is_here = trainer.current_epoch == 1 and batch_idx == 2
@@ -67,7 +74,7 @@ class Sender(tw.Callback):
 def fit(folder: Path, strategy: Any, sender: Sender | None = None, path: str | None = None) -> tuple[Any, Any, Any]:
     torch.manual_seed(5)
     module, code = Net(dropout=0.3), None
-    Net.pause = 0.0 if sender is None else 0.6 if sender.place == "training" else 0.001
+    Net.pause = 0.0 if sender is None else 0.1 if sender.place == "training" else 0.001
     settings = {**QUIET, "enable_checkpointing": True, "num_sanity_val_steps": 1, "max_epochs": 2, "devices": 2}
     saver = tw.ModelCheckpoint(dirpath=folder, save_top_k=-1)
     trainer = tw.Trainer(strategy=strategy, callbacks=[saver, *([sender] if sender else [])], **settings)
@@ -80,6 +87,7 @@ def fit(folder: Path, strategy: Any, sender: Sender | None = None, path: str | N
 
 def job(folder: Path) -> Any:
     results = {}
+    mock.patch.object(connection, "PeerWatch", WATCHES).start()
     for strategy in ("ddp", "fsdp"):
         whole, trainer, _ = fit(folder / strategy / "whole", strategy)
         end = trainer.engine.strategy.model_pieces(whole)

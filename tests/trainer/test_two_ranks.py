@@ -348,7 +348,7 @@ def test_refusals_are_alike_on_both_ranks_and_name_the_remedy(results: list[dict
     assert "nowhere.ckpt" in checkpoint
     assert "'net.0.weight' of Classifier is lazy" in lazy
     assert lazy == evaluated
-    assert "give the models and their optimizers to prepare in one call" in strangers
+    assert "pass the models and their optimizers to prepare in one call" in strangers
 
 
 def test_a_validation_of_one_batch_is_no_trap(results: list[dict[str, Any]]) -> None:

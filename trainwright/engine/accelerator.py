@@ -1,4 +1,4 @@
-"""The Accelerator: the Engine's parts in a training loop of one's own."""
+"""The Accelerator: the Engine's parts for a training loop that the user writes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.seeding import set_rng_state
 from trainwright.engine import gathering
-from trainwright.engine.between_ranks import portion
-from trainwright.engine.divided_loss import in_float32
 from trainwright.engine.engine import Engine
-from trainwright.engine.iterations import Iterations
-from trainwright.engine.preparations import Preparations, kind_of
-from trainwright.engine.prepared import PreparedModule, PreparedOptimizer, PreparedScheduler
-from trainwright.engine.prepared_loader import PreparedLoader
-from trainwright.engine.window import AccumulationWindows
+from trainwright.engine.prepared import (
+    Preparations,
+    PreparedModule,
+    PreparedOptimizer,
+    PreparedScheduler,
+    kind_of,
+    stepped_by,
+)
+from trainwright.engine.prepared_loader import Iterations, PreparedLoader
+from trainwright.engine.window import AccumulationWindows, in_float32
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision
 from trainwright.rank_zero import rank_zero_warn
@@ -33,23 +36,25 @@ MIXED = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 class Accelerator:
-    """Strategy, precision, data sharding and checkpoints for a loop of one's own. Collective: every rank makes it.
+    """Strategy, precision, data sharding and checkpoints for a training loop that you write.
+
+    Collective: create it on every rank.
 
     Args:
         mixed_precision: "no", "fp16" or "bf16".
-        gradient_accumulation_steps: batches of one optimizer step, inside `accumulate`.
+        gradient_accumulation_steps: batches per optimizer step, inside `accumulate`.
         cpu: the same as accelerator="cpu".
-        accelerator: the kind of device, as for the Trainer: "auto" (the accelerator that torch has here, else the CPU),
-            "gpu", "cpu", "cuda", "mps", "xpu", or the name of a backend that another package registers.
-        devices: processes on this node, one a device; a list of devices; "auto" is what was launched, else every device of
-            the accelerator, else one.
+        accelerator: the kind of device, as for the Trainer: "auto" (the accelerator that torch finds, else the CPU), "gpu",
+            "cpu", "cuda", "mps", "xpu", or the name of a backend that another package registers.
+        devices: number of processes on this node, one per device, or a list of devices. "auto": the launcher's count if
+            launched, otherwise every device of the accelerator, otherwise 1.
         strategy: a name or a Strategy.
-        precision: in place of mixed_precision, any precision that the Trainer takes.
+        precision: any precision of the Trainer, instead of mixed_precision.
         num_nodes: nodes of the job, as for the Trainer.
 
     Raises:
-        ValueError, TypeError: a setting is wrong; said before any process is started.
-        RuntimeError: the accelerator is not here.
+        ValueError, TypeError: a setting is wrong; raised before any process is started.
+        RuntimeError: this machine does not have the accelerator.
         LaunchError: the processes of the job could not be started.
 
     >>> accelerator = tw.Accelerator(gradient_accumulation_steps=2)
@@ -92,62 +97,57 @@ class Accelerator:
             accelerator="cpu" if cpu else accelerator,
             num_nodes=num_nodes,
         )
-        self._settled = self.engine.strategy.resolve(Optimization(accumulate=gradient_accumulation_steps))
-        """How it is optimized: a strategy's own configuration may say otherwise than was asked for."""
+        self._optimization = self.engine.strategy.resolve(Optimization(accumulate=gradient_accumulation_steps))
+        """Accumulation and clipping; a strategy's own configuration overrides the arguments."""
         self.step_count = 0
-        """Optimizer steps made, those of every optimizer, the skipped ones among them."""
-        self._has_told = False
-        self._weighs_rounds = self.engine.world_size > 1
+        """Number of optimizer steps, summed over the optimizers; skipped steps count."""
+        self._has_warned_of_norm = False
+        self._weighs_rounds = self.engine.world_size > 1  # one process has no uneven rounds
         self._preparations = Preparations()
         self._iterations = Iterations()
         self._windows = AccumulationWindows(
-            self.engine, self._settled.accumulate, self._iterations, self._drop_gradients
+            self.engine, self._optimization.accumulate, self._iterations, self._drop_gradients
         )
 
-    # -- preparing ---------------------------------------------------------------------------------------------------
-
     def prepare(self, *objects: Any) -> Any:
-        """Return the models, optimizers, loaders and schedulers as the strategy has prepared them, in the same order.
+        """Return the models, optimizers, loaders and schedulers, prepared by the strategy, in the same order.
 
-        Give the models and their optimizers in one call. What is prepared already comes back as it is. Collective: call on
-        every rank.
+        Pass the models and their optimizers in one call. An object that is already prepared is returned unchanged.
+        Collective: call on every rank.
 
         Raises:
-            TypeError: an object that is none of these.
-            ValueError: an optimizer of parameters that would be trained in vain, or apart on each rank.
+            TypeError: an object of another kind.
+            ValueError: an optimizer whose parameters belong to no prepared model, or were replaced before it was prepared.
         """
-        objects = tuple(self._preparations.to_prepare(each) for each in objects)
-        unknown = [each for each in objects if kind_of(each) is None]
-        if unknown:
-            raise TypeError(
-                f"prepare was given a {type(unknown[0]).__name__}; accepted are torch modules, optimizers "
-                "(subclasses of torch.optim.Optimizer), DataLoaders and LR schedulers."
-            )
-        if not self._preparations.loaders:
-            self.engine.take_seed()
+        done = self._preparations
+        objects = tuple(done.to_prepare(each) for each in objects)
         new: dict[str, list[Any]] = {"module": [], "optimizer": [], "loader": [], "scheduler": []}
         for each in objects:
             kind = kind_of(each)
-            assert kind is not None
-            if self._preparations.of(each) is None and each not in new[kind]:
+            if kind is None:
+                raise TypeError(
+                    f"prepare was given a {type(each).__name__}; accepted are torch modules, optimizers "
+                    "(subclasses of torch.optim.Optimizer), DataLoaders and LR schedulers."
+                )
+            if done.of(each) is None and each not in new[kind]:
                 new[kind].append(each)
-        self._preparations.models.extend(self._prepare_module(each) for each in new["module"])
+        if not done.loaders:
+            self.engine.take_seed()
+        # The strategy may replace parameters, so the models come before the optimizers that step them.
+        done.models.extend(self._prepare_module(each) for each in new["module"])
         if new["optimizer"]:
             self._prepare_optimizers(new["optimizer"])
-        self._preparations.loaders.extend(PreparedLoader(self.engine, each, self._iterations) for each in new["loader"])
+        done.loaders.extend(PreparedLoader(self.engine, each, self._iterations) for each in new["loader"])
         for each in new["scheduler"]:
-            own = self._preparations.of(getattr(each, "optimizer", None))
-            optimizers = self._preparations.optimizers if own is None else [own]
-            self._preparations.schedulers.append(PreparedScheduler(each, optimizers, self._windows))
-        results = tuple(self._preparations.of(each) for each in objects)
+            own = done.of(getattr(each, "optimizer", None))
+            optimizers = done.optimizers if own is None else [own]
+            done.schedulers.append(PreparedScheduler(each, optimizers, self._windows))
+        results = tuple(done.of(each) for each in objects)
         return results[0] if len(results) == 1 else results
 
     def _prepare_module(self, module: nn.Module) -> nn.Module:
-        stepped = {
-            id(p) for each in self._preparations.optimizers for group in each.param_groups for p in group["params"]
-        }
-        before = [each for each in module.parameters() if id(each) in stepped]
-        self.engine.prepare_module(module, self._settled)
+        before = stepped_by(*self._preparations.optimizers).intersection(module.parameters())
+        self.engine.prepare_module(module, self._optimization)
         if any(self.engine.replaced.current(each) is not each for each in before):
             raise ValueError(
                 f"the optimizer of {type(module).__name__} was prepared before it, and the strategy has replaced its "
@@ -161,39 +161,31 @@ class Accelerator:
     def _prepare_optimizers(self, optimizers: list[Optimizer]) -> None:
         self.engine.replaced.update(optimizers)
         for each in optimizers:
-            self._refuse_strangers(each, each.param_groups)
+            self._refuse_strangers(each)
         earlier = len(self.engine.optimizers)
         inner = self.engine.prepare_optimizers([*self.engine.optimizers, *optimizers])[earlier:]
-        for given, optimizer in zip(optimizers, inner, strict=True):
-            self._preparations.optimizers.append(
-                PreparedOptimizer(
-                    self.engine,
-                    optimizer,
-                    self._windows,
-                    self._count_step,
-                    given=given,
-                    clip_norm=self._settled.clip_norm,
-                    admit=self._admit,
-                )
+        norm = self._optimization.clip_norm
+        for given, each in zip(optimizers, inner, strict=True):
+            prepared = PreparedOptimizer(
+                self.engine, each, self._windows, self._count_step, given=given, clip_norm=norm, admit=self._admit
             )
+            self._preparations.optimizers.append(prepared)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Return the module that was given to `prepare`."""
         return model.module if isinstance(model, PreparedModule) else model
 
-    # -- a step ------------------------------------------------------------------------------------------------------
-
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Return the context of one batch of an accumulation window: in it, optimizers and schedulers step when it is due.
+        """Return the context of one batch, in which optimizers and schedulers step only at the end of a window.
 
-        A window ends after `gradient_accumulation_steps` batches, and at the end of the loader; where the loader is left
-        before, its gradients are dropped and the next batch begins a new one. Each set of models that is named here has its
-        own windows.
+        A window ends after `gradient_accumulation_steps` batches, and at the end of the loader. If the loop leaves the loader
+        before that, the window's gradients are dropped and the next batch begins a new one. Each set of models passed here
+        has its own windows.
         """
         return self._windows.of(models)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Send a loss backward, divided by the length of its window, and weighted by its samples in an uneven last round.
+        """Run backward on a loss, divided by the length of its window, and weighted by its samples in an uneven last round.
 
         The keyword arguments are those of Tensor.backward.
         """
@@ -201,7 +193,7 @@ class Accelerator:
             raise TypeError(f"backward was given a {type(loss).__name__}; accepted is a loss tensor.")
         loss = self._windows.divide(loss)
         if self._weighs_rounds:
-            iteration, _ = self._iterations.at_hand()
+            iteration, _ = self._iterations.current()
             if iteration is not None and (weight := iteration.loader.weight) != 1.0:
                 loss = in_float32(loss) * weight
         self.engine.backward(loss, **options)
@@ -209,15 +201,15 @@ class Accelerator:
     def step(
         self, optimizer: Optimizer, *, max_norm: float | None = None, clip_value: float | None = None
     ) -> StepResult | None:
-        """Clip where asked and step a prepared optimizer; None where its window has not ended."""
+        """Step a prepared optimizer, and clip before, if given a limit; return None before the end of its window."""
         prepared = self._preparations.of(optimizer)
         if not isinstance(prepared, PreparedOptimizer):
             raise ValueError("this optimizer was not prepared; pass one that accelerator.prepare returned.")
-        self._tell_norm(max_norm)
+        self._warn_of_norm(max_norm)
         return prepared.step_clipped(max_norm, clip_value)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor | None:
-        """Clip the total norm of a prepared optimizer's gradients; return it, or None before the window's end.
+        """Clip the total norm of a prepared optimizer's gradients; return the norm, or None before the window's end.
 
         Raises:
             ValueError: the parameters are not those of one prepared optimizer.
@@ -229,17 +221,17 @@ class Accelerator:
         self._clip(parameters, None, clip_value)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context that forwards run in, for code beside the model."""
+        """Return the context that forwards run in, for code outside the model."""
         return self.engine.precision.forward_context() or nullcontext()
 
     @property
     def sync_gradients(self) -> bool:
-        """Return whether the batch at hand ends its accumulation window."""
-        return self._windows.at_hand.is_at_end
+        """Return whether the current batch ends its accumulation window."""
+        return self._windows.current.is_at_end
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Return how many batches an optimizer step takes, inside `accumulate`; set, it counts from the next window on."""
+        """Return the batches per optimizer step, inside `accumulate`; a new value applies from the next window on."""
         return self._windows.usual_length
 
     @gradient_accumulation_steps.setter
@@ -249,49 +241,45 @@ class Accelerator:
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Return whether an optimizer's latest step was left out because its gradients were not finite."""
+        """Return whether an optimizer's latest step was skipped because its gradients were not finite."""
         return any(optimizer.step_was_skipped for optimizer in self._preparations.optimizers)
 
-    # -- between ranks -----------------------------------------------------------------------------------------------
-
     def gather(self, tensors: Any) -> Any:
-        """Return what all ranks have in each place of a nested structure, rank by rank. Collective: call on every rank.
+        """Return a nested structure with the values of all ranks, rank by rank. Collective: call on every rank.
 
-        Tensors are joined along their first dimension, lists of plain data item by item (a tuple of numbers and texts too),
-        and a number or a text becomes a list with one item a rank. None stays None.
+        Tensors are joined along their first dimension; lists of plain data, and tuples of numbers and texts, item by item. A
+        number or a text becomes a list with one item per rank. None stays None.
 
         Raises:
-            TypeError: something else stands there.
+            TypeError: the structure holds something else.
         """
         return gathering.gather(tensors, self.engine.gather, None, self._exchange)
 
     def gather_for_metrics(self, tensors: Any) -> Any:
-        """Gather, and leave out the samples that fill up the last round: each sample of the loader is there once.
+        """Gather without the samples that pad the last round, so that each sample of the loader is there once.
 
-        Of tensors, and of lists, the first items of each rank are taken, as many as it has samples. Collective: call on
-        every rank, for each batch of the loader that is being iterated.
+        Of each rank's tensors and lists, the first items are taken, as many as it has samples. Collective: call on every
+        rank, for each batch of the loader that is being iterated.
 
         Raises:
             TypeError: see `gather`.
         """
-        iteration, _ = self._iterations.at_hand()
+        iteration, _ = self._iterations.current()
         sizes = iteration.loader.last_sizes if iteration is not None and iteration.loader.is_at_end else None
         return gathering.gather(tensors, lambda tensor: self.engine.gather(tensor, sizes), sizes, self._exchange)
 
     def reduce(self, tensors: Any, reduction: str = "sum") -> Any:
-        """Return the sum, mean, min or max over the ranks of each number, and of each tensor's elements, in a structure.
+        """Return a nested structure with the sum, mean, min or max over the ranks of each number and each tensor element.
 
         Collective: call on every rank.
 
         Raises:
-            TypeError: something else than tensors and numbers stands there.
+            TypeError: the structure holds something else.
         """
-        return gathering.reduce(
-            tensors, reduction, lambda tensor: self.engine.reduce(tensor, reduction), self._exchange
-        )
+        return gathering.reduce(tensors, reduction, lambda each: self.engine.reduce(each, reduction), self._exchange)
 
     def wait_for_everyone(self) -> None:
-        """Wait until every rank has come here. Collective: call on every rank."""
+        """Wait until every rank has called this. Collective: call on every rank."""
         self.engine.barrier()
 
     def broadcast(self, obj: Any, from_process: int = 0) -> Any:
@@ -299,41 +287,42 @@ class Accelerator:
         return self.engine.broadcast(obj, from_process)
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context that rank 0 goes through before the others begin it. Collective: enter it on every rank."""
+        """Return a context whose block rank 0 runs before the other ranks. Collective: enter it on every rank."""
         return self.engine.rank_zero_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context that each node's first process goes through before the others begin it. Collective."""
+        """Return a context whose block each node's first process runs before the others. Collective: enter it on every rank."""
         return self.engine.rank_zero_first(local=True)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give this process its part of a list, a tuple, a tensor, or a dict of these; nothing is communicated.
+        """Yield this process's part of a list, a tuple, a tensor, or a dict of these; nothing is communicated.
 
-        The parts are contiguous and differ by one item at most; with apply_padding the last item fills the shorter ones up.
+        The parts are contiguous and differ by at most one item; with apply_padding the last item pads the shorter ones.
         """
-        yield portion(inputs, self.process_index, self.num_processes, apply_padding)
+        yield gathering.portion(inputs, self.process_index, self.num_processes, apply_padding)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only."""
         if self.is_main_process:
             builtins.print(*args, **kwargs)
 
-    # -- state -------------------------------------------------------------------------------------------------------
-
     def save_state(self, output_dir: str, blocking: bool = True, overwrite: bool = False) -> str:
-        """Write a checkpoint of everything that was prepared, in the Trainer's format; return its path. Collective.
+        """Write a checkpoint of everything that was prepared, in the Trainer's format; return its path.
 
-        With blocking=False training goes on once all is copied to host memory, and a thread writes: see `finish_save`.
-        With overwrite=True it takes the place of a whole checkpoint at that path, once it is committed itself.
+        Collective: call on every rank.
+
+        Args:
+            blocking: False returns once all is copied to host memory, and a thread writes: see `finish_save`.
+            overwrite: replace a whole checkpoint at that path, once the new one is committed.
 
         Raises:
-            CheckpointError: on every rank alike, where the path exists too (with overwrite, where anything else is there).
-            RuntimeError: within an accumulation window, whose gradients no checkpoint holds.
+            CheckpointError: on every rank, if it was not written or the path exists (with overwrite, as something else).
+            RuntimeError: within an accumulation window, since checkpoints hold no gradients.
         """
         if self._windows.is_open and self.gradient_accumulation_steps > 1:
             raise RuntimeError(
-                "save_state was called within an accumulation window, whose gradients a checkpoint does not hold; call it when "
+                "save_state was called within an accumulation window, and checkpoints hold no gradients; call it when "
                 "accelerator.sync_gradients is True and the optimizer has stepped."
             )
         loaders = [loader.state_dict() for loader in self._preparations.loaders]
@@ -357,51 +346,50 @@ class Accelerator:
         return str(output_dir)
 
     def finish_save(self) -> None:
-        """Wait for a `save_state(..., blocking=False)`; the next save, a load and the program's end wait too. Collective.
+        """Wait for a `save_state(..., blocking=False)`, as later saves and loads do too. Collective: call on every rank.
 
         Raises:
-            CheckpointError: that save failed, on every rank alike; earlier checkpoints are unchanged.
+            CheckpointError: on every rank, if that save failed; earlier checkpoints are unchanged.
         """
         self.engine.finish_save()
 
     def load_state(self, input_dir: str, verify: Verify = "full", *, weights_only: bool = False) -> None:
-        """Go on from a checkpoint: of `save_state`, or of a Trainer with the same model, optimizers and schedulers.
+        """Resume from a checkpoint of `save_state`, or of a Trainer with the same model, optimizers and schedulers.
 
-        The next iteration of each loader goes on where it was; after a Trainer's checkpoint that is the first loader.
-        `verify` says how the files are looked at first: "full" (every digest), "size", or "off". Collective: call on every
-        rank.
+        The next iteration of each loader resumes at its saved position; a Trainer's checkpoint has one for the first loader
+        only. Collective: call on every rank.
 
         Args:
-            input_dir: the checkpoint, of whatever strategy and number of processes.
-            weights_only: take the model's weights and nothing else, whatever trained them; also of an imported checkpoint.
+            input_dir: the checkpoint, of any strategy and number of processes.
+            verify: how the files are checked first: "full" (every digest), "size", or "off".
+            weights_only: load the model's weights and nothing else, also from an imported checkpoint.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
         """
 
+        schedulers = self._preparations.schedulers
+
         def check(state: dict[str, Any]) -> None:
-            saved, present = len(state.get("lr_schedulers", [])), len(self._preparations.schedulers)
-            if saved != present:
+            if (saved := len(state.get("lr_schedulers", []))) != len(schedulers):
                 raise CheckpointError(
-                    f"{input_dir}: it was saved with {saved} schedulers, but {present} were prepared. Prepare the same ones."
+                    f"{input_dir}: it was saved with {saved} schedulers, but {len(schedulers)} were prepared. Prepare the "
+                    "same ones."
                 )
 
+        opened = self.engine.open(str(input_dir), verify=verify)
         if weights_only:
-            self.engine.load(self.engine.open(str(input_dir), verify=verify), weights_only=True)
+            self.engine.load(opened, weights_only=True)
             return
-        restored = self.engine.load(self.engine.open(str(input_dir), verify=verify), check=check)
-        for scheduler, saved in zip(
-            self._preparations.schedulers, restored.state.get("lr_schedulers", []), strict=True
-        ):
+        restored = self.engine.load(opened, check=check)
+        for scheduler, saved in zip(schedulers, restored.state.get("lr_schedulers", []), strict=True):
             scheduler.load_state_dict(saved)
-        for scheduler, since in zip(
-            self._preparations.schedulers, restored.state.get("steps_of_schedulers", []), strict=False
-        ):
+        for scheduler, since in zip(schedulers, restored.state.get("steps_of_schedulers", []), strict=False):
             scheduler.take_steps(*since)
         position = restored.state["position"]
         self.step_count = int(position["step"])
         self._windows.reset()
-        if position.get("epoch_ended"):
+        if position.get("epoch_ended"):  # a Trainer's, saved between two epochs
             position = {"epoch": position["epoch"] + 1, "batch": 0}
         states = restored.state.get("loaders", [position])
         sources = chain(restored.nearest_rank_state.get("sources", ()), repeat(()))
@@ -409,8 +397,6 @@ class Accelerator:
             loader.load_state_dict({**state, "sources": source})
         if restored.rng is not None:
             set_rng_state(restored.rng)
-
-    # -- where this process is ---------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -442,8 +428,6 @@ class Accelerator:
         """Return whether this is the first process of its node."""
         return self.engine.local_rank == 0
 
-    # -- what the prepared objects ask -------------------------------------------------------------------------------
-
     def _exchange(self, value: Any) -> list[Any]:
         return self.engine.ranks.exchange(value, "gather or reduce of plain data")
 
@@ -451,48 +435,49 @@ class Accelerator:
         self.step_count += 1
 
     def _drop_gradients(self, models: tuple[nn.Module, ...]) -> None:
-        """Clear what waits for a step of these models; of all where none is given."""
-        own = {id(parameter) for model in models for parameter in model.parameters()}
+        """Clear the gradients of these models; of all if none is given."""
+        own = {parameter for model in models for parameter in model.parameters()}
         for each in self._preparations.optimizers:
-            if not models or any(id(p) in own for group in each.param_groups for p in group["params"]):
+            if not models or not own.isdisjoint(stepped_by(each)):
                 each.drop_gradients()
-        self._windows.has_gradients = False
+        self._windows.clear()
 
-    def _refuse_strangers(self, optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
-        """Refuse parameters of a module that is not prepared (ValueError): its ranks would drift apart."""
+    def _refuse_strangers(self, optimizer: Optimizer) -> None:
+        """Refuse parameters of a module that is not prepared (ValueError), since its replicas would drift apart."""
         if self.num_processes == 1:
             return
-        own = {id(parameter) for module in self.engine.modules for parameter in module.parameters()}
-        if not all(id(parameter) in own for group in groups for parameter in group["params"]):
+        own = {parameter for module in self.engine.modules for parameter in module.parameters()}
+        if not stepped_by(optimizer) <= own:
             raise ValueError(
-                f"the {type(optimizer).__name__} has parameters of no prepared model, which {self.num_processes} ranks would "
-                "train apart; give the models and their optimizers to prepare in one call."
+                f"the {type(optimizer).__name__} has parameters of no prepared model, which each of the {self.num_processes} "
+                "ranks would train by itself; pass the models and their optimizers to prepare in one call."
             )
 
     def _admit(self, optimizer: Optimizer) -> None:
-        """Let a group that was added to a prepared optimizer be trained on all ranks alike. Collective."""
-        self._refuse_strangers(optimizer, optimizer.param_groups)
+        """Check a group that was added to a prepared optimizer, and let the strategy train it. Collective."""
+        self._refuse_strangers(optimizer)
         self.engine.refresh_trainable(if_changed=True)
 
-    def _tell_norm(self, norm: float | None) -> None:
-        settled = self._settled.clip_norm
-        if settled is not None and norm is not None and norm != settled and not self._has_told:
-            self._has_told = True
-            rank_zero_warn(
-                f"the strategy's own configuration clips at a norm of {settled}, and this loop at {norm}: the configuration's "
-                "is used.",
-                stacklevel=4,
-            )
+    def _warn_of_norm(self, norm: float | None) -> None:
+        used = self._optimization.clip_norm
+        if norm is None or used in (None, norm) or self._has_warned_of_norm:
+            return
+        self._has_warned_of_norm = True
+        rank_zero_warn(
+            f"the strategy's own configuration clips at a norm of {used}, and this loop at {norm}: the configuration's is "
+            "used.",
+            stacklevel=4,
+        )
 
     def _clip(self, parameters: Iterable[Tensor], norm: float | None, value: float | None) -> Tensor | None:
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        wanted = {id(parameter) for parameter in given}
         if not self.sync_gradients:
             return None
+        given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
         for prepared in self._preparations.optimizers:
-            own = {id(parameter) for group in prepared.param_groups for parameter in group["params"]}
-            if own <= wanted and not any(p.grad is not None for p in given if id(p) not in own):
-                self._tell_norm(norm)
+            own = stepped_by(prepared)
+            # Parameters that no optimizer steps may be among them, if they have no gradient that the norm would miss.
+            if own <= given and not any(each.grad is not None for each in given - own):
+                self._warn_of_norm(norm)
                 return prepared.clip(norm, value)
         raise ValueError(
             "the parameters to clip are not those of one prepared optimizer; pass those that one optimizer steps, such as "

@@ -1,4 +1,4 @@
-"""What the command line asked for, where a script leaves it open."""
+"""Settings of the command line, for those that a script leaves open."""
 
 from __future__ import annotations
 
@@ -10,29 +10,25 @@ from trainwright.rank_zero import rank_zero_warn
 
 
 def fill_open(environment: Environment, accelerator: Any, strategy: Any, precision: Any) -> tuple[Any, Any, Any]:
-    """Return the settings, with what `trainwright launch` was told in place of "auto" and None; else the script's win."""
-    given = {"accelerator": accelerator, "strategy": strategy, "precision": precision}
-    told = {
-        "accelerator": environment.accelerator,
-        "strategy": environment.strategy,
-        "precision": environment.precision,
-    }
-    for name, asked in told.items():
-        if asked is None:
-            continue
-        if given[name] in (None, "auto"):
-            given[name] = asked
-        elif _name_of(name, given[name]) != _name_of(name, asked):
-            flag = "--cpu" if name == "accelerator" else f"--{name} {asked}"
+    """Return the settings, those that are "auto" or None replaced by the arguments of `trainwright launch`."""
+    chosen = []
+    for name, setting, argument in (
+        ("accelerator", accelerator, environment.accelerator),
+        ("strategy", strategy, environment.strategy),
+        ("precision", precision, environment.precision),
+    ):
+        is_open = setting in (None, "auto")
+        if argument is not None and not is_open and _name_of(name, setting) != _name_of(name, argument):
+            flag = "--cpu" if name == "accelerator" else f"--{name} {argument}"
             rank_zero_warn(
-                f"the command line says {flag}, and the script {name}={given[name]!r}; the script's is used. Leave {name}= out "
+                f"the command line says {flag}, and the script {name}={setting!r}; the script's is used. Leave {name}= out "
                 "of the script for the command line to choose.",
                 stacklevel=4,
             )
-    return given["accelerator"], given["strategy"], given["precision"]
+        chosen.append(argument if is_open and argument is not None else setting)
+    accelerator, strategy, precision = chosen
+    return accelerator, strategy, precision
 
 
 def _name_of(setting: str, value: Any) -> Any:
-    if setting == "precision":
-        return resolve_precision(value, "cpu").name
-    return getattr(value, "name", value)
+    return resolve_precision(value, "cpu").name if setting == "precision" else getattr(value, "name", value)

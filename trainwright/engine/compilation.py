@@ -1,4 +1,4 @@
-"""Compilation: the submodules that a step calls, compiled in place, so that state_dict keeps its names."""
+"""Compilation: the submodules that a step calls, compiled without a wrapper, so that state_dict keeps its names."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from trainwright.metric_kinds import is_metric
 
 
 class Compiled:
-    """A module whose submodules run compiled, until `undo`.
+    """Compiles the submodules that a module's steps call, until `undo`.
 
     The module itself stays eager: its steps log, and a log call would break the graph. Whichever submodule a step calls, be
     it `self.net` or `self.net.encoder`, is compiled whole at its first call; what that one calls is part of its graph.
-
-    Args:
-        module: the root. torchmetrics objects, scripted modules and what the user has compiled are left alone.
-        options: keyword arguments for torch.compile.
+    torchmetrics objects, scripted modules and what the user has compiled are not compiled.
 
     Raises:
         ValueError: torch.compile refuses the options.
@@ -30,8 +27,8 @@ class Compiled:
 
     def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
         self.options = dict(options)
-        # The compiler makes at most 8 graphs of one piece of code, and runs eagerly beyond it: all layers of a class would
-        # share them. torch 2.11 has no option against that; there each function that is compiled gets code of its own.
+        # The compiler makes at most 8 graphs of one code object, for all layers of a class together, and then runs eagerly.
+        # torch 2.11 has no option against that; there each compiled function gets a copy of the code.
         self._has_isolation = "isolate_recompiles" in inspect.signature(torch.compile).parameters
         if self._has_isolation:
             self.options.setdefault("isolate_recompiles", True)
@@ -40,9 +37,9 @@ class Compiled:
         except (TypeError, RuntimeError) as error:
             raise ValueError(f"compile={options!r} is refused by torch.compile: {error}") from error
         self.called: set[nn.Module] = set()
-        """The submodules that a step called, and that run compiled therefore."""
+        """The submodules that a step has called, which run compiled."""
         self.is_within = False
-        """True while a compiled submodule runs: what it calls is not compiled anew."""
+        """True while a compiled submodule runs: the submodules that it calls are part of its graph."""
         self.modules = [each for each in _submodules(module) if type(each).forward is not nn.Module.forward]
         """The submodules that would run compiled if a step called them."""
         self._functions: dict[Hashable, Callable[..., Any]] = {}
@@ -50,15 +47,15 @@ class Compiled:
             each._compiled_call_impl = _Call(self, each)
 
     def function_for(self, module: nn.Module) -> Callable[..., Any]:
-        """Return the compiled function that calls a module, given as its first argument.
+        """Return the compiled function that calls a module, its first argument.
 
-        Modules alike in class and shapes (the blocks of a ModuleList, say) share one, and so its graphs.
+        Modules of the same class and shapes, such as the blocks of a ModuleList, use one function, and so its graphs.
         """
         self.called.add(module)
         tensors = (*module.named_parameters(), *module.named_buffers())
         kind = (type(module), *((name, each.shape, each.dtype, each.requires_grad) for name, each in tensors))
         if kind not in self._functions:
-            # The compiler enters no frame of torch's own layers, so those get one around them.
+            # The compiler skips the frames of torch's own layers, so those get one around them.
             is_torchs = type(module).forward.__module__.startswith("torch.")
             function = _call if is_torchs else type(module)._call_impl
             self._functions[kind] = torch.compile(function if self._has_isolation else _copy_of_call(), **self.options)
@@ -73,20 +70,15 @@ class Compiled:
         self._functions.clear()
 
 
-def compile_module(module: nn.Module, options: dict[str, Any]) -> Compiled:
-    """Compile, in place, the submodules that the steps of a module call."""
-    return Compiled(module, options)
-
-
 class _Call:
-    """What a submodule's call runs instead of its forward and hooks."""
+    """Replaces a submodule's call: its forward and hooks."""
 
     def __init__(self, compiled: Compiled, module: nn.Module) -> None:
         self.compiled, self.module = compiled, module
         self.function: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Within a graph the compiler itself may come here (a module with hooks), and after a break in one the interpreter.
+        # The compiler may get here while it traces a module with hooks, and the interpreter after a break in a graph.
         if torch.compiler.is_compiling() or self.compiled.is_within:
             return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.function is None:
@@ -103,23 +95,18 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _copy_of_call() -> Callable[..., Any]:
-    """Return `_call` with a code object of its own, which the compiler counts graphs by."""
+    # The compiler counts graphs by the code object.
     return types.FunctionType(_call.__code__.replace(), _call.__globals__, _call.__name__)
 
 
 def _submodules(module: nn.Module) -> list[nn.Module]:
-    """Return what stands below a module, without what is to be left alone."""
-    left_alone: set[nn.Module] = set()
-    for each in module.modules():
-        if (
-            each is not module
-            and each not in left_alone
-            and (
-                is_metric(each)
-                or is_compiled(each)
-                or isinstance(each, torch.jit.ScriptModule)
-                or each._compiled_call_impl is not None
-            )
-        ):
-            left_alone.update(each.modules())
-    return [each for each in module.modules() if each is not module and each not in left_alone]
+    """Return all submodules that may be compiled."""
+
+    def is_opaque(each: nn.Module) -> bool:
+        if is_metric(each) or is_compiled(each) or isinstance(each, torch.jit.ScriptModule):
+            return True
+        return each._compiled_call_impl is not None
+
+    submodules = [each for each in module.modules() if each is not module]
+    left_alone = {inner for each in submodules if is_opaque(each) for inner in each.modules()}
+    return [each for each in submodules if each not in left_alone]

@@ -1,4 +1,4 @@
-"""Devices: how many processes a job has and which device each of them computes on."""
+"""Devices: how many processes a job has, and which device each of them computes on."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trainwright.distributed.environment import Environment
 
 
 def device_numbers(devices: Any, device_type: str) -> list[int] | None:
-    """Return the numbers of the GPUs that a list such as [0, 2] or a text such as "0,2" names; None for any other setting.
+    """Return the GPUs of a list such as [0, 2] or a text such as "0,2"; None for any other setting.
 
     Raises:
-        TypeError, ValueError: no list of different numbers of GPUs that are there.
+        TypeError, ValueError: the list is not one of different GPUs that exist here.
     """
     if isinstance(devices, str) and "," in devices:
         parts = [part.strip() for part in devices.split(",") if part.strip()]
@@ -28,7 +28,7 @@ def device_numbers(devices: Any, device_type: str) -> list[int] | None:
             f"devices={devices!r} names no device; pass the numbers of some, such as [0, 2], or 'auto' for all."
         )
     if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in devices):
-        raise TypeError(f"devices={devices!r} is no list of GPUs; pass their numbers, such as [0, 2] or '0,2'.")
+        raise TypeError(f"devices={devices!r} is not a list of GPUs; pass their numbers, such as [0, 2] or '0,2'.")
     if device_type == "cpu":
         raise ValueError(
             f"devices={devices!r} names devices of an accelerator, but this run computes on the CPU; pass the number of "
@@ -36,7 +36,7 @@ def device_numbers(devices: Any, device_type: str) -> list[int] | None:
         )
     present = count(device_type)
     if len(set(devices)) < len(devices):
-        raise ValueError(f"devices={devices!r} names a device twice; each process computes on one of its own.")
+        raise ValueError(f"devices={devices!r} names a device twice; pass a different one for each process.")
     if absent := [each for each in devices if each >= present]:
         numbers, those = ", ".join(map(str, absent)), ", ".join(map(str, range(present)))
         raise ValueError(f"devices={devices!r}: torch sees no {device_type!r} {numbers}; choose from {those}.")
@@ -44,23 +44,24 @@ def device_numbers(devices: Any, device_type: str) -> list[int] | None:
 
 
 def resolve_num_processes(devices: int | str | list[int], device_type: str, environment: Environment) -> int:
-    """Return how many processes this job has on this node: one a device.
+    """Return the number of this job's processes on this node, one per device.
 
-    "auto" is what the launcher of this job started, else every GPU, else one process on the CPU. -1 is every GPU, or
-    every core.
+    "auto" is the launcher's count if launched, otherwise all GPUs, otherwise 1. -1 is all GPUs, or all cores.
 
     Raises:
         TypeError: neither an int nor a list nor "auto".
-        ValueError: below 1, more than the GPUs there are, or unlike the job that this process was launched in.
+        ValueError: below 1, more than there are GPUs, or not the number that this job was launched with.
     """
     launched = environment.local_world_size if environment.launched_by != "single" else None
     present = count(device_type) if device_type != "cpu" else None
-    has_own = _has_own_device(device_type, environment)
+    has_own = _has_own_device(device_type, environment)  # then the one GPU it sees limits nothing
     numbers = device_numbers(devices, device_type)
     if numbers is not None:
         devices = len(numbers)
-    if _count_of(devices) > 1 or (launched or 1) > 1:
-        pick_backend(device_type)  # refuses an accelerator on which torch has no process group
+    elif isinstance(devices, str) and devices.lstrip("-").isdigit():
+        devices = int(devices)
+    if (isinstance(devices, int) and devices > 1) or (launched or 1) > 1:
+        pick_backend(device_type)  # raises for an accelerator that torch has no process group for
     if present is not None and launched is not None and not has_own and launched > present:
         raise ValueError(
             f"this job was launched with {launched} processes on this node, but torch sees {present} GPU(s) here; launch at "
@@ -68,8 +69,6 @@ def resolve_num_processes(devices: int | str | list[int], device_type: str, envi
         )
     if devices == "auto":
         return launched or num_together(device_type) or 1
-    if isinstance(devices, str) and devices.lstrip("-").isdigit():
-        devices = int(devices)
     if isinstance(devices, str) and devices in ("cpu", *names()):
         raise ValueError(
             f"devices={devices!r} names a kind of device; pass accelerator={devices!r}, and as devices their number, or 'auto'."
@@ -85,19 +84,19 @@ def resolve_num_processes(devices: int | str | list[int], device_type: str, envi
         raise ValueError(f"devices={devices} is below 1; pass a number of devices, -1 for all, or 'auto'.")
     if present is not None and devices > present and not has_own:
         raise ValueError(
-            f"devices={devices} was asked for, but torch sees {present} of {device_type!r}; pass at most that many, or "
+            f"devices={devices} is more than the {present} of {device_type!r} that torch sees; pass at most that many, or "
             "accelerator='cpu' to try several processes."
         )
     if launched is not None and devices != launched:
         raise ValueError(
-            f"devices={devices} was asked for, but this job was launched with {launched} processes on this node; pass "
+            f"devices={devices} was given, but this job was launched with {launched} processes on this node; pass "
             f"devices={launched} or devices='auto', or launch {devices}."
         )
     return devices
 
 
 def device_index(devices: Any, device_type: str, environment: Environment) -> int:
-    """Return the number of the device, of an accelerator, that this process computes on."""
+    """Return the number of the accelerator's device that this process computes on."""
     numbers = device_numbers(devices, device_type)
     if numbers is not None:
         return numbers[environment.local_rank]
@@ -105,22 +104,14 @@ def device_index(devices: Any, device_type: str, environment: Environment) -> in
 
 
 def _has_own_device(device_type: str, environment: Environment) -> bool:
-    """Whether the cluster's launcher shows each process the one device that is its own (srun --gpus-per-task=1)."""
+    # `srun --gpus-per-task=1`, for one, shows each process only its own device.
     return environment.launched_by in ("slurm", "mpi") and count(device_type) == 1
 
 
-def _count_of(devices: Any) -> int:
-    """Return how many processes a setting asks for; 0 where it leaves that open, or is none."""
-    if isinstance(devices, str) and devices.isdigit():
-        devices = int(devices)
-    return devices if isinstance(devices, int) and not isinstance(devices, bool) else 0
-
-
 def check_nodes(num_nodes: int, environment: Environment) -> None:
-    """Refuse a number of nodes that the job which this process was launched in does not have (ValueError)."""
-    if environment.launched_by == "single" or num_nodes in (1, environment.num_nodes):
-        return
-    raise ValueError(
-        f"num_nodes={num_nodes} was asked for, but this job was launched on {environment.num_nodes}; leave num_nodes out, or "
-        f"launch {num_nodes}."
-    )
+    """Refuse a number of nodes that is not that of the job that this process was launched in (ValueError)."""
+    if environment.launched_by != "single" and num_nodes not in (1, environment.num_nodes):
+        raise ValueError(
+            f"num_nodes={num_nodes} was given, but this job was launched on {environment.num_nodes}; leave num_nodes out, or "
+            f"launch {num_nodes}."
+        )

@@ -1,4 +1,4 @@
-"""Finiteness: whether what is trained still has values to go on from, asked once a save and answered alike on all ranks."""
+"""Finiteness: a check of each save for NaN and infinity in what is trained, with the same result on every rank."""
 
 from __future__ import annotations
 
@@ -25,76 +25,64 @@ STATISTICS = ("running_mean", "running_var")
 class Finiteness:
     """Looks for NaN and infinity in trained parameters and in the running statistics of norms.
 
-    Other buffers and frozen parameters may hold such values by design (a mask of -inf), and so may what held them before the
-    training: neither is looked at.
-
-    Args:
-        ranks: those that have parts of the weights.
-        read: returns the modules, and this rank's share of their tensors.
+    Other buffers and frozen parameters may hold such values by design (a mask of -inf), and so may tensors that held them
+    before the training: these are not checked. `read` returns the modules, and this rank's pieces of their tensors.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        read: Callable[[], tuple[Sequence[nn.Module], Sequence[Piece]]],
-    ) -> None:
+    def __init__(self, ranks: Ranks, read: Callable[[], tuple[Sequence[nn.Module], Sequence[Piece]]]) -> None:
         self._ranks, self._read = ranks, read
-        self._passed_over: set[str] = set()
+        self._exempt: set[str] = set()
         self._is_known = False
-        """Whether the weights were found to be finite for the save that comes."""
+        """Whether the weights have been found finite for the next save."""
 
     def begin(self) -> None:
-        """Take note of what is not finite before the training."""
+        """Exempt what is not finite before the training."""
         modules, pieces = self._read()
-        self._passed_over = set(_found(_trained(modules), pieces))
+        self._exempt = set(_found(_trained(modules), pieces))
 
     def fault(self) -> str:
-        """Return what is not finite on any rank, as a text; empty where nothing is. Collective: call on every rank.
+        """Return a text that names what is not finite on any rank, or an empty one. Collective: call on every rank.
 
-        The save that follows does not look again where all is finite.
+        If all is finite, the next save does not check again.
         """
         return self._fault(*self._read())
 
     def look(self, path: str, overwrite: bool, modules: Sequence[nn.Module], pieces: Sequence[Piece]) -> None:
-        """Look at the weights of a save, unless that has just been done: say what is not finite. Collective.
+        """Warn of weights in a save that are not finite, unless `fault` has just checked them. Collective.
 
         Raises:
-            CheckpointError: they are not, and would take the place of another checkpoint.
+            CheckpointError: they are not finite, and would replace another checkpoint.
         """
-        fault = "" if self._is_known else self._fault(modules, pieces)
+        fault = "" if self._is_known else self._fault(modules, pieces)  # known on every rank, or on none
         self._is_known = False
         if not fault:
             return
-        if overwrite and self._is_taken(path):
+        if overwrite and self._ranks.broadcast(is_checkpoint(path), SAVE):
             raise CheckpointError(f"checkpoint {path} was not written: {fault}, and the one that is there stays.")
         rank_zero_warn(f"{fault}; checkpoint {path} is written with them.", stacklevel=4)
 
     def _fault(self, modules: Sequence[nn.Module], pieces: Sequence[Piece]) -> str:
-        own = _found(_trained(modules) - self._passed_over, pieces)
+        own = _found(_trained(modules) - self._exempt, pieces)
         names = list(dict.fromkeys(name for found in self._ranks.exchange(own, SAVE) for name in found))
         self._is_known = not names
         more = f" and {len(names) - 1} more" if names[1:] else ""
         return f"the weights are not finite (NaN or infinity in {names[0]!r}{more})" if names else ""
 
-    def _is_taken(self, path: str) -> bool:
-        """Return whether rank 0 sees a checkpoint there. Collective."""
-        return bool(self._ranks.broadcast(is_checkpoint(path), SAVE))
-
 
 def _trained(modules: Iterable[nn.Module]) -> set[str]:
-    """Return the names, in a checkpoint, of what is looked at."""
+    """Return the names, in a checkpoint, of what is checked."""
     names = set()
     for number, module in enumerate(modules):
         prefix = prefix_of(number)
         names |= {prefix + clean_name(name) for name, each in module.named_parameters() if each.requires_grad}
-        for place, layer in module.named_modules():
+        for path, layer in module.named_modules():
             if isinstance(layer, _NormBase):
-                names |= {prefix + clean_name(f"{place}.{leaf}" if place else leaf) for leaf in STATISTICS}
+                names |= {prefix + clean_name(f"{path}.{leaf}" if path else leaf) for leaf in STATISTICS}
     return names
 
 
 def _found(names: set[str], pieces: Iterable[Piece]) -> list[str]:
-    """Return the names of the pieces that are not finite; one read of results a device and dtype."""
+    """Return the names of the pieces that are not finite, with one read from the device for each device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
     for piece in pieces:
         tensor = piece.tensor
@@ -107,7 +95,7 @@ def _found(names: set[str], pieces: Iterable[Piece]) -> list[str]:
 def _not_finite(device_type: str, group: Sequence[tuple[str, Tensor]]) -> list[str]:
     tensors = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for _, each in group]
     if device_type == "cpu":
-        # On the CPU ten times as fast as a norm.
+        # Ten times as fast as a norm there.
         extremes = torch.stack([torch.stack(torch.aminmax(each)) for each in tensors])
     else:
         extremes = torch.stack(torch._foreach_norm(tensors, math.inf))[:, None]

@@ -1,4 +1,4 @@
-"""Fused: optimizers whose step is one kernel, where torch has one and the user asked for no other way."""
+"""Fused: optimizers whose step is one kernel, if torch has one and the user chose no implementation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def use_fused(optimizer: Optimizer, modules: Iterable[nn.Module] = ()) -> bool:
-    """Let the groups whose `fused` and `foreach` were left alone run fused, where they can; return whether any does.
+    """Make each group run fused that can, and whose `fused` and `foreach` are None; return whether any does.
 
-    It may be called again, for groups that were added since. `modules` are those that the optimizer steps: in them stand
-    the embeddings whose gradients are sparse, which no fused kernel takes.
+    Call it again for groups that were added since. `modules` are those that the optimizer steps: their embeddings may have
+    sparse gradients, which no fused kernel takes.
     """
     kind = next((each for each in CLASSES if _steps_as(optimizer, each)), None)
     if kind is None:
@@ -35,12 +35,14 @@ def use_fused(optimizer: Optimizer, modules: Iterable[nn.Module] = ()) -> bool:
     }
     for group in optimizer.param_groups:
         if any(is_lazy(parameter) for parameter in group["params"]) and group.get("fused", False) is None:
-            # For good: once its layers have run a later call would fuse it, in a resumed run at another step.
+            # For good: a later call, once the layers have run, would fuse it, but in a resumed run at another step.
             group["fused"] = False
         if _can_be_fused(group, kind, sparse):
             group["fused"] = True
             for parameter in group["params"]:
-                _move_step(parameter, optimizer.state.get(parameter, {}))
+                # The kernel needs the count of steps on the parameter's device; an unfused step keeps it in host memory.
+                if "step" in (state := optimizer.state.get(parameter, {})):
+                    state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     hooks = optimizer._optimizer_step_pre_hooks.values()
     if is_fused and kind is not Adam and not any(isinstance(hook, _Watch) for hook in hooks):
@@ -49,9 +51,9 @@ def use_fused(optimizer: Optimizer, modules: Iterable[nn.Module] = ()) -> bool:
 
 
 def _steps_as(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
-    """Return whether an optimizer is of a class, or of a subclass that steps as this one does."""
-    # torch wraps these of each class when its first instance is made, and when its compiler is loaded, so the functions
-    # inside are compared.
+    """Return whether an optimizer is of a class, or of a subclass that does not change the step."""
+    # torch wraps these methods of each class when its first instance is made, and when its compiler is loaded, so the
+    # functions inside are compared.
     return isinstance(optimizer, kind) and all(
         inspect.unwrap(getattr(type(optimizer), name)) is inspect.unwrap(getattr(kind, name))
         for name in ("step", "_init_group")
@@ -73,7 +75,9 @@ def _can_be_fused(group: dict[str, Any], kind: type[Optimizer], sparse: set[int]
 def _is_fit(parameter: Tensor, kind: type[Optimizer]) -> bool:
     if type(parameter) not in (Tensor, nn.Parameter) or parameter.is_meta:
         return False
-    if parameter.dtype not in DTYPES or not _is_dense(parameter):
+    # Fused kernels walk over memory regardless of strides. Only of a tensor whose elements are adjacent in memory does
+    # empty_like keep the strides.
+    if parameter.dtype not in DTYPES or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
         return False
     # On the CPU torch 2.13's fused SGD leaves most elements of a half-precision tensor as they were.
     if kind is SGD and parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16):
@@ -81,32 +85,12 @@ def _is_fit(parameter: Tensor, kind: type[Optimizer]) -> bool:
     return fuses(parameter.device.type, kind.__name__, parameter.dtype)
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor's elements lie side by side in memory: fused kernels walk over it, whatever its strides."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _move_step(parameter: Tensor, state: dict[str, Any]) -> None:
-    """Give the count of steps that a state already has the place and the dtype that a fused kernel wants."""
-    if "step" in state:
-        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
-
-
 class _Watch:
     """Called before each fused step of SGD and Adagrad, for what their unfused steps can do and the kernels cannot.
 
-    SGD's kernel takes all momentum buffers or none, but a parameter may get its first gradient late (unfrozen, say): it is
-    given zeros then, which is what it would start from without dampening. A gradient that turns out to be sparse in the
-    first step unfuses its group.
+    SGD's kernel takes all momentum buffers or none, but a parameter may get its first gradient late, when it is unfrozen. It
+    gets a buffer of zeros then, which is what it would start from without dampening. A group with a gradient that turns out
+    to be sparse in the first step is unfused.
     """
 
     def __init__(self) -> None:
@@ -120,14 +104,11 @@ class _Watch:
                     group["fused"] = False
         state = optimizer.state
         for group in optimizer.param_groups:
-            if (
-                group["fused"]
-                and group.get("momentum")
-                and len(state) < sum(len(each["params"]) for each in optimizer.param_groups)
-            ):
-                late = [
-                    parameter for parameter in group["params"] if parameter.requires_grad and not state.get(parameter)
-                ]
-                if any(state.get(parameter) for parameter in group["params"]):
-                    for parameter in late:
-                        state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            if not (group["fused"] and group.get("momentum")):
+                continue
+            if len(state) >= sum(len(each["params"]) for each in optimizer.param_groups):  # the usual step
+                return
+            has_begun = any(state.get(parameter) for parameter in group["params"])
+            for parameter in group["params"] if has_begun else ():
+                if parameter.requires_grad and not state.get(parameter):
+                    state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

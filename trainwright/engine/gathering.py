@@ -1,17 +1,23 @@
-"""Gathering: nested structures of tensors, numbers and plain data of all ranks, joined or reduced."""
+"""Gathering: nested structures of tensors, numbers and plain data, joined, reduced, broadcast or split over the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.data.transfer import with_values
+from trainwright.distributed.nests import broadcast_tensors, table_of
+from trainwright.distributed.ranks import Ranks
 
 Exchange = Callable[[Any], list[Any]]
 """Returns the values of all ranks for this rank's, by rank: `Ranks.exchange`."""
+Leaves = list[tuple[str, Any]]
+"""Each tensor and piece of plain data in a structure, with its path there, in the order of the walk."""
+ACCEPTED = {"gather": "tensors, numbers, texts, lists of plain data", "reduce": "tensors, numbers"}
 REDUCTIONS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "sum": sum,
     "mean": lambda values: sum(values) / len(values),
@@ -21,118 +27,154 @@ REDUCTIONS: dict[str, Callable[[Sequence[Any]], Any]] = {
 
 
 def gather(value: Any, join: Callable[[Tensor], Tensor], sizes: Sequence[int] | None, exchange: Exchange) -> Any:
-    """Return a nested structure with what all ranks have in each place, rank by rank.
+    """Return a nested structure with the values of all ranks, rank by rank, for each leaf.
 
     Tensors are joined by `join`. A list of plain data is joined item by item, as is a tuple of numbers and texts; a number
-    or a text becomes a list with one item a rank. `sizes` is how many items to take of each rank's; None is all of them.
+    or a text becomes a list with one item per rank. `sizes` is how many items to keep of each rank's; None keeps all.
 
     Raises:
-        TypeError: something else stands in the structure; it is named.
-        ValueError: on every rank alike, where the ranks' plain data stand in different places.
+        TypeError: something else is in the structure; the message has its path.
+        ValueError: on every rank, if the ranks have plain data at different paths.
     """
-    found = _Leaves("gather", lambda each: _is_item(each) or (isinstance(each, (list, tuple)) and _is_flat(each)))
-    found.look(value, "the value")
-    parts = _exchanged(found, exchange)
-    tensors = iter([join(each) for each in found.tensors])
-    joined: list[Any] = []
-    for own, ranks in zip(found.plain, parts, strict=True):
+
+    def joined(own: Any, ranks: list[Any]) -> Any:
         if _is_item(own):
-            joined.append(list(ranks))
-            continue
+            return ranks
         kept = ranks if sizes is None else [part[:size] for part, size in zip(ranks, sizes, strict=True)]
         items = [item for part in kept for item in part]
-        joined.append(tuple(items) if isinstance(own, tuple) else items)
-    return _rebuilt(value, found.takes, tensors, iter(joined))
+        return tuple(items) if isinstance(own, tuple) else items
+
+    def takes(each: Any) -> bool:
+        return _is_item(each) or (isinstance(each, (list, tuple)) and _is_flat(each))
+
+    leaves = list(_leaves("gather", value, takes))  # all of them, so that a refusal comes before any communication
+    plain = _exchanged("gather", leaves, exchange)
+    results = [join(each) if isinstance(each, Tensor) else joined(each, next(plain)) for _, each in leaves]
+    return _rebuilt(value, takes, iter(results))
 
 
 def reduce(value: Any, reduction: str, reduce_tensor: Callable[[Tensor], Tensor], exchange: Exchange) -> Any:
     """Return a nested structure with the sum, mean, min or max over the ranks of each tensor and each number.
 
     Raises:
-        TypeError: something else stands in the structure; it is named.
-        ValueError: the reduction is unknown; or, on every rank alike, the ranks' numbers stand in different places.
+        TypeError: something else is in the structure; the message has its path.
+        ValueError: the reduction is unknown; or, on every rank, the ranks have numbers at different paths.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is unknown; choose from {', '.join(REDUCTIONS)}.")
-    found = _Leaves("reduce", lambda each: _is_item(each) and not isinstance(each, (str, bytes)))
-    found.look(value, "the value")
-    reduced = [REDUCTIONS[reduction](ranks) for ranks in _exchanged(found, exchange)]
-    tensors = iter([reduce_tensor(each) for each in found.tensors])
-    return _rebuilt(value, found.takes, tensors, iter(reduced))
+
+    def takes(each: Any) -> bool:
+        return _is_item(each) and not isinstance(each, (str, bytes))
+
+    leaves = list(_leaves("reduce", value, takes))
+    plain = _exchanged("reduce", leaves, exchange)
+    combine = REDUCTIONS[reduction]
+    results = [reduce_tensor(each) if isinstance(each, Tensor) else combine(next(plain)) for _, each in leaves]
+    return _rebuilt(value, takes, iter(results))
 
 
-class _Leaves:
-    """What stands in a nested structure, in the order in which it is walked.
+def broadcast(obj: Any, source: int, ranks: Ranks, device: torch.device) -> Any:
+    """Return the source's object on every rank: plain data over the store, tensors over the process group. Collective.
 
-    Args:
-        call: the name of the call, for its errors.
-        takes: whether a value is one piece of plain data.
+    Raises:
+        TypeError: on every rank, if it is more than plain data and tensors.
     """
-
-    def __init__(self, call: str, takes: Callable[[Any], bool]) -> None:
-        self.call, self.takes = call, takes
-        self.tensors: list[Tensor] = []
-        self.plain: list[Any] = []
-        self.places: list[str] = []
-
-    def look(self, value: Any, place: str) -> None:
-        """Note the leaves of a value."""
-        if value is None:
-            return
-        if isinstance(value, Tensor):
-            self.tensors.append(value)
-        elif self.takes(value):
-            self.plain.append(value)
-            self.places.append(place)
-        elif isinstance(value, Mapping):
-            for key, each in value.items():
-                self.look(each, f"{place}[{key!r}]")
-        elif isinstance(value, (list, tuple)):
-            for index, each in enumerate(value):
-                self.look(each, f"{place}[{index}]")
-        else:
-            accepted = {
-                "gather": "tensors, numbers, texts, lists of plain data",
-                "reduce": "tensors, numbers",
-            }[self.call]
-            raise TypeError(
-                f"{self.call} was given a {type(value).__name__} ({place}); accepted are {accepted}, and lists, tuples and "
-                "dicts of these."
-            )
+    if not 0 <= source < ranks.world_size:
+        raise ValueError(f"src={source} is not a rank; choose from 0 to {ranks.world_size - 1}.")
+    if ranks.world_size == 1:
+        return obj
+    is_source = ranks.rank == source
+    own: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    if is_source:
+        # An object that cannot be sent is an answer too: the other ranks wait for one.
+        try:
+            plain, tensors = encode(obj, "obj")
+            own = {"plain": plain, "tensors": table_of(tensors)}
+        except TypeError as error:
+            own = {"error": str(error)}
+    received = ranks.exchange(own, f"broadcast from rank {source}")[source]
+    if "error" in received:
+        raise TypeError(f"broadcast from rank {source}: {received['error']}")
+    sent = broadcast_tensors(received["tensors"], tensors if is_source else None, source, device)
+    return obj if is_source else decode(received["plain"], sent)
 
 
-def _exchanged(found: _Leaves, exchange: Exchange) -> list[list[Any]]:
-    """Return, for each piece of plain data, those of all ranks. Nothing is sent where there is none."""
-    if not found.plain:
-        return []
+def portion(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:
+    """Return a rank's contiguous part of a list, a tuple, a tensor, or of each value of a dict; the first parts are longer.
+
+    With `pad`, the last item is repeated until all parts have the same length.
+
+    Raises:
+        TypeError, ValueError: inputs that cannot be divided.
+    """
+    if isinstance(inputs, Mapping):
+        lengths = {key: len(value) for key, value in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"the values to split have different lengths ({lengths}); give each of them the same.")
+        return {key: portion(value, rank, world_size, pad) for key, value in inputs.items()}
+    if not isinstance(inputs, (list, tuple, Tensor)):
+        raise TypeError(
+            f"split_between_processes was given a {type(inputs).__name__}; accepted are a list, a tuple, a tensor, or a dict "
+            "of these."
+        )
+    size, larger = divmod(len(inputs), world_size)
+    start = rank * size + min(rank, larger)
+    count = size + (rank < larger)
+    if not pad or count == size + (larger > 0):
+        return inputs[start : start + count]
+    indices = [*range(start, start + count), len(inputs) - 1]
+    return inputs[indices] if isinstance(inputs, Tensor) else type(inputs)(inputs[index] for index in indices)
+
+
+def _leaves(call: str, value: Any, takes: Callable[[Any], bool], path: str = "the value") -> Iterator[tuple[str, Any]]:
+    """Yield (path, leaf) for each tensor, and for each value that `takes` says is one piece of plain data."""
+    if value is None:
+        return
+    if isinstance(value, Tensor) or takes(value):
+        yield path, value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _leaves(call, each, takes, f"{path}[{key!r}]")
+    else:
+        raise TypeError(
+            f"{call} was given a {type(value).__name__} ({path}); accepted are {ACCEPTED[call]}, and lists, tuples and dicts "
+            "of these."
+        )
+
+
+def _exchanged(call: str, leaves: Leaves, exchange: Exchange) -> Iterator[list[Any]]:
+    """Return, for each piece of plain data among the leaves, those of all ranks. Without any, nothing is sent."""
+    own = [(path, each) for path, each in leaves if not isinstance(each, Tensor)]
+    if not own:
+        return iter(())
     try:
-        plain, tensors = encode(found.plain, found.call)
+        encoded, tensors = encode([each for _, each in own], call)
     except TypeError as error:
-        raise TypeError(f"{found.call}: {error}") from None
+        raise TypeError(f"{call}: {error}") from None
     if tensors:
-        raise TypeError(f"{found.call} was given arrays within a list; accepted are plain data there. Gather tensors.")
-    received = exchange([found.places, plain])
-    for rank, (places, _) in enumerate(received):
-        if places != received[0][0]:
+        raise TypeError(f"{call} was given arrays within a list; accepted are plain data there. Gather tensors.")
+    received = exchange([[path for path, _ in own], encoded])  # paths show ranks whose structures differ
+    first = received[0][0]
+    for rank, (paths, _) in enumerate(received):
+        if paths != first:
             raise ValueError(
-                f"{found.call} was given other structures on rank {rank} than on rank 0: plain data stands at {places[:5]} "
-                f"and at {received[0][0][:5]}. Give the same structure on every rank."
+                f"{call} was given different structures: rank 0 has plain data at {first[:5]}, rank {rank} at {paths[:5]}. "
+                "Give the same structure on every rank."
             )
     decoded = [decode(plain, {}) for _, plain in received]
-    return [list(ranks) for ranks in zip(*decoded, strict=True)]
+    return iter([list(ranks) for ranks in zip(*decoded, strict=True)])
 
 
-def _rebuilt(value: Any, takes: Callable[[Any], bool], tensors: Any, plain: Any) -> Any:
-    """Return the structure with the next of the results in the place of each leaf."""
+def _rebuilt(value: Any, takes: Callable[[Any], bool], results: Iterator[Any]) -> Any:
+    """Return the structure with each leaf replaced by the next result."""
     if value is None:
         return None
-    if isinstance(value, Tensor):
-        return next(tensors)
-    if takes(value):
-        return next(plain)
+    if isinstance(value, Tensor) or takes(value):
+        return next(results)
     if isinstance(value, Mapping):
-        return with_values(value, {key: _rebuilt(each, takes, tensors, plain) for key, each in value.items()})
-    built = [_rebuilt(each, takes, tensors, plain) for each in value]
+        return with_values(value, {key: _rebuilt(each, takes, results) for key, each in value.items()})
+    built = [_rebuilt(each, takes, results) for each in value]
     return type(value)(*built) if hasattr(value, "_fields") else type(value)(built)
 
 
@@ -144,15 +186,13 @@ def _is_item(value: Any) -> bool:
 
 
 def _is_flat(value: list[Any] | tuple[Any, ...]) -> bool:
-    """Return whether a list holds plain data alone, or a tuple numbers and texts alone."""
+    """Return whether a list holds no tensor at any depth, or a tuple numbers and texts alone."""
     if isinstance(value, tuple):
         return not hasattr(value, "_fields") and all(_is_item(each) for each in value)
     return not _holds_tensor(value)
 
 
 def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_holds_tensor(each) for each in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_holds_tensor(each) for each in value)
+    if isinstance(value, (Mapping, list, tuple)):
+        return any(_holds_tensor(each) for each in (value.values() if isinstance(value, Mapping) else value))
     return isinstance(value, Tensor)

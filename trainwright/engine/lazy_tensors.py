@@ -1,4 +1,4 @@
-"""Lazy tensors: parameters and buffers whose shape the first forward would tell, where a checkpoint has to know it before."""
+"""Lazy tensors: parameters and buffers that get their shape in the first forward, if a checkpoint needs it before."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainwright.compiled_names import clean_name
+from trainwright.engine.named_state import prefix_of
 from trainwright.errors import CheckpointError
 
 
 class LazyTensor(NamedTuple):
-    """A tensor without a shape yet, the layer that it belongs to, and its name there."""
+    """A tensor without a shape yet, its layer, and its name there."""
 
     tensor: Any
     layer: nn.Module
@@ -22,39 +23,35 @@ class LazyTensor(NamedTuple):
 
 
 def lazy_tensors(modules: Sequence[nn.Module]) -> dict[str, LazyTensor]:
-    """Return what of the modules' state has no shape yet, by the names that it has in a checkpoint; tied names each."""
+    """Return the tensors without a shape in the modules' state, by their names in a checkpoint, each of tied ones."""
     found: dict[str, LazyTensor] = {}
     for number, module in enumerate(modules):
         if not any(is_lazy(each) for each in chain(module.parameters(), module.buffers())):
             continue
         for name, value in module.state_dict(keep_vars=True).items():
             if isinstance(value, Tensor) and is_lazy(value):
-                place, _, leaf = name.rpartition(".")
-                prefix = f"{number}." if number else ""
-                found[prefix + clean_name(name)] = LazyTensor(value, module.get_submodule(place), leaf)
+                path, _, leaf = name.rpartition(".")
+                found[prefix_of(number) + clean_name(name)] = LazyTensor(value, module.get_submodule(path), leaf)
     return found
 
 
 def refuse_lazy_tensors(path: str, modules: Sequence[nn.Module]) -> None:
-    """Refuse to save modules of which something has no shape yet (CheckpointError)."""
-    names = list(lazy_tensors(modules))
-    if names:
+    """Refuse to save modules with tensors that have no shape yet (CheckpointError)."""
+    if names := list(lazy_tensors(modules)):
         more = f" and {len(names) - 1} more" if names[1:] else ""
         raise CheckpointError(
-            f"checkpoint {path} was not written: {names[0]!r}{more} of the module is lazy, and no forward has given it its "
-            "shape yet; a checkpoint stores tensors with a shape. Save after a forward that reaches the layer, run one on a "
-            "sample in the module's __init__, or give the layer its size."
+            f"checkpoint {path} was not written: {names[0]!r}{more} is an uninitialised lazy tensor, and a checkpoint stores "
+            "tensors with a shape. Save after a forward that reaches the layer, run one on a sample in the module's __init__, "
+            "or give the layer its size."
         )
 
 
 def check_lazy_shapes(path: str, lazy: Mapping[str, LazyTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse shapes that a layer cannot come to, as far as its own arguments tell: how much it puts out (CheckpointError)."""
+    """Refuse shapes that do not match the output size that a layer was constructed with (CheckpointError)."""
     for name, (_, layer, leaf) in lazy.items():
         size = getattr(layer, "out_features", None) or getattr(layer, "out_channels", None)
-        is_told = size is not None and (
-            leaf == "bias" or (leaf == "weight" and not getattr(layer, "transposed", False))
-        )
-        if is_told and name in shapes and shapes[name][:1] != (size,):
+        begins_with_size = leaf == "bias" or (leaf == "weight" and not getattr(layer, "transposed", False))
+        if size is not None and begins_with_size and name in shapes and shapes[name][:1] != (size,):
             raise CheckpointError(
                 f"{path}: it is of another model (other shape: {name} {shapes[name]} there, {(size, '...')} here). Build the "
                 "model that was saved, or choose another checkpoint."
@@ -62,10 +59,8 @@ def check_lazy_shapes(path: str, lazy: Mapping[str, LazyTensor], shapes: Mapping
 
 
 def give_shapes(lazy: Mapping[str, LazyTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Give lazy tensors the shapes that they have in a checkpoint, and no values yet; others stay lazy.
-
-    Their layers do not draw values in the first forward then, so the generators go on as without a stop.
-    """
+    """Give lazy tensors the shapes that they have in a checkpoint, and no values yet; others stay lazy."""
+    # Their layers then draw no values in the first forward, so the generators continue as without a stop.
     for name, (tensor, layer, _) in lazy.items():
         if name not in shapes:
             continue

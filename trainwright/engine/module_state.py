@@ -1,7 +1,7 @@
-"""Module state: a module's own way to load itself, which a load uses where it has one, as `load_from_checkpoint` does.
+"""Module state: how each module of a load is loaded.
 
-A plain module is filled in place, each process reading only its part. One that computes entries of its state_dict, keeps other
-values than tensors there, or has methods or hooks of its own that load it, is given the whole state_dict instead.
+The tensors of a plain module are read in place, each process its part. A module that computes entries of its state_dict, keeps
+values there that are not tensors, or overrides how it is loaded, gets the whole state_dict, as in `load_from_checkpoint`.
 """
 
 from __future__ import annotations
@@ -20,67 +20,59 @@ from trainwright.strategies import Strategy
 from trainwright.strategies.state_entries import computed_entries
 
 KNOWN = ("torch", "torchmetrics", "trainwright", "deepspeed", "fairscale")
-"""Packages whose layers and hooks load what a fill in place has loaded already."""
+"""Packages whose layers and hooks load nothing more than is read in place."""
 NOT_KNOWN = ("torch.ao", "torch.nn.quantized")
 LOADERS = ("load_state_dict", "_load_from_state_dict")
 HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
 class ModuleLoads:
-    """How the modules of one load are loaded, and what of the model in the checkpoint is each one's.
-
-    Args:
-        strategy: what has set the modules up.
-        modules: the modules, in the order of the checkpoint.
-        state: the checkpoint's plain data.
-        path: its path.
-    """
+    """How the modules of one load, in the order of the checkpoint, are loaded."""
 
     def __init__(self, strategy: Strategy, modules: Sequence[nn.Module], state: Mapping[str, Any], path: str) -> None:
         self._strategy, self._modules, self._path = strategy, modules, path
         extra = state.get("extra") or {}
-        self._stored_extra: list[dict[str, Any]] = [extra.get(str(number), {}) for number in range(len(modules))]
-        self._extra = self._stored_extra
+        self._extra: list[dict[str, Any]] = [extra.get(str(number), {}) for number in range(len(modules))]
         self._wholes: set[int] = set()
-        """The numbers of those that are given a whole state_dict."""
+        """The numbers of the modules that get a whole state_dict."""
 
     def check(self, strict: bool) -> None:
-        """Find out how each is loaded, and look at what is no tensor.
+        """Find out how each module is loaded, and check its extra state.
 
         Raises:
             CheckpointError: extra state does not fit, or nothing can be loaded into what a module computes.
         """
         for number, module in enumerate(self._modules):
             computes = bool(computed_entries(self._strategy, module))
+            # Under the other strategies a module holds parts of its tensors, or copies.
             if self._strategy.holds_modules and (computes or _loads_itself(module) or _keeps_values(module)):
                 self._wholes.add(number)
-        self._extra = [
-            states if number in self._wholes else fitting_extra_states(module, states, self._path, strict)
-            for number, (module, states) in enumerate(zip(self._modules, self._stored_extra, strict=True))
-        ]
+            else:
+                self._extra[number] = fitting_extra_states(module, self._extra[number], self._path, strict)
 
     def is_filled(self, name: str) -> bool:
-        """Return whether a tensor of this name is of a module that is filled in place."""
+        """Return whether a tensor of this name is read in place."""
         number = int(name.split(".", 2)[1]) if name.startswith(".") else 0
         return number not in self._wholes
 
     def load_wholes(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor] | None, strict: bool) -> None:
-        """Give whole state_dicts to those that are to have them.
-
-        Args:
-            checkpoint: where they are read from.
-            tensors: the model's, where hooks have changed them.
-            strict: what is missing, or fits nowhere, is an error.
+        """Load the modules that get a whole state_dict; `tensors` are the model's, if hooks have changed them.
 
         Raises:
-            CheckpointError: one does not take it.
+            CheckpointError: a module does not accept it.
         """
+        names = [*(checkpoint.tensors("model") if tensors is None else tensors)]
         for number in sorted(self._wholes):
-            state = _stored(checkpoint, tensors, prefix_of(number))
+            prefix = prefix_of(number)
+            own = [name for name in names if (name.startswith(prefix) if prefix else not name.startswith("."))]
+            state = {
+                name.removeprefix(prefix): checkpoint.read_tensor("model", name) if tensors is None else tensors[name]
+                for name in own
+            }
             _load(self._modules[number], {**state, **self._extra[number]}, strict, self._path)
 
     def finish(self) -> None:
-        """Give those that were filled in place what is no tensor, and call what they have of their own for a load.
+        """Load the extra state of the other modules, and call the methods and hooks that they have for a load.
 
         Raises:
             CheckpointError: a method or a hook failed.
@@ -92,6 +84,7 @@ class ModuleLoads:
                 set_extra_states(module, states)
                 continue
             in_use = module.state_dict(keep_vars=True)
+            # Its tensors are loaded already; they are passed again for what its methods do beside copying them.
             given = {clean_name(name): value for name, value in in_use.items() if isinstance(value, Tensor)}
             _load(module, {**given, **states}, False, self._path)
 
@@ -102,39 +95,26 @@ def _load(module: nn.Module, state: Mapping[str, Any], strict: bool, path: str) 
         module.load_state_dict({own_name(module, name): value for name, value in state.items()}, strict=strict)
     except Exception as error:  # what a user's own method raises
         raise CheckpointError(f"{path}: {type(module).__name__} does not take it: {error}") from error
-    _refuse_replaced(module, before, path)
-
-
-def _stored(checkpoint: Checkpoint, tensors: Mapping[str, Tensor] | None, prefix: str) -> dict[str, Tensor]:
-    """Return what a checkpoint holds of one module, whole and in host memory, by the names that it has there."""
-    names = checkpoint.tensors("model") if tensors is None else tensors
-    own = [name for name in names if (name.startswith(prefix) if prefix else not name.startswith("."))]
-    if tensors is None:
-        return {name[len(prefix) :]: checkpoint.read_tensor("model", name) for name in own}
-    return {name[len(prefix) :]: tensors[name] for name in own}
-
-
-def _refuse_replaced(module: nn.Module, before: Mapping[str, nn.Parameter], path: str) -> None:
     for name, parameter in module.named_parameters():
         if before.get(name) is not parameter:
             raise CheckpointError(
-                f"{path}: when {type(module).__name__} loaded it, another Parameter took the place of {clean_name(name)!r}, "
-                "which the run's optimizer does not step. Copy the values into the Parameter that is there, under no_grad()."
+                f"{path}: {type(module).__name__} replaced its parameter {clean_name(name)!r} when it loaded it, so the run's "
+                "optimizer would not step it. Copy the values into the existing parameter, under no_grad()."
             )
 
 
 def _loads_itself(module: nn.Module) -> bool:
-    """Return whether a method or a hook of a module's, or of a submodule's, has a part in how it is loaded."""
+    """Return whether a method or a hook of a user's has a part in how a module is loaded."""
     return any(not _is_known(each) for each in _loaders(module))
 
 
 def _keeps_values(module: nn.Module) -> bool:
-    """Return whether a module keeps other values than tensors in its state_dict, beside extra states."""
+    """Return whether a module's state_dict has values that are neither tensors nor extra states."""
     return any(not is_extra_state(name) for name in extra_states(module))
 
 
 def _loaders(module: nn.Module) -> Iterator[Any]:
-    """Yield what has a part in loading a module: methods that are overridden, and hooks."""
+    """Yield the methods that a module or its submodules override for a load, and their hooks for one."""
     for each in module.modules():
         for name in LOADERS:
             method = getattr(type(each), name)
@@ -148,6 +128,5 @@ def _loaders(module: nn.Module) -> Iterator[Any]:
 def _is_known(function: Any) -> bool:
     while hasattr(function, "func"):  # a partial
         function = function.func
-    place = getattr(function, "__module__", None) or type(function).__module__
-    parts = place.split(".")
-    return parts[0] in KNOWN and not any(place == each or place.startswith(f"{each}.") for each in NOT_KNOWN)
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return module.split(".")[0] in KNOWN and not f"{module}.".startswith(tuple(f"{each}." for each in NOT_KNOWN))

@@ -1,8 +1,10 @@
-"""Named state: what modules and optimizers hold, by the names under which a checkpoint stores it."""
+"""Named state: the tensors of modules and optimizers, and waiting gradients, by their names in a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,44 +14,43 @@ from trainwright.strategies import Strategy
 from trainwright.strategies.base import clean_name
 
 STRAY = "parameter"
-"""What a parameter is called that no module holds; the optimizer's number and its place there follow."""
+"""The name of a parameter that no module holds; the optimizer's number and the parameter's index there follow."""
 Named = list[tuple[Optimizer, dict[Tensor, str]]]
 """Each optimizer, with the names of all parameters."""
 
 
 def model_pieces(strategy: Strategy, modules: Sequence[nn.Module]) -> list[Piece]:
-    """Return this rank's share of the modules' tensors."""
-    return [
-        _prefixed(piece, prefix_of(number))
-        for number, module in enumerate(modules)
-        for piece in strategy.model_pieces(module)
-    ]
+    """Return this rank's pieces of the modules' tensors."""
+    pieces = (
+        (prefix_of(number), each) for number, module in enumerate(modules) for each in strategy.model_pieces(module)
+    )
+    return [dataclasses.replace(piece, name=prefix + piece.name) for prefix, piece in pieces]
 
 
 def optimizer_pieces(strategy: Strategy, named: Named) -> list[Piece]:
-    """Return this rank's share of the optimizers' tensors, as "optimizer number/parameter/key"."""
+    """Return this rank's pieces of the optimizers' tensors, named "optimizer number/parameter/key"."""
     return [
-        _prefixed(piece, f"{number}/")
+        dataclasses.replace(piece, name=f"{number}/{piece.name}")
         for number, (optimizer, names) in enumerate(named)
         for piece in strategy.optimizer_pieces(optimizer, names)
     ]
 
 
 def named_optimizers(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> Named:
-    """Return each optimizer with the names of the modules' parameters, and of those that no module holds."""
+    """Return each optimizer with the names of all parameters, of modules and stray."""
     names: dict[Tensor, str] = {}
     for number, module in enumerate(modules):
         for name, parameter in module.named_parameters():
             names.setdefault(parameter, prefix_of(number) + clean_name(name))
     for number, position, stepped in _stepped(optimizers):
-        names.setdefault(stepped, f"{STRAY} {number}.{position}")
+        names.setdefault(stepped, f"{STRAY} {number}.{position}")  # unless a module holds it
     return [(optimizer, names) for optimizer in optimizers]
 
 
 def stray_pieces(strategy: Strategy, modules: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> list[Piece]:
-    """Return this rank's share of the parameters that optimizers step and no module holds."""
+    """Return this rank's pieces of the parameters that optimizers step and no module holds."""
     own: set[Tensor] = {parameter for module in modules for parameter in module.parameters()}
-    holder = nn.Module()
+    holder = nn.Module()  # strategies return the pieces of modules
     for number, position, parameter in _stepped(optimizers):
         if parameter in own:
             continue
@@ -65,16 +66,51 @@ def stray_pieces(strategy: Strategy, modules: Iterable[nn.Module], optimizers: S
 
 
 def _stepped(optimizers: Iterable[Optimizer]) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield each parameter with its optimizer's number and its place in that."""
+    """Yield each parameter with its optimizer's number and its index there."""
     for number, optimizer in enumerate(optimizers):
         for position, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             yield number, position, parameter
 
 
 def prefix_of(number: int) -> str:
-    """Return what stands before the names of a module; torch lets none of the first one's own begin with a dot."""
+    """Return the prefix of a module's names; its dot sets it apart from the first module's, where torch allows none."""
     return f".{number}." if number else ""
 
 
-def _prefixed(piece: Piece, prefix: str) -> Piece:
-    return Piece(prefix + piece.name, piece.shape, piece.start, piece.tensor, piece.writer) if prefix else piece
+def held_gradients(modules: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
+    """Return this rank's part of each module's gradients, by the names of the parameters."""
+
+    def local(gradient: Any) -> Tensor:
+        part: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        return part.detach()
+
+    return [
+        {clean_name(name): local(each.grad) for name, each in module.named_parameters() if each.grad is not None}
+        for module in modules
+    ]
+
+
+def hold_gradients(modules: Sequence[nn.Module], held: Sequence[Mapping[str, Tensor]]) -> None:
+    """Restore what `held_gradients` returned on this rank, in a job of the same strategy and size."""
+    for module, gradients in zip(modules, held, strict=True):
+        for name, parameter in module.named_parameters():
+            gradient = gradients.get(clean_name(name))
+            if gradient is not None:
+                parameter.grad = _like(gradient, parameter)
+
+
+def _like(gradient: Tensor, parameter: Any) -> Tensor:
+    """Return a gradient on the parameter's device, sharded as the parameter."""
+    gradient = gradient.to(parameter.device).clone()
+    if not hasattr(parameter, "to_local"):
+        return gradient
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        gradient,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

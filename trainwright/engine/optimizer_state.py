@@ -1,15 +1,53 @@
-"""Optimizer state: the optimizers of a run out of a checkpoint."""
+"""Optimizer state: the state of a run's optimizers, into a checkpoint and out of one."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
+from trainwright.checkpoint.codec import decode, encode_stored
 from trainwright.checkpoint.contents import check_optimizer, restore_optimizer, with_dtypes_of
 from trainwright.checkpoint.reader import Checkpoint
-from trainwright.checkpoint.tensors import TensorEntry
+from trainwright.distributed.nests import broadcast_tensors, table_of
+from trainwright.distributed.ranks import Ranks
 from trainwright.engine.named_state import Named, optimizer_pieces
 from trainwright.errors import CheckpointError
 from trainwright.strategies import Strategy
+
+
+def describe_optimizers(strategy: Strategy, named: Named, ranks: Ranks) -> list[dict[str, Any]]:
+    """Return each optimizer's groups and the values in its state that belong to no piece, the same on every rank. Collective.
+
+    Raises:
+        CheckpointError: a value cannot be stored; if each rank owns a part of the state, on every rank.
+    """
+    if not strategy.divides_optimizers or ranks.world_size == 1:
+        return [strategy.describe_optimizer(optimizer, names) for optimizer, names in named]
+    error = ""
+    described: list[dict[str, Any]] = []
+    plain: list[Any] = []
+    tensors: dict[str, Tensor] = {}
+    # A refusal waits for the exchange, since the other ranks wait there for this one.
+    try:
+        for number, (optimizer, names) in enumerate(named):
+            described.append(strategy.describe_optimizer(optimizer, names))
+            subject = f"the state of {type(optimizer).__name__}" + (f" (optimizer {number})" if number else "")
+            text, found = encode_stored(described[-1]["plain"], subject)
+            plain.append(text)
+            tensors |= found
+    except CheckpointError as refused:
+        error = str(refused)
+    own = {"error": error, "plain": plain, "tensors": table_of(tensors)}
+    parts = ranks.exchange(own, "a save of the optimizers' state")
+    if errors := [each["error"] for each in parts if each["error"]]:
+        raise CheckpointError(errors[0])
+    joined: list[dict[str, Any]] = [{} for _ in described]
+    for rank, part in enumerate(parts):
+        sent = broadcast_tensors(part["tensors"], tensors if rank == ranks.rank else None, rank, strategy.device)
+        for values, text in zip(joined, part["plain"], strict=True):
+            values.update(decode(text, sent))
+    return [{**each, "plain": values} for each, values in zip(described, joined, strict=True)]
 
 
 def check_optimizers(checkpoint: Checkpoint, state: dict[str, Any], named: Named) -> None:
@@ -17,7 +55,7 @@ def check_optimizers(checkpoint: Checkpoint, state: dict[str, Any], named: Named
     described = state.get("optimizers")
     if described is None:
         raise CheckpointError(
-            f"{checkpoint.path}: it holds weights only, so a run cannot go on from it; load it as weights, or resume from "
+            f"{checkpoint.path}: it holds weights only, so a run cannot be resumed from it; load it as weights, or resume from "
             "a full checkpoint."
         )
     if len(described) != len(named):
@@ -30,16 +68,14 @@ def check_optimizers(checkpoint: Checkpoint, state: dict[str, Any], named: Named
 
 
 def load_optimizers(checkpoint: Checkpoint, state: dict[str, Any], strategy: Strategy, named: Named) -> None:
-    """Give the optimizers their state, each process its part."""
-    described = state["optimizers"]
+    """Load the optimizers' state, each process its part."""
     model = checkpoint.tensors("model")
     entries = checkpoint.tensors("optimizer") if "optimizer" in checkpoint.sections else {}
     for number, (optimizer, names) in enumerate(named):
-        own: dict[str, TensorEntry] = {
-            name.split("/", 1)[1]: entry for name, entry in entries.items() if name.startswith(f"{number}/")
-        }
-        own = with_dtypes_of(names, own, model)
-        strategy.allocate_optimizer_state(optimizer, names, own)
-        restore_optimizer(optimizer, names, described[number], model)
+        prefix = f"{number}/"
+        own = {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
+        # The state's tensors have to exist before pieces of them can be read in place.
+        strategy.allocate_optimizer_state(optimizer, names, with_dtypes_of(names, own, model))
+        restore_optimizer(optimizer, names, state["optimizers"][number], model)
     if pieces := optimizer_pieces(strategy, named):  # plain SGD has no state at all
         checkpoint.read_into("optimizer", pieces)

@@ -1,4 +1,4 @@
-"""Optimizers: what `configure_optimizers` may return, read into one form and checked; which of them call a closure."""
+"""Optimizers: what `configure_optimizers` may return, checked and read into one form; which of them call a closure."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "na
 class SchedulerConfig:
     """A scheduler and when it steps.
 
-    `interval` is "epoch", "step" (an optimizer step) or "validation", `frequency` how many of these pass between two of its
-    steps. `monitor` is the metric that a scheduler like ReduceLROnPlateau follows, `strict` whether it is an error that
-    nobody logged it; `reduce_on_plateau` says whether step() takes that metric (None: it is a ReduceLROnPlateau). `name` is
-    what the learning rate is logged under.
+    It steps after every `frequency` of its `interval`: "epoch", "step" (an optimizer step) or "validation". `monitor` is the
+    metric that a scheduler like ReduceLROnPlateau follows, `strict` makes it an error if that was not logged, and
+    `reduce_on_plateau` is whether step() takes it. The learning rate is logged under `name`.
     """
 
     scheduler: Any
@@ -76,13 +75,13 @@ class SchedulerConfig:
         return bool(self.reduce_on_plateau)
 
     def is_of(self, optimizer: Optimizer) -> bool:
-        """Return whether the scheduler sets the rates of an optimizer; a strategy may have put that in the user's place."""
+        """Return whether the scheduler sets the rates of an optimizer, or of the one that a strategy has wrapped in it."""
         own = getattr(self.scheduler, "optimizer", None)
         return own is optimizer or own is unwrap_optimizer(optimizer)
 
 
 def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return the optimizers and the schedulers that `configure_optimizers` gave; none of either after a None.
+    """Return the optimizers and the schedulers that `configure_optimizers` returned.
 
     Raises:
         TypeError: it returned something else.
@@ -90,7 +89,7 @@ def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfi
     """
     if returned is None:
         rank_zero_warn(
-            "configure_optimizers returned None: the module runs without training; did you forget the return statement?",
+            "configure_optimizers returned None, so nothing will be trained; return an optimizer if that is not intended.",
             stacklevel=2,
         )
         return [], []
@@ -106,21 +105,18 @@ def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfi
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's step cannot be called without a closure, as LBFGS's."""
+    """Return whether the optimizer's step requires a closure, as that of LBFGS does."""
     first = next(iter(_step_parameters(optimizer)), None)
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return first is not None and first.default is inspect.Parameter.empty and first.kind in positional
 
 
 def may_use_closure(optimizer: Optimizer) -> bool:
-    """Return whether a closure is worth passing: it is needed, or the step is of a class that torch does not have.
-
-    torch's own, LBFGS aside, would call it once, to no use.
-    """
+    """Return whether the optimizer needs a closure, or may call it more than once."""
     if needs_closure(optimizer):
         return True
     own_step = inspect.unwrap(type(optimizer).step)  # torch wraps the step of each class, for its profiler
-    is_torchs = own_step.__module__.startswith("torch.optim.")
+    is_torchs = own_step.__module__.startswith("torch.optim.")  # which, except LBFGS, would call it once
     return not is_torchs and any(parameter.name == "closure" for parameter in _step_parameters(optimizer))
 
 
@@ -129,7 +125,7 @@ def _step_parameters(optimizer: Optimizer) -> list[inspect.Parameter]:
 
 
 def _split(returned: Any) -> tuple[list[Optimizer], list[Any]]:
-    """Return the optimizers and the schedulers, or what was given for them, in one of the accepted forms."""
+    """Return the optimizers, and the schedulers or their dicts, of one of the accepted forms."""
     if isinstance(returned, Optimizer):
         return [returned], []
     if isinstance(returned, Mapping):
@@ -165,10 +161,10 @@ def _expect_optimizer(value: Any, where: str) -> None:
         return
     hint = ""
     if isinstance(value, (LRScheduler, ReduceLROnPlateau)):
-        hint = " Return ([optimizers], [schedulers]), each in a list of its own."
+        hint = " Return ([optimizers], [schedulers]), a pair of lists."
     elif isinstance(value, type):
         hint = f" Make one of {value.__name__}."
-    raise TypeError(f"{where} is a {type(value).__name__}, no Optimizer; accepted are {ACCEPTED}.{hint}")
+    raise TypeError(f"{where} is a {type(value).__name__}, not an Optimizer; accepted are {ACCEPTED}.{hint}")
 
 
 def _split_mapping(returned: Mapping[str, Any], where: str) -> tuple[list[Optimizer], list[Any]]:
@@ -193,7 +189,7 @@ def _config(scheduler: Any) -> SchedulerConfig:
     unknown = [key for key in scheduler if key not in SCHEDULER_KEYS]
     if "scheduler" not in scheduler:
         raise ValueError(
-            f"a scheduler's dict has the keys {list(scheduler)}; 'scheduler' is needed, and accepted beside it are "
+            f"a scheduler's dict has the keys {list(scheduler)}; 'scheduler' is needed, and also accepted are "
             f"{', '.join(SCHEDULER_KEYS[1:])}.{_nearest(unknown, SCHEDULER_KEYS)}"
         )
     if unknown:

@@ -1,39 +1,38 @@
-"""Prepared: a user's objects as the Engine runs them, for loops that call them themselves."""
+"""Prepared: a user's objects as the Engine runs them, for loops that call them, and which replaces which."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from trainwright.data.transfer import map_tensors
 from trainwright.engine.engine import Engine
+from trainwright.engine.prepared_loader import PreparedLoader
+from trainwright.engine.window import AccumulationWindows
 from trainwright.precision.base import Closure
 from trainwright.strategies.base import Clipping, StepResult
 
-if TYPE_CHECKING:
-    from trainwright.engine.window import AccumulationWindows
-
 
 class PreparedOptimizer(Optimizer):
-    """Steps an optimizer through the Engine, so that the loss scale and the strategy have their part in it.
+    """Steps an optimizer through the Engine, for the loss scale and the strategy.
 
-    It is an Optimizer with the groups and the state of the one it stands for, so schedulers may be built on it, and it has
-    that one's own methods and attributes.
+    It has the groups, the state and the other attributes of the optimizer that it wraps, so schedulers may be built on it.
 
     Args:
         engine: steps the optimizer.
         optimizer: what the strategy prepared.
-        windows: tell whether a step is due; a call at another moment does nothing. None where each call is meant.
-        before_step, after_step: told the optimizer before each step, and the result after it.
-        given: what the user made, if the strategy has put another in its place.
-        clip_norm: the largest norm of the gradients that a step takes, where they were not clipped before; None for any.
-        admit: told of this optimizer when a group was added to it.
+        windows: whether a step is due; otherwise a call does nothing. None if each call steps.
+        after_step, before_step: called with the result, and with the optimizer.
+        given: the user's own, if the strategy has replaced it.
+        clip_norm: the limit on the gradients' norm in a step, if they were not clipped before.
+        admit: called with the optimizer when a group was added to it.
     """
 
     def __init__(
@@ -48,44 +47,28 @@ class PreparedOptimizer(Optimizer):
         clip_norm: float | None = None,
         admit: Callable[[Optimizer], None] | None = None,
     ) -> None:
-        # Optimizer.__init__ is left out: groups and state are the inner optimizer's, and only those.
+        # Optimizer.__init__ is not called: groups and state are the inner optimizer's, and only those.
         self.optimizer = optimizer
         self.given = optimizer if given is None else given
         self.step_was_skipped = False
         """Whether the latest step was left out because the gradients held an inf or a NaN."""
-        self.steps_asked = self.steps_made = 0
-        """How often it was told to step, and how often it did."""
+        self.steps_called = self.steps_made = 0
+        """How often step was called, and how often it stepped."""
         self._engine, self._windows = engine, windows
         self._before_step, self._after_step = before_step, after_step
         self._clip_norm, self._admit = clip_norm, admit
         self._is_done = False
-        """Whether a step was made with the gradients that are there, and nothing has begun a new window since."""
+        """Whether the present gradients have been stepped with."""
         self._began = windows.backwards if windows is not None else 0
-        """How many losses had been sent backward when it was made."""
+        """How many losses had been sent backward when the gradients were last cleared."""
 
-    def __getattr__(self, name: str) -> Any:
-        """Return what the inner optimizer has of its own, such as the `train` and `eval` of schedule-free ones."""
+    def __getattr__(self, name: str) -> Any:  # param_groups, state, and what else an optimizer has
         if name == "optimizer":  # a copy that has no attributes yet
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Return the inner optimizer's groups."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """Return the inner optimizer's state by parameter."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return the inner optimizer's default options."""
-        return self.optimizer.defaults
-
     def step(self, closure: Closure | None = None) -> Any:
-        """Step once the window ends, unless the gradients are not finite; return what the closure first returned, if any."""
+        """Step at the window's end, unless the gradients are not finite; return what the closure first returned, if any."""
         windows, call, losses = self._windows, None, []
         if closure is not None:
             if windows is not None:
@@ -101,16 +84,16 @@ class PreparedOptimizer(Optimizer):
     def step_clipped(
         self, norm: float | None = None, value: float | None = None, call: Closure | None = None
     ) -> StepResult | None:
-        """Clip where asked and step; None where the window has not ended."""
+        """Clip, if given a limit, and step; None before the window's end."""
         windows, scale = self._windows, 1.0
-        self.steps_asked += 1
+        self.steps_called += 1
         if windows is not None:
-            if not windows.at_hand.is_at_end:
-                self._is_done = False
+            if not windows.current.is_at_end:
+                self._is_done = False  # a zero_grad that follows has to keep this window's gradients
                 return None
-            scale = windows.at_hand.correct(self.optimizer)
+            scale = windows.current.correct(self.optimizer)
         if self._clip_norm is not None and self.optimizer not in self._engine.strategy.finalized:
-            norm = self._clip_norm
+            norm = self._clip_norm  # else the loop has clipped them already
         if self._before_step is not None:
             self._before_step(self.optimizer)
         result = self._engine.step(self.optimizer, Clipping.needed(norm, value, scale), call)
@@ -118,51 +101,45 @@ class PreparedOptimizer(Optimizer):
         self.steps_made += not result.skipped
         self._is_done = True
         if windows is not None:
-            windows.has_gradients = False
+            windows.clear()
         if self._after_step is not None:
             self._after_step(result)
         return result
 
     def clip(self, norm: float | None, value: float | None) -> Tensor | None:
-        """Clip the gradients that the next step takes; return their norm before, where it was taken."""
-        scale = self._windows.at_hand.correct(self.optimizer) if self._windows is not None else 1.0
+        """Clip the gradients for the next step; return their norm before, if it was computed."""
+        scale = self._windows.current.correct(self.optimizer) if self._windows is not None else 1.0
         if norm is not None and self._clip_norm is not None:
             norm = self._clip_norm
         return self._engine.strategy.clip_gradients(self.optimizer, Clipping(norm, value, scale))
 
     def _refuse_closure(self, windows: AccumulationWindows) -> None:
-        """Refuse a closure where the optimizer may not call it again and again (TypeError)."""
+        """Refuse a closure under settings that do not let the optimizer call it several times (TypeError)."""
         strategy, precision = self._engine.strategy, self._engine.precision
-        reason = None
         if windows.usual_length > 1:
             reason = f"gradient_accumulation_steps={windows.usual_length}"
         elif not precision.takes_closure:
             reason = f"precision {precision.name!r}"
         elif not strategy.takes_closure:
             reason = f"strategy {strategy.name!r}"
-        if reason is not None:
-            raise TypeError(
-                f"step was given a closure, which cannot hold under {reason}; compute the loss and its backward before step(), "
-                "or leave that setting at its default."
-            )
+        else:
+            return
+        raise TypeError(
+            f"step was given a closure, which cannot be used under {reason}; compute the loss and its backward before step(), "
+            "or leave that setting at its default."
+        )
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Within this context only this optimizer's parameters require gradients, of all that optimizers step.
+        """Freeze the parameters of all other optimizers within the block.
 
-        With sync_grad False backward leaves the ranks' gradients apart, for accumulation under manual optimization.
+        With sync_grad False backward does not average gradients over ranks, for accumulation under manual optimization.
         """
-        own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-        frozen = [
-            parameter
-            for optimizer in self._engine.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) not in own and parameter.requires_grad
-        ]
+        others = stepped_by(*self._engine.optimizers) - stepped_by(self)
+        frozen = [each for each in others if each.requires_grad]
         for parameter in frozen:
             parameter.requires_grad_(False)
-        self._engine.strategy.refresh_toggled()
+        self._engine.strategy.refresh_toggled()  # a reducer waits for the gradient of every parameter that requires one
         if not sync_grad:
             self._engine.sync_gradients(False)
         try:
@@ -175,9 +152,10 @@ class PreparedOptimizer(Optimizer):
                 self._engine.sync_gradients(True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, but those of an accumulation window that has not ended yet."""
+        """Clear the gradients, except those of an accumulation window that has not ended."""
         windows = self._windows
-        is_plain = windows is None or (windows.usual_length == 1 and windows.at_hand.is_at_end)
+        is_plain = windows is None or (windows.usual_length == 1 and windows.current.is_at_end)
+        # Loops call this in every batch, before the backward or after the step; only a window's gradients may be lost by it.
         if windows is None or is_plain or self._is_done or windows.backwards == self._began:
             self.drop_gradients(set_to_none)
 
@@ -188,11 +166,11 @@ class PreparedOptimizer(Optimizer):
         if self._windows is not None:
             self._began = self._windows.backwards
         strategy = self._engine.strategy
-        if self.optimizer in strategy.finalized:
+        if self.optimizer in strategy.finalized:  # by a clip without a step
             strategy.release(self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer. Collective in a loop of one's own: call on every rank.
+        """Add a group to the inner optimizer. Collective in a raw loop: call on every rank.
 
         Raises:
             ValueError: on several ranks, parameters of no prepared model.
@@ -202,11 +180,9 @@ class PreparedOptimizer(Optimizer):
             self._admit(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state_dict."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the inner optimizer's state_dict."""
         self.optimizer.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
@@ -217,12 +193,8 @@ class PreparedModule(nn.Module):
     """A module whose forward runs through the strategy's wrapper and in the precision's context.
 
     Its parameters, buffers and submodules have the names that they have in the user's own module. A pickle is that module
-    alone; a deep copy has a copy of it and runs in the same precision, but belongs to no optimizer.
-
-    Args:
-        engine: runs it.
-        module: the user's own, to be had back as `.module`.
-        to_float32: whether half-precision outputs are converted, so that a loss is computed in full precision.
+    alone; a deep copy has a copy of it and runs in the same precision, but belongs to no optimizer. With `to_float32`,
+    half-precision outputs are converted, so that a loss is computed in full precision.
     """
 
     def __init__(self, engine: Engine, module: nn.Module, *, to_float32: bool) -> None:
@@ -233,26 +205,16 @@ class PreparedModule(nn.Module):
         self.register_state_dict_post_hook(_own_names)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_inner_names)  # type: ignore[no-untyped-call]
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the module's parameters by its own names."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the module's buffers by its own names."""
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return self.module.named_buffers(*args, **kwargs)
 
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the module and its submodules by its own names."""
-        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        yield from self.module.named_modules(*args, **kwargs)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Return a submodule by the module's own name for it."""
         return self.module.get_submodule(target)
 
     def __copy__(self) -> PreparedModule:
@@ -261,18 +223,15 @@ class PreparedModule(nn.Module):
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedModule:
-        """Return one whose module is a copy, and whose engine is the same."""
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
-        memo[id(self._engine)] = self._engine
+        memo[id(self._engine)] = self._engine  # which is not copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
     def __reduce__(self) -> tuple[Callable[[nn.Module], nn.Module], tuple[nn.Module]]:
-        """Pickle the module alone: an engine is of this process."""
-        return _itself, (self.module,)
+        return _itself, (self.module,)  # without the engine, which belongs to this process
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward."""
         precision = self._engine.precision
         if precision.converts_batch:
             args, kwargs = precision.convert_batch(args), precision.convert_batch(kwargs)
@@ -281,53 +240,87 @@ class PreparedModule(nn.Module):
 
 
 class PreparedScheduler:
-    """A scheduler that leaves out what its optimizer left out. What else the scheduler has, this one has.
-
-    Args:
-        scheduler: the user's own, to be had back as `.scheduler`.
-        optimizers: those whose rates it sets.
-        windows: tell whether a step is due.
-    """
+    """A scheduler that skips its step when its optimizers skipped theirs; other attributes are the user's scheduler's."""
 
     def __init__(self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], windows: AccumulationWindows) -> None:
         self.scheduler = scheduler
         self._optimizers, self._windows = optimizers, windows
-        self._asked, self._made = self._counts()
+        self._called, self._made = self._counts()
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the scheduler has."""
-        if name == "scheduler":
+        if name == "scheduler":  # a copy that has no attributes yet
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, unless its optimizer was told to since the last time and did not, or its window has not ended."""
-        asked, made = self._counts()
-        is_due = made > self._made or (asked == self._asked and self._windows.at_hand.is_at_end)
-        self._asked, self._made = asked, made
+        """Step, unless its optimizer was called since the last time and did not step, or its window has not ended."""
+        called, made = self._counts()
+        # A loop may step it after each call of the optimizer's step, or, as at the end of an epoch, without one in between.
+        is_due = made > self._made or (called == self._called and self._windows.current.is_at_end)
+        self._called, self._made = called, made
         if is_due:
             self.scheduler.step(*args, **kwargs)
 
     def steps_since(self) -> list[int]:
-        """Return how often its optimizers were told to step since its own last one, and how often they did."""
-        asked, made = self._counts()
-        return [asked - self._asked, made - self._made]
+        """Return how often its optimizers' step was called since its own last step, and how often they stepped."""
+        called, made = self._counts()
+        return [called - self._called, made - self._made]
 
-    def take_steps(self, asked: int, made: int) -> None:
-        """Go on from what `steps_since` returned."""
-        all_asked, all_made = self._counts()
-        self._asked, self._made = all_asked - asked, all_made - made
+    def take_steps(self, called: int, made: int) -> None:
+        """Resume from what `steps_since` returned."""
+        all_called, all_made = self._counts()
+        self._called, self._made = all_called - called, all_made - made
 
     def _counts(self) -> tuple[int, int]:
-        return sum(each.steps_asked for each in self._optimizers), sum(each.steps_made for each in self._optimizers)
+        return sum(each.steps_called for each in self._optimizers), sum(each.steps_made for each in self._optimizers)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the inner scheduler's state."""
-        return dict(self.scheduler.state_dict())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the inner scheduler's state."""
-        self.scheduler.load_state_dict(state)
+class Preparations:
+    """The prepared models, optimizers, loaders and schedulers, each in the order in which they were given."""
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self.optimizers: list[PreparedOptimizer] = []
+        self.loaders: list[PreparedLoader] = []
+        self.schedulers: list[PreparedScheduler] = []
+
+    def of(self, given: Any) -> Any:
+        """Return the prepared object for an object, which may be that itself; None if it was not prepared."""
+        every = (*self.models, *self.optimizers, *self.loaders, *self.schedulers)
+        return next((each for each in every if any(given is one for one in _forms(each))), None)
+
+    def to_prepare(self, given: Any) -> Any:
+        """Return the user's own object, if another Accelerator has prepared it; otherwise the object given."""
+        return given if self.of(given) is not None else _forms(given)[-1]
+
+
+def _forms(prepared: Any) -> tuple[Any, ...]:
+    """Return an object, and what it was prepared from, the user's own last."""
+    if isinstance(prepared, PreparedModule):
+        return prepared, prepared.module
+    if isinstance(prepared, PreparedOptimizer):
+        return prepared, prepared.optimizer, prepared.given
+    if isinstance(prepared, PreparedLoader):
+        return prepared, prepared.loader
+    return (prepared, prepared.scheduler) if isinstance(prepared, PreparedScheduler) else (prepared,)
+
+
+def stepped_by(*optimizers: Optimizer) -> set[Tensor]:
+    return {parameter for each in optimizers for group in each.param_groups for parameter in group["params"]}
+
+
+def kind_of(each: Any) -> str | None:
+    """Return which kind of object this is; None if it cannot be prepared."""
+    if isinstance(each, nn.Module):
+        return "module"
+    if isinstance(each, Optimizer):
+        return "optimizer"
+    if isinstance(each, (DataLoader, PreparedLoader)):
+        return "loader"
+    has_methods = all(callable(getattr(each, name, None)) for name in ("step", "state_dict"))
+    return (
+        "scheduler" if has_methods and not hasattr(each, "param_groups") else None
+    )  # with groups, a foreign optimizer
 
 
 def _full_precision(tensor: Tensor) -> Tensor:
@@ -339,13 +332,13 @@ def _itself(module: nn.Module) -> nn.Module:
 
 
 def _own_names(prepared: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Give a state_dict the names of the module itself."""
+    """Rename a state_dict's entries to the module's own names."""
     _rename(state, f"{prefix}module.", prefix)
     _rename(getattr(state, "_metadata", {}), f"{prefix}module.", prefix, end=".")
 
 
 def _inner_names(prepared: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let a state_dict with the module's own names be found from here."""
+    """Rename a state_dict's entries from the module's own names, before it is loaded here."""
     _rename(state, prefix, f"{prefix}module.")
 
 

@@ -1,4 +1,4 @@
-"""A prepared loader: this rank's share of a user's loader, for loops that iterate it themselves."""
+"""Prepared loaders: this rank's part of a user's loader, for raw loops, and which of several loaders a loop is over."""
 
 from __future__ import annotations
 
@@ -9,20 +9,14 @@ from trainwright.data.loaders import with_last
 from trainwright.data.source_state import SPACING
 from trainwright.data.transfer import to_device
 from trainwright.engine.engine import Engine
-from trainwright.engine.iterations import Iterations
 
 
 class PreparedLoader:
-    """This rank's share of a loader, batch by batch on the device; each iteration is the next epoch.
+    """This rank's part of a loader, batch by batch on the device; each iteration is the next epoch.
 
-    Every rank has equally many batches. Of the last ones some may be smaller, and a rank that is left without a sample works on
-    another's: `last_sizes` tells how many samples each rank has. What else the loader has (`dataset`, `batch_size`,
-    `sampler`), this one has: it is that of the whole loader, as it was given.
-
-    Args:
-        engine: whose share, and which device.
-        loader: the user's own, to be had back as `.loader`.
-        iterations: told of each pass over it.
+    Every rank has the same number of batches. Some of the last ones may be smaller, and a rank without a sample repeats
+    another's: `last_sizes` has each rank's own samples. Other attributes (`dataset`, `batch_size`, `sampler`) are those of the
+    user's loader.
     """
 
     def __init__(self, engine: Engine, loader: Any, iterations: Iterations) -> None:
@@ -30,25 +24,24 @@ class PreparedLoader:
         self.epoch = 0
         """The number of the epoch that the next batch belongs to."""
         self.is_at_end = False
-        """Whether the batch at hand is the epoch's last."""
+        """Whether the current batch is the epoch's last."""
         self._sharded = engine.prepare_loader(loader, "train")
-        self._sharded.plan_states([(SPACING, 0)])  # nobody knows when `save_state` will be called
+        self._sharded.plan_states([(SPACING, 0)])  # `save_state` may be called after any batch
         self._engine = engine
         self._iterations = iterations
         self._batch = 0
         self._is_begun = False
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the loader has."""
-        if name == "loader":
+        if name == "loader":  # a copy that has no attributes yet
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._is_begun:  # the epoch before was left in its middle
-            self._leave_epoch()
+        if self._is_begun:  # the previous pass was left before its end
+            self._end_epoch()
         self._is_begun, self.is_at_end = True, False
-        self._engine.refresh_trainable(if_changed=True)
+        self._engine.refresh_trainable(if_changed=True)  # a raw loop may freeze layers between epochs
         device = self._engine.device
         self._sharded.set_epoch(self._engine.seed, self.epoch, self._batch)
         length, on_host = self._sharded.exact_length, device.type == "cpu"
@@ -57,15 +50,15 @@ class PreparedLoader:
             for batch, is_last in with_last(self._sharded, self._batch, length):
                 self.is_at_end = is_last
                 self._batch += 1
-                self._iterations.give(iteration)
+                self._iterations.note_batch(iteration)
                 yield batch if on_host else to_device(batch, device)
-            self._leave_epoch()
+            self._end_epoch()
             self._is_begun = self.is_at_end = is_left = False
-        finally:
+        finally:  # also when the loop breaks and drops the iterator
             self._iterations.end(iteration, is_left)
 
-    def _leave_epoch(self) -> None:
-        """Let the next epoch follow on this one, as far as it was read."""
+    def _end_epoch(self) -> None:
+        """End the epoch where it is, so that the sources' states of this moment begin the next one."""
         self._sharded.load_state_dict(self._sharded.state_dict(self._batch, is_over=True))
         self.epoch, self._batch = self.epoch + 1, 0
 
@@ -74,18 +67,18 @@ class PreparedLoader:
 
     @property
     def batches_left(self) -> int | None:
-        """Return how many batches the epoch still has, the one at hand among them; None without a known length."""
+        """Return how many batches are left in the epoch, the current one included; None if the length is unknown."""
         length = self._sharded.exact_length
         return None if length is None else length - self._batch + 1
 
     @property
     def last_sizes(self) -> list[int] | None:
-        """Return, per rank, how many samples of the batch at hand are its own; None where all are, and equally many."""
+        """Return, by rank, how many samples of the current batch are its own; None if all are, and equally many."""
         return self._sharded.uneven.get(self._batch - 1)
 
     @property
     def weight(self) -> float:
-        """Return this rank's part in the round of the batch at hand, beside an equal part."""
+        """Return this rank's samples in the current round, relative to an equal part."""
         return self._sharded.weight_at(self._batch - 1)
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,7 +88,73 @@ class PreparedLoader:
         return {"epoch": epoch, "batch": batch, **self._sharded.state_dict(self._batch, is_over=is_over)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration begin at a position that was saved at any world size."""
+        """Begin the next iteration at a position that was saved at any world size."""
         self.epoch, self._batch = int(state["epoch"]), int(state["batch"])
         self._is_begun = self.is_at_end = False
         self._sharded.load_state_dict({"places": state.get("places", ()), "sources": state.get("sources", ())})
+
+
+class Iteration:
+    """One pass over a loader."""
+
+    def __init__(self, loader: PreparedLoader, moment: int) -> None:
+        self.loader = loader
+        self.is_left = False
+        """Whether it was abandoned before its end."""
+        self.began = self.latest = moment
+        """When it began, and when it gave its latest batch, counted in batches of all loaders."""
+
+
+class Iterations:
+    """The passes that are under way, and which of them the loop is over.
+
+    A loop may read several loaders: a validation within an epoch, pairs of two loaders, an iterator that is kept and advanced
+    now and then.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[Iteration] = []
+        self._moment = 0
+        self._looked = 0
+        """When `current` was last called."""
+        self._outer: PreparedLoader | None = None
+        self._found: tuple[Iteration | None, bool] = (None, True)
+
+    def begin(self, loader: PreparedLoader) -> Iteration:
+        """Note that a pass over a loader begins, which ends an earlier one over the same loader."""
+        for each in [each for each in self._open if each.loader is loader]:
+            self.end(each, is_left=True)
+        self._moment += 1
+        self._open.append(Iteration(loader, self._moment))
+        return self._open[-1]
+
+    def note_batch(self, iteration: Iteration) -> None:
+        self._moment += 1
+        iteration.latest = self._moment
+
+    def end(self, iteration: Iteration, is_left: bool) -> None:
+        if iteration in self._open:
+            self._open.remove(iteration)
+            iteration.is_left = is_left
+
+    def current(self) -> tuple[Iteration | None, bool]:
+        """Return the pass that the loop is over, and whether that is certain.
+
+        Of the passes that gave a batch since the last call, it is the one found then, or else the first of them; or one that
+        began after that one's latest batch, a loop within the loop.
+        """
+        if self._looked == self._moment and self._found[0] in self._open:
+            return self._found
+        fresh = sorted((each for each in self._open if each.latest > self._looked), key=lambda each: each.latest)
+        self._looked = self._moment
+        if not fresh:
+            self._found = (self._open[-1] if self._open else None, True)
+            return self._found
+        outer = next((each for each in fresh if each.loader is self._outer), None)
+        found = fresh[0] if outer is None else outer
+        self._outer = found.loader
+        for each in fresh:
+            if each.began > found.latest:
+                found = each
+        self._found = (found, len(fresh) == 1 or found is outer)
+        return self._found

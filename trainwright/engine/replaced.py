@@ -1,4 +1,4 @@
-"""Replaced parameters: those that a strategy has put others in the place of, and the optimizers that were made before."""
+"""Replaced parameters: what a strategy has replaced parameters with, for optimizers that were made before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 
 class ReplacedParameters:
-    """What stands for each parameter that was replaced. It keeps none of them alive."""
+    """The replacement of each parameter that was replaced. It keeps none of them alive."""
 
     def __init__(self) -> None:
         self._now = WeakIdKeyDictionary()
@@ -19,6 +19,7 @@ class ReplacedParameters:
     @contextmanager
     def followed(self, module: nn.Module) -> Iterator[None]:
         """Note which of the module's parameters the block replaces."""
+        # By weak references: a model that is sharded may not stay in memory whole as well.
         before = {name: TensorWeakRef(each) for name, each in module.named_parameters(remove_duplicate=False)}
         yield
         for name, now in module.named_parameters(remove_duplicate=False):
@@ -27,12 +28,12 @@ class ReplacedParameters:
                 self._now[was] = now
 
     def current(self, parameter: Tensor) -> Tensor:
-        """Return what stands for a parameter by now."""
+        """Return a parameter's replacement, or the parameter itself."""
         now: Tensor = self._now.get(parameter, parameter)  # type: ignore[no-untyped-call]
         return now
 
     def update(self, optimizers: Iterable[Optimizer]) -> None:
-        """Let optimizers step what stands for their parameters by now.
+        """Let optimizers step the replacements of their parameters.
 
         Raises:
             ValueError: one has stepped before, or holds parameters on the meta device, which no prepared model has.

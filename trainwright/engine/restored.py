@@ -1,4 +1,4 @@
-"""Restored: what a load gives one rank back, beside what it has put into the modules and optimizers."""
+"""Restored: what a load returns to one rank; modules and optimizers are loaded in place."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from trainwright.rank_zero import rank_zero_info
 
 
 class Restored(NamedTuple):
-    """What a load gives back: the caller's own state, and this rank's generators where the checkpoint has them.
-
-    `rank_state` is all that this rank stored for itself; None where it stored nothing, or the world size was another.
-    `nearest_rank_state` is that, or rank 0's at another world size, for what every rank stores in the same words.
-    """
+    """What a load returns."""
 
     state: dict[str, Any]
+    """The caller's own state."""
     rng: dict[str, Any] | None
+    """The states of this rank's generators, if the checkpoint has them."""
     rank_state: dict[str, Any] | None
+    """What this rank stored for itself; None if nothing, or at another world size."""
     nearest_rank_state: dict[str, Any]
+    """The same, or rank 0's at another world size, for what every rank stores under the same keys."""
 
 
 def restored(
     checkpoint: Checkpoint, state: dict[str, Any], seed: int, rank: int, world_size: int, device: torch.device
 ) -> Restored:
-    """Return what is a rank's own; one that the saved run had not gets generators that are derived from the seed.
+    """Return a rank's part of a checkpoint; a rank that the saved run did not have gets generators derived from the seed.
 
     Raises:
-        CheckpointError: a generator's state is none that it can have.
+        CheckpointError: the state of a generator is missing or malformed.
     """
     own, saved = checkpoint.rank_state(rank), checkpoint.world_size
     rng = own.get("rng") if own is not None else None
     check_generator_states(own, checkpoint.path)
     if rng is not None and not is_generator_state(rng):
         raise CheckpointError(
-            f"{checkpoint.path}: the states of rank {rank}'s generators are not there. Use another checkpoint."
+            f"{checkpoint.path}: the states of rank {rank}'s generators are missing. Use another checkpoint."
         )
     start = (seed, int(checkpoint.header["step"]), rank)
     if saved < world_size:
         rank_zero_info(
-            "%s was saved on %d processes, and this run has %d: the generators of the further ones start from seeds that are "
-            "derived from the run's.",
+            "%s was saved on %d processes, and this run has %d: the generators of the others start from seeds derived from "
+            "the run's.",
             checkpoint.path,
             saved,
             world_size,
@@ -57,16 +57,19 @@ def restored(
     if rng is not None:
         if lost := lost_devices(rng, device):
             warnings.warn(
-                f"{checkpoint.path}: the saved run has drawn on {device.type} device(s) {', '.join(lost)} beside its own. This "
-                f"process computes on {device} and sees {count(device.type)} device(s), so it cannot restore the generators of "
-                "those; that of its own device is restored.",
+                f"{checkpoint.path}: the saved run also drew random numbers on {device.type} device(s) {', '.join(lost)}. This "
+                f"process computes on {device} and sees {count(device.type)} device(s), so it restores only the generator of "
+                "its own device.",
                 stacklevel=2,
             )
         rng = taken_over(rng, device, derive_seed(*start))
-    first = own if saved == world_size else checkpoint.rank_state(0)
-    check_generator_states(first, checkpoint.path)
-    mine = own if saved == world_size else None
-    for number, (key, value) in enumerate((mine or {}).items()):
+    if saved != world_size:
+        first = checkpoint.rank_state(0)
+        check_generator_states(first, checkpoint.path)
+        return Restored(state, rng, None, first or {})
+    nearest = own or {}
+    mine = dict(nearest)
+    for number, (key, value) in enumerate(nearest.items()):
         if is_generator_state(value) and key != "rng":  # of an earlier moment of the run
-            mine = {**(mine or {}), key: taken_over(value, device, derive_seed(*start, number))}
-    return Restored(state, rng, mine, first or {})
+            mine[key] = taken_over(value, device, derive_seed(*start, number))
+    return Restored(state, rng, None if own is None else mine, nearest)

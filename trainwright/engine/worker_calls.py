@@ -1,7 +1,4 @@
-"""Calls in worker processes that are started for them: when a call needs them, and `notebook_launcher`.
-
-What a Trainer sends to its workers and takes back is in trainer/remote_call.py.
-"""
+"""Calls in worker processes that are started for them, and `notebook_launcher`; a Trainer's are in trainer/remote_call.py."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from trainwright.strategies import SPAWNING, Strategy
 
 
 def start_job(num_processes: int, num_nodes: int, strategy: str | Strategy, can_call_workers: bool) -> int:
-    """Replace this process by the launcher, or return how many workers each call has to start.
+    """Replace this process with the launcher, or return how many workers each call has to start.
 
     Raises:
         LaunchError: neither is possible here.
@@ -31,7 +28,7 @@ def start_job(num_processes: int, num_nodes: int, strategy: str | Strategy, can_
 
     reason = f"devices={num_processes}"
     spawns = isinstance(strategy, str) and strategy in SPAWNING
-    if can_call_workers and num_nodes == 1 and (spawns or calls_workers()):  # workers are started on this machine only
+    if can_call_workers and num_nodes == 1 and (spawns or calls_workers()):  # workers are on this machine only
         check_worker_calls(reason)
         return num_processes
     launch(num_processes, num_nodes=num_nodes, reason=reason)
@@ -42,37 +39,38 @@ def call_in_workers(
 ) -> Any:
     """Run `function(folder, **named)` on every rank of a new job, and return rank 0's result: plain data and tensors.
 
-    The workers start with this process's generators and number formats.
+    The workers start with this process's generators, default dtype and matmul precision.
 
     Raises:
-        TypeError: an argument that cannot be copied there, or a result that cannot come back.
+        TypeError: an argument that cannot be copied there, or a result that cannot be returned.
         WorkerFailed, LaunchError: a rank has failed, or the job could not be started.
     """
     from trainwright.launch.notebook import run_in_workers
 
-    plain, tensors = run_in_workers(
-        _begin,
-        {**named, "the called function": function, "settings": _settings(), "asked": asked},
-        num_processes,
-        folder=folder,
-        asked=asked,
-    )
+    settings = {
+        "dtype": torch.get_default_dtype(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "seed": torch.initial_seed(),
+        "rng": {**rng_state(), "device": None},  # each worker computes on its own device
+    }
+    given = {**named, "the called function": function, "settings": settings, "asked": asked}
+    plain, tensors = run_in_workers(_begin, given, num_processes, folder=folder, asked=asked)
     return decode(plain, tensors)
 
 
 def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int | None = None) -> Any:
-    """Run `function(*args)` in each of several new processes and return what it returned on rank 0.
+    """Run `function(*args)` in each of several new processes, and return its result on rank 0.
 
-    For a notebook, a REPL or a test. The function makes its own `Accelerator`, which joins the job. The function and its
-    arguments are copied to fresh processes; changes to the copies stay there.
+    For a notebook, a REPL or a test. The function creates an `Accelerator`, which joins the job. The function and its
+    arguments are copied to the new processes; changes to the copies stay there.
 
     Args:
         function: returns plain data and tensors, or None.
         args: its arguments.
-        num_processes: how many; None is one for each GPU, or one without GPUs. One runs in this process.
+        num_processes: by default one per GPU, or one without GPUs. A single one is this process.
 
     Raises:
-        TypeError: something cannot be copied there or back.
+        TypeError: something cannot be copied to the processes or back.
         WorkerFailed, LaunchError: a rank has failed, or the processes could not be started.
     """
     if not callable(function):
@@ -107,11 +105,11 @@ def _call(folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> 
 
 
 def _begin(folder: Path, settings: dict[str, Any], asked: str, **named: Any) -> Any:
-    """Restore the calling process's settings in a worker, do its work, and return the encoded result on rank 0."""
+    """Restore the calling process's settings in a worker, run the function, and return the encoded result on rank 0."""
     function = named.pop("the called function")
     torch.set_default_dtype(settings["dtype"])
     torch.set_float32_matmul_precision(settings["matmul"])
-    torch.manual_seed(settings["seed"])  # on each device
+    torch.manual_seed(settings["seed"])  # of every device's generator
     set_rng_state(settings["rng"])
     result = function(folder, **named)
     if Environment.detect().rank != 0:
@@ -120,12 +118,3 @@ def _begin(folder: Path, settings: dict[str, Any], asked: str, **named: Any) -> 
         return encode(result, "the result")
     except TypeError as error:
         raise TypeError(f"{asked}: {error} Return these, or write the rest to a file.") from error
-
-
-def _settings() -> dict[str, Any]:
-    return {
-        "dtype": torch.get_default_dtype(),
-        "matmul": torch.get_float32_matmul_precision(),
-        "seed": torch.initial_seed(),
-        "rng": {**rng_state(), "device": None},  # each worker computes on its own device
-    }

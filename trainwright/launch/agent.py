@@ -271,7 +271,7 @@ class JobAgent(LocalElasticAgent):
 
     def _post(self, rank: int, summary: str) -> None:
         self.failures.post(rank, summary)
-        self.failures.mark_printed()  # there is no traceback to wait for
+        self.failures.mark_printed()  # else the ranks would wait for a traceback
 
     def _first_rank(self) -> int:
         return self.rendezvous.first_rank(self.rendezvous.nodes.rank)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.data.transfer import map_tensors
-from trainwright.engine.divided_loss import in_float32
 from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure
+from trainwright.engine.window import in_float32
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Clipping
 from trainwright.trainer.saving import save_waiting

@@ -11,7 +11,7 @@ from trainwright.engine.fused import use_fused
 from trainwright.engine.memory import warn_of_memory
 from trainwright.engine.optimizers import read_optimizers
 from trainwright.engine.prepared import PreparedOptimizer
-from trainwright.engine.replica_settings import warn_of_unlike_settings
+from trainwright.engine.replicas import warn_of_unlike_settings
 from trainwright.module import Module, is_overridden
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Optimization, StepResult

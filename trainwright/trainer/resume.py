@@ -11,7 +11,7 @@ from trainwright.callbacks.base import make_up, note_restored
 from trainwright.checkpoint.reader import Checkpoint
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.engine.engine import OpenCheckpoint
-from trainwright.engine.gradients import hold_gradients
+from trainwright.engine.named_state import hold_gradients
 from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.metrics import merged

@@ -18,7 +18,7 @@ from trainwright.checkpoint.foreign_formats import is_plain
 from trainwright.data.datamodule import DataModule
 from trainwright.devices.abilities import has_pinned_memory
 from trainwright.distributed.failures import is_secondary_failure
-from trainwright.engine.compilation import Compiled, compile_module
+from trainwright.engine.compilation import Compiled
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
@@ -236,7 +236,7 @@ class Run:
             nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         if self.settings.compile:
             options = self.settings.compile if isinstance(self.settings.compile, dict) else {}
-            self.compiled = compile_module(module, options)
+            self.compiled = Compiled(module, options)
             if not self.compiled.modules:
                 rank_zero_warn(
                     f"compile= has nothing to compile: {type(module).__name__} has no submodule with a forward; "

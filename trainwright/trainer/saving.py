@@ -19,8 +19,7 @@ from trainwright.checkpoint.shards import check_storable
 from trainwright.data.datamodule import DataModule
 from trainwright.data.loader_state import LoaderState
 from trainwright.data.seeding import rng_state
-from trainwright.engine.gradients import held_gradients
-from trainwright.engine.named_state import model_pieces
+from trainwright.engine.named_state import held_gradients, model_pieces
 from trainwright.errors import CheckpointError
 from trainwright.hyperparameters import HyperParameters, hyper_parameter_entries
 from trainwright.module import Module, is_overridden

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import trainwright as tw
-from trainwright.engine.between_ranks import portion
+from trainwright.engine.gathering import portion
 
 SENT = {
     "text": "ü",
@@ -116,7 +116,9 @@ def late_and_foreign(accelerator: tw.Accelerator) -> dict[str, Any]:
     found["average"] = average(torch.ones(1, 3)).item() == model(torch.ones(1, 3)).item()
     if ranks > 1:
         foreign = {"params": [torch.nn.Parameter(torch.ones(1))]}
-        with pytest.raises(ValueError, match="has parameters of no prepared model, which 2 ranks would train apart"):
+        with pytest.raises(
+            ValueError, match="has parameters of no prepared model, which each of the 2 ranks would train"
+        ):
             optimizer.add_param_group(foreign)
     return found
 

@@ -1,4 +1,4 @@
-"""Ranks whose models differ are told so, on every rank alike, before anything of the weights is sent."""
+"""Ranks whose models differ are named in an error on every rank, before any weights are sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from small import ACCELERATOR, ON_HOST, QUIET, Classifier, make_loader, make_net
 from torch import nn
 
 import trainwright as tw
-from trainwright.engine.model_layout import layout_of
+from trainwright.engine.replicas import layout_of
 
 
 class Other(Classifier):
@@ -61,8 +61,8 @@ TOLD = {
     "name": "rank 0 has 'extra.weight', .* rank 1 has 'more.weight', ",
     "dtype": "where rank 1 has 'extra.weight', a parameter of shape (3, 3) and torch.float64",
     "frozen": "where rank 1 has 'extra.bias', a parameter of shape (3,) and torch.float32, frozen",
-    "buffer": "rank 0 has no more where rank 1 has 'mask', a buffer of shape (2,)",
-    "length": "rank 0 has no more where rank 1 has 'one_more.weight', a parameter of shape (1, 1)",
+    "buffer": "rank 0 has nothing more where rank 1 has 'mask', a buffer of shape (2,)",
+    "length": "rank 0 has nothing more where rank 1 has 'one_more.weight', a parameter of shape (1, 1)",
 }
 
 
@@ -117,15 +117,15 @@ def test_different_models_are_named_and_hang_nobody(tmp_path: Path) -> None:
     )
     for respect, text in TOLD.items():
         said = zero["told"][respect]
-        assert said.startswith("the Other of rank 1 is another one than rank 0's: ")
+        assert said.startswith("rank 1 built a different Other than rank 0: ")
         for part in text.split(".*"):
             assert part in said
-    assert zero["told"]["frozen later"].startswith("6 the FreezesAlone of rank 1 is another one than rank 0's: ")
+    assert zero["told"]["frozen later"].startswith("6 rank 1 built a different FreezesAlone than rank 0: ")
     assert (
         "rank 1 has 'net.0.weight', a parameter of shape (13, 8) and torch.float32, frozen"
         in zero["told"]["frozen later"]
     )
-    assert "Every rank has to make the same model" in zero["told"]["accelerator"]
+    assert "Build the same model on every rank" in zero["told"]["accelerator"]
     assert zero["seconds"] < deadline(60.0)
     assert zero["steps"] == one["steps"] == 6
 

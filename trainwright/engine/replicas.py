@@ -1,0 +1,128 @@
+"""Replicas: what must be the same on every rank of a job: the model's layout, and settings that no collective compares.
+
+Compared over the key-value store. Layouts come before the first collective on weights, where tensors that differ would hang or
+be read as one another. A setting that a script draws by chance on each rank lets the replicas drift apart unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from trainwright.compiled_names import clean_name
+from trainwright.distributed.ranks import Ranks
+from trainwright.rank_zero import rank_zero_warn
+
+Row = tuple[str, str]
+"""A tensor's name, and its description for the comparison."""
+Settings = dict[str, str]
+"""Values as text, by what they are."""
+SHOWN = 5
+"""How many settings an error names."""
+ADVICE = (
+    "A setting that each rank chooses by itself (by chance, by the clock, by a study) has to be the same on all: choose it "
+    "after tw.seed_everything, hand rank 0's to the others with trainer.engine.broadcast, or pass it on the command line."
+)
+
+
+def refuse_unlike_models(module: nn.Module, ranks: Ranks) -> None:
+    """Refuse a model that is not the same on every rank (ValueError, on every rank). Collective."""
+    layouts: list[list[Row]] = (
+        [] if ranks.world_size == 1 else ranks.differing(layout_of(module), "comparing the models")
+    )
+    if not layouts:
+        return
+    rank = next(rank for rank, layout in enumerate(layouts) if layout != layouts[0])
+    pairs = zip_longest(layouts[0], layouts[rank])
+    here, there = (
+        "nothing more" if row is None else f"{row[0]!r}, a {row[1]}" for row in next((a, b) for a, b in pairs if a != b)
+    )
+    raise ValueError(
+        f"rank {rank} built a different {type(module).__name__} than rank 0: rank 0 has {here} where rank {rank} has {there}. "
+        "Build the same model on every rank (the weights may differ): do not branch on the rank, and freeze the same "
+        "parameters everywhere."
+    )
+
+
+def layout_of(module: nn.Module) -> list[Row]:
+    """Return the parameters, then the buffers, in the module's order."""
+
+    def described(tensor: Tensor, kind: str) -> str:
+        shape = "of a shape not known yet" if is_lazy(tensor) else f"of shape {tuple(tensor.shape)}"
+        frozen = ", frozen" if kind == "parameter" and not tensor.requires_grad else ""
+        return f"{kind} {shape} and {tensor.dtype}{frozen}"
+
+    rows = [(clean_name(name), described(each, "parameter")) for name, each in module.named_parameters()]
+    return rows + [(clean_name(name), described(each, "buffer")) for name, each in module.named_buffers()]
+
+
+def refuse_unlike_optimizers(optimizers: Sequence[Optimizer], ranks: Ranks) -> None:
+    """Refuse optimizers whose kinds or options differ across ranks (ValueError, on every rank). Collective."""
+    if unlike := _unlike(_optimizer_settings(optimizers), ranks):
+        raise ValueError(f"the optimizers of the ranks differ, and so would their weights: {_listed(unlike)}. {ADVICE}")
+
+
+def warn_of_unlike_settings(module: nn.Module, hyper_parameters: Mapping[str, Any], ranks: Ranks) -> None:
+    """Warn if hyper-parameters, or numbers among a module's attributes, differ across ranks. Collective."""
+    settings = {
+        f"hyper-parameter {name!r}": repr(value) for name, value in hyper_parameters.items() if _is_plain(value)
+    }
+    unlike = _unlike(settings | _attribute_settings(module), ranks)
+    # A module that keeps its rank's number does so on purpose.
+    numbers = [str(rank) for rank in range(ranks.world_size)]
+    unlike = {name: values for name, values in unlike.items() if values != numbers}
+    if unlike:
+        rank_zero_warn(f"the ranks train modules of different settings: {_listed(unlike)}. {ADVICE}", stacklevel=2)
+
+
+def _optimizer_settings(optimizers: Iterable[Optimizer]) -> Settings:
+    settings: Settings = {}
+    for number, optimizer in enumerate(optimizers):
+        where = f"optimizer {number}"
+        settings[where] = type(optimizer).__name__
+        for index, group in enumerate(optimizer.param_groups):
+            settings[f"the number of parameters in group {index} of {where}"] = str(len(group["params"]))
+            for name, value in group.items():
+                # A rate may be a tensor, for torch.compile.
+                plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+                if name != "params" and _is_plain(plain):
+                    settings[f"{name} of group {index} of {where}"] = repr(plain)
+    return settings
+
+
+def _attribute_settings(module: nn.Module) -> Settings:
+    return {
+        f"attribute {f'{path}.{name}'.lstrip('.')!r}": repr(value)
+        for path, child in module.named_modules()
+        for name, value in vars(child).items()
+        if type(value) in (bool, int, float) and not name.startswith("_")
+    }
+
+
+def _unlike(settings: Settings, ranks: Ranks) -> dict[str, list[str]]:
+    """Return the settings that differ across ranks, each with its values by rank."""
+    by_rank: list[Settings] = ranks.differing(settings, "comparing settings")
+    names = dict.fromkeys(name for each in by_rank for name in each)
+    values = {name: [each.get(name, "nothing") for each in by_rank] for name in names}
+    return {name: each for name, each in values.items() if len(set(each)) > 1}
+
+
+def _listed(unlike: dict[str, list[str]]) -> str:
+    texts = []
+    for name, values in list(unlike.items())[:SHOWN]:
+        rank = next(rank for rank, value in enumerate(values) if value != values[0])
+        texts.append(f"{name} is {values[0]} on rank 0 and {values[rank]} on rank {rank}")
+    return "; ".join(texts) + (f", and {len(unlike) - SHOWN} more" if len(unlike) > SHOWN else "")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(each) for each in value)
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_plain(each) for name, each in value.items())
+    return value is None or type(value) in (bool, int, float, str)
