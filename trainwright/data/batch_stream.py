@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from trainwright.data.seeding import IsolatedGenerators, derive_seed
+from trainwright.data.seeding import IsolatedGenerators, derive_seed, read_isolated
 from trainwright.data.source_state import SourceState, SourceStates
-from trainwright.data.stateful_reader import END, StateRejected
+from trainwright.data.stateful_reader import END, ReaderState, StateRejected
 from trainwright.data.stream_shard import Mode, StreamPosition, StreamShard
 from trainwright.data.workers import SeededIterable
 
@@ -150,7 +150,11 @@ class BatchStream(StreamShard):
         isolated = IsolatedGenerators(seed) if self._draws else None
         if self.states is not None:
             self.states.read_with(isolated)
-        return begin() if isolated is None else _read_isolated(isolated, begin)
+        if isolated is None:
+            return begin()
+        with isolated.active():
+            batches = begin()
+        return read_isolated(batches, repeat(isolated))
 
     def _resume(self, states: SourceStates, state: SourceState | None, position: StreamPosition | None) -> None:
         """Let the source resume from a state that fits: one within this pass, or at its start what the last epoch left."""
@@ -165,20 +169,23 @@ class BatchStream(StreamShard):
         if state is not None and is_at_start:
             states.begin_after(state)
             return
-        if state is not None and (position is None or state["passes"] != self.start_pass):
-            state = None
-        elif state is not None and position is not None and state["items"]:
-            self._from = state = self._fitted_state(state, position)
+        readers: dict[int, ReaderState] = {}
+        if state is not None and position is not None and state["passes"] == self.start_pass:
+            if state["items"]:
+                self._from = self._fitted_state(state, position)
+            else:
+                readers = state["readers"]
         if self._from is not None:
             states.begin_within(self._from)
         else:
-            states.begin_pass(self.start_pass, {} if state is None else state["readers"])
+            states.begin_pass(self.start_pass, readers)
 
     def _fitted_state(self, state: SourceState, position: StreamPosition) -> SourceState | None:
         """Return a state with its batches counted in those of now; None if that is not a whole number."""
         since, size, was = position["items"] - state["items"], self.item_size, position["size"]
         if not size or not was or size == was:
             return state
+        # The fingerprint goes: the next batch has another size now.
         since, rest = divmod(since * was, size)
         return None if rest else {**state, "items": self.start_item - since, "following": None}
 
@@ -220,17 +227,6 @@ class BatchStream(StreamShard):
 def _cause(error: StateRejected) -> str:
     """Return what went wrong; a worker's error comes after the worker's traceback."""
     return str(error).strip().splitlines()[-1].rpartition("StateRejected: ")[2]
-
-
-def _read_isolated(isolated: IsolatedGenerators, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    with isolated.active():
-        batches = begin()
-    while True:
-        with isolated.active():
-            batch = next(batches, END)
-        if batch is END:
-            return
-        yield batch
 
 
 def count_samples(batch: Any) -> int | None:

@@ -46,6 +46,7 @@ class CombinedLoader:
             raise ValueError(f"mode={mode!r} is unknown; choose from {', '.join(COMBINATIONS)}.")
         self.iterables, self.mode = iterables, mode
         self._is_collection = isinstance(iterables, (Mapping, list, tuple))
+        # Found once, because looking for inner collections again at each batch would be slow.
         self._is_flat = self._is_collection and not any(map(is_collection, _values(iterables)))
         named = list(leaves(iterables)) if self._is_collection else [("", iterables)]
         if not named:

@@ -1,7 +1,4 @@
-"""Generator states from a checkpoint, checked before they are set: torch and numpy do not check everything themselves.
-
-A position of numpy's generator beyond its key, for example, kills the process at the next draw.
-"""
+"""Generator states from a checkpoint, checked before they are set: torch and numpy do not check everything themselves."""
 
 from __future__ import annotations
 
@@ -59,6 +56,7 @@ def _check_numpy(state: Any) -> None:
     if isinstance(state, Mapping):
         raise TypeError("a dict, where a tuple was stored")
     kind, key, position, has_gauss, gauss = state
+    # Checked by hand: numpy's set_state takes any position, and reads beyond the key at the next draw.
     if kind != "MT19937":
         raise ValueError(f"of the kind {kind!r}")
     if getattr(key, "shape", None) != (KEY_LENGTH,) or str(key.dtype) != "uint32":

@@ -25,7 +25,7 @@ from trainwright.data.batch_stream import BatchStream
 from trainwright.data.epoch_listeners import set_epoch_of_parts
 from trainwright.data.index_stream import IndexStream, in_dataset_order
 from trainwright.data.loader_state import StatefulLoader
-from trainwright.data.seeding import IsolatedGenerators, derive_seed
+from trainwright.data.seeding import IsolatedGenerators, derive_seed, read_isolated
 from trainwright.data.source_state import SourceState, SourceStates
 from trainwright.data.stateful_iterable import StatefulCollate, StatefulIterable, StatefulWorkerStart, is_stateful
 from trainwright.data.stateful_reader import END
@@ -201,7 +201,13 @@ class ShardedLoader(StatefulLoader):
     def batches(self) -> Iterator[Any]:
         if self.stream is None:
             return self.shard.items()
-        return self._isolated(self.stream) if self._isolates_draws else iter(self._source)
+        batches = iter(self._source)
+        if not self._isolates_draws:
+            return batches
+        seeds = map(
+            self.stream.batch_seed, count(self.stream.start_batch)
+        )  # so each batch draws the same as in a worker
+        return read_isolated(batches, map(IsolatedGenerators, seeds))
 
     def read_ahead(self) -> None:
         """Expect that a batch is read before the previous one is done, so that its draws must not come in between."""
@@ -211,15 +217,6 @@ class ShardedLoader(StatefulLoader):
     def _isolates_draws(self) -> bool:
         """Return whether batches draw from isolated generators: this process fetches them, ahead of the training's draws."""
         return self.stream is not None and self._is_read_ahead and not self.stream.gives_seeds
-
-    def _isolated(self, stream: IndexStream) -> Iterator[Any]:
-        batches = iter(self._source)
-        for number in count(stream.start_batch):
-            with IsolatedGenerators(stream.batch_seed(number)).active():
-                batch = next(batches, END)
-            if batch is END:
-                return
-            yield batch
 
     def positions(self, batch: int) -> list[StreamPosition]:
         return [self.shard.position(batch)]

@@ -11,7 +11,7 @@ import itertools
 import logging
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,6 +120,17 @@ class IsolatedGenerators:
         finally:
             self.state = host_state()
             set_host_state(outside)
+
+
+def read_isolated(items: Iterator[Any], generators: Iterable[IsolatedGenerators]) -> Iterator[Any]:
+    """Yield the items, each read with the next of the generators active."""
+    for each in generators:
+        with each.active():
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
 
 
 def seed_generators(seed: int) -> None:

@@ -24,16 +24,17 @@ NO_STEP_OF_TASKS = ("4294967290", "4294967291", "4294967292", "4294967293", "429
 
 @dataclass(frozen=True)
 class Task:
-    """Which process of a job this is, as the cluster's launcher says."""
+    """Which process of a job this is."""
 
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    node_rank: int
-    num_nodes: int
-    main_address: str
-    main_port: int
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    """How many machines the job has; they need not run equally many processes."""
+    main_address: str | None = None
+    main_port: int | None = None
 
 
 def read_number(variables: Variables, name: str, starter: str) -> int:
@@ -135,6 +136,7 @@ def _read_mpi(variables: Variables, names: tuple[str, ...]) -> Task | None:
             "unset these variables to run as one process."
         )
     num_nodes = world_size // local_size
+    # Consistent with ranks dealt out node by node (by_slot), or one to each node in turn (by_node).
     by_slot, by_node = rank % local_size == local_rank, rank // num_nodes == local_rank
     if world_size % local_size or not (by_slot or by_node):
         raise ValueError(

@@ -12,7 +12,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from trainwright.distributed.clusters import read_number, read_open_mpi, read_pmi, read_slurm, read_slurm_job, requeue
+from trainwright.distributed.clusters import (
+    Task,
+    read_number,
+    read_open_mpi,
+    read_pmi,
+    read_slurm,
+    read_slurm_job,
+    requeue,
+)
 from trainwright.distributed.network import LOOPBACK, interface_towards, loopback_interface
 
 JOB_VARIABLE = "TRAINWRIGHT_JOB"
@@ -20,20 +28,11 @@ JOB_VARIABLE = "TRAINWRIGHT_JOB"
 
 
 @dataclass(frozen=True)
-class Environment:
-    """Which process of which job this is."""
+class Environment(Task):
+    """Which process of which job this is, what started it, and what the launcher passed on."""
 
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    node_rank: int = 0
-    num_nodes: int = 1
-    """How many machines the job has; they need not run equally many processes."""
     launched_by: str = "single"
     """What started this process: "single" (no launcher), "trainwright" (our launcher), "torchrun", "slurm" or "mpi"."""
-    main_address: str | None = None
-    main_port: int | None = None
     has_agent_store: bool = False
     """Whether the launcher's agent holds the store; if not, rank 0 holds it."""
     restart_count: int = 0

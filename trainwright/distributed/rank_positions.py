@@ -41,6 +41,7 @@ class RankPositions:
     def located_by(self, locate: Locate) -> Iterator[None]:
         """Take positions from a run during the block. Enter it on every rank; an inner run replaces the outer one."""
         outer = self._locate
+        # Counted on entering and on leaving, so that a rank that has left a run is further on than one that is still in it.
         with self._lock:
             self._runs, self._locate = self._runs + 1, locate
         try:

@@ -94,6 +94,7 @@ class Ranks:
         try:
             payload = b"+" + _pack(work() if work else None)
         except Exception as error:
+            # Posted rather than raised here: the other ranks wait for this rank's payload.
             cause = error
             payload = b"-" + (describe or _describe)(error).encode(errors="backslashreplace")
         replies = self._exchange(payload, call)
