@@ -126,18 +126,8 @@ class Run:
         previous: Run | None,
         state: TrainerState | None = None,
     ) -> None:
-        self.trainer, self.settings, self.engine, self.profiler = (
-            parts.trainer,
-            parts.settings,
-            parts.engine,
-            parts.profiler,
-        )
-        self.callbacks, self.loggers, self.in_order, self.root = (
-            parts.callbacks,
-            parts.loggers,
-            parts.in_order,
-            parts.root,
-        )
+        self.trainer, self.settings, self.engine, self.callbacks = parts[:4]
+        self.loggers, self.profiler, self.in_order, self.root = parts[4:]
         self.call, self.module, self.datamodule, self.choice = call, module, datamodule, choice
         self.stage: str | None = None
         """The call while it runs, else None."""
@@ -159,12 +149,12 @@ class Run:
     def _make_stop(self) -> Stop:
         first = self.checkpoint_callbacks[:1]
         return Stop(
-            self.engine, self.settings, self.state, self._save_stop, lambda: any(each.keeps_any for each in first)
+            self.engine,
+            self.settings,
+            self.state,
+            save=lambda name: "".join(each.save_stop(self.trainer, name) for each in first),
+            keeps_any=lambda: any(each.keeps_any for each in first),
         )
-
-    def _save_stop(self, name: str) -> str:
-        callback = next(iter(self.checkpoint_callbacks), None)
-        return "" if callback is None else callback.save_stop(self.trainer, name)
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:

@@ -81,6 +81,11 @@ class TrainingRun(Run):
         self.waiting_saves: list[tuple[str, bool, bool, bool]] = []
         """Checkpoints requested within a window or an epoch's end, to be written after it: path, weights_only, blocking and
         overwrite."""
+        self.close_at_end(self._drop_batches)
+
+    def _drop_batches(self) -> None:
+        """Free what holds a batch: the Trainer keeps this run until its next one."""
+        self.pulled = self.uneven_round = None
 
     def prepare(self, arguments: StepArguments, optimization: Optimization, own: dict[str, Any]) -> None:
         """Take what the strategy has made of the settings, and how training_step is called.
