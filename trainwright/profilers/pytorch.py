@@ -140,10 +140,10 @@ class PyTorchProfiler(Profiler):
         self._recorder = recorder
 
     def _advance(self, recorder: profile) -> None:
-        """Advance the schedule by a batch; stop a recorder that fails in between.
+        """Advance the schedule by a batch.
 
-        After a failure it may report a state that it never entered, and torch crashes when such a recorder is left. So this
-        ends what was started.
+        A recorder that fails in between may report a state that it never entered, and torch crashes when such a recorder is
+        left. So a failure ends what was started.
         """
         before = recorder.current_action
         try:
