@@ -82,8 +82,7 @@ class PyTorchProfiler(Profiler):
         self._ranges: dict[str, list[Any]] = {}
         self._handles: list[Any] = []
         self._averages: EventList | None = None
-        self._batches = 0
-        self._recordings = 0
+        self._batches = self._recordings = 0
         self._has_ended = False
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | os.PathLike[str] | None = None) -> None:
