@@ -17,9 +17,9 @@ class Logger:
     Calls from user code on other ranks have to do nothing.
 
     A remote logger resumes its run with three methods. `state_dict` returns the remote run's id and the step up to which rows
-    have arrived; with an empty state the next run is a new one. `load_state_dict` keeps what the checkpoint has of the logger of
-    the same class (of several, in order). `start` then opens the run of that id, on the rank that writes. The resumed run logs
-    the rows after that step again: overwrite them, or skip them. Without a `log_dir`, checkpoints go to default_root_dir.
+    have arrived; with an empty state the next run is a new one. `load_state_dict` keeps the state of the logger of the same
+    class (of several, in order). `start` then opens the run of that id, on the rank that writes. The resumed run logs the rows
+    after that step again: overwrite them, or skip them. Without a `log_dir`, checkpoints go to default_root_dir.
     """
 
     log_dir: str | None = None
