@@ -16,7 +16,7 @@ from jobs import run_alone, run_job
 
 from trainwright.strategies.base import Optimization
 from trainwright.strategies.deepspeed import DeepSpeedStrategy
-from trainwright.strategies.deepspeed_package import _accelerator, _keep_to_current_device, import_deepspeed
+from trainwright.strategies.deepspeed_engine import _accelerator, _keep_to_current_device, import_deepspeed
 from trainwright.strategies.zero_optimizer import Part
 
 TOLD = "the DeepSpeed config says {}: the config's is used."

@@ -24,7 +24,7 @@ from trainwright.precision import resolve_precision
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.precision.fast_path import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies import deepspeed_config, zero_cleanup, zero_gradients, zero_state
+from trainwright.strategies import deepspeed_config, zero_cleanup, zero_state
 from trainwright.strategies.base import (
     Clipping,
     Optimization,
@@ -32,11 +32,11 @@ from trainwright.strategies.base import (
     Strategy,
     broadcast_tensors,
     call_step,
+    parameters_of,
     refuse_unreplicable,
     trained,
 )
-from trainwright.strategies.deepspeed_engine import make_engine, refuse_other_dtype, scale_losses
-from trainwright.strategies.deepspeed_package import check_supported
+from trainwright.strategies.deepspeed_engine import check_supported, make_engine, refuse_other_dtype, scale_losses
 from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.state_entries import state_tensors
@@ -104,11 +104,9 @@ class DeepSpeedStrategy(Strategy):
                 f"stage={self.stage!r} is not accepted; choose from 1, 2 and 3 (ddp is what stage 0 would be)."
             )
         if offload_parameters and self.stage != 3:
-            raise ValueError(
-                f"offload_parameters=True needs stage 3, which shards them, and this is stage {self.stage}."
-            )
+            raise ValueError(f"offload_parameters=True needs stage 3, which shards them, not stage {self.stage}.")
         deepspeed_config.refuse_other_steppers({**zero, **self.own_config.get("zero_optimization", {})})
-        self._asked_precision = deepspeed_config.low_precision(self.own_config)
+        self._configured_precision = deepspeed_config.low_precision(self.own_config)
         self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
         self.zero = zero
         self.forward_is_collective = self.stage == 3
@@ -148,11 +146,9 @@ class DeepSpeedStrategy(Strategy):
         self.precision = ZeroPrecision(inner, self._scalers)
 
     def _inner_precision(self, device_type: str, precision: Precision) -> Precision:
-        """Return the precision, or the one that the config enables where that computes in another dtype."""
-        if self._asked_precision is None:
-            return precision
-        asked = resolve_precision(self._asked_precision, device_type)
-        return precision if precision.compute_dtype == asked.compute_dtype else asked
+        """Return the precision, or the config's if that computes in another dtype."""
+        configured = resolve_precision(self._configured_precision or precision, device_type)
+        return precision if precision.compute_dtype == configured.compute_dtype else configured
 
     def _scalers(self) -> list[Any]:
         return [engine.optimizer.loss_scaler for engine in self._engines.values()]
@@ -162,8 +158,8 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def _offloads(self) -> bool:
-        asked = self.own_config.get("zero_optimization", {}).get("offload_optimizer", {})
-        return (self.offload_optimizer and self.device.type != "cpu") or asked.get("device", "none") != "none"
+        configured = self.own_config.get("zero_optimization", {}).get("offload_optimizer", {})
+        return (self.offload_optimizer and self.device.type != "cpu") or configured.get("device", "none") != "none"
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         refuse_unreplicable(module, self.name, optimization if self.world_size > 1 else None)
@@ -201,11 +197,14 @@ class DeepSpeedStrategy(Strategy):
             )
         for optimizer in (each for each in optimizers if each not in self._engines):
             self._refuse_optimizer(optimizer)
-            own = {p for group in optimizer.param_groups for p in group["params"]}
+            own: set[Tensor] = set(parameters_of(optimizer))
             owners = [module for module in modules if not own.isdisjoint(module.parameters())]
             master = MasterOptimizer(optimizer)
-            engine = self._initialize(self._part(optimizer, own, owners, len(optimizers)), master)
-            self._take(master, engine, owners)
+            part = Part(owners)
+            if self.stage == 3 and len(optimizers) > 1:
+                persistent = self._config()["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
+                part = part_of(optimizer, own, owners, persistent)
+            self._take(master, self._initialize(part, master), owners)
         return list(self._engines)
 
     def _refuse_optimizer(self, optimizer: Optimizer) -> None:
@@ -217,13 +216,6 @@ class DeepSpeedStrategy(Strategy):
             if self.own_config.get("zero_allow_untested_optimizer") is not True:
                 raise
             rank_zero_warn(f"the DeepSpeed config says zero_allow_untested_optimizer=True, so it is taken: {error}")
-
-    def _part(self, optimizer: Optimizer, own: set[Tensor], owners: list[nn.Module], num_optimizers: int) -> Part:
-        """Return the part of the modules that an optimizer's engine owns."""
-        if self.stage < 3 or num_optimizers == 1:
-            return Part(owners)
-        least = self._config()["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
-        return part_of(optimizer, own, owners, least)
 
     def _make_optimizer(self, modules: Sequence[nn.Module]) -> Optimizer:
         """Return the optimizer of the config's "optimizer" section, for all trained parameters."""
@@ -257,7 +249,7 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def _initialize(self, part: Part, optimizer: MasterOptimizer | None, trained: Any = None) -> Any:
-        self._added.append(zero_cleanup.AddedAttributes(list(part.members)))
+        self._added.append(zero_cleanup.AddedAttributes(part.members))
         with self._added[-1]:
             config = self._config(part.parameters())
             engine = make_engine(part, optimizer, trained, config, self.device, self._refuse_optimizer)
@@ -266,16 +258,12 @@ class DeepSpeedStrategy(Strategy):
             scale_losses(engine)
         return engine
 
-    def _taken(self, optimizer: Optimizer) -> ZeroOptimizer:
-        assert isinstance(optimizer, ZeroOptimizer)
-        return optimizer
-
     def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
         """Raise RuntimeError if what is trained has changed, because DeepSpeed's buffers are fixed."""
         for module in modules:
             self.buffers.track(module)
-            now = trained(module)
-            if changed := sorted(set(now) ^ set(self._trained.get(module, now))):
+            names = trained(module)
+            if changed := sorted(set(names) ^ set(self._trained.get(module, names))):
                 raise RuntimeError(
                     f"{changed[0]!r} of {type(module).__name__} was frozen or unfrozen after its optimizer was prepared, which "
                     "DeepSpeed cannot follow. Freeze before fit and resume from a checkpoint in a second fit, or choose 'ddp'."
@@ -301,21 +289,20 @@ class DeepSpeedStrategy(Strategy):
             loss = engine.scale(loss)
         super().backward(loss, send, **options)
         for engine in self._engines.values():
-            # The gradient hooks of engines that this loss reached have run their epilogue; reset the other engines' depth,
-            # or their next backward would count as nested.
+            # Engines that this loss reached have run their epilogue; without this the others would take their next backward
+            # for a nested one.
             engine.optimizer._backward_hook_state.backward_active_depth = 0
-        self.buffers.end_backward()
 
     def finalize_gradients(self, optimizer: Optimizer) -> None:
         if not self._offloads:  # offloaded gradients are reduced in DeepSpeed's step alone
-            zero_gradients.finalize(self._taken(optimizer).engine, self.stage)
+            zero_state.finalize_gradients(_prepared(optimizer).engine, self.stage)
 
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
     ) -> StepResult:
-        facade = self._taken(optimizer)
+        facade = _prepared(optimizer)
         engine, master, zero = facade.engine, facade.master, facade.engine.optimizer
-        zero_gradients.fill_missing_gradients(zero, self.stage)
+        zero_state.fill_missing_gradients(zero, self.stage)
         self._write_back.run()
         zero.clip_grad = 0.0
         if clipping is not None:
@@ -334,7 +321,7 @@ class DeepSpeedStrategy(Strategy):
         return StepResult(norm, bool(zero.overflow))
 
     def clip_gradients(self, optimizer: Optimizer, clipping: Clipping) -> Tensor | None:
-        facade, (norm, value, scale) = self._taken(optimizer), clipping
+        facade, (norm, value, scale) = _prepared(optimizer), clipping
         self.finalize(facade)
         if self._offloads and norm is None:
             facade.master.defer_clipping(value, scale)
@@ -344,21 +331,21 @@ class DeepSpeedStrategy(Strategy):
                 "under offloading DeepSpeed keeps gradients where their norm is not known before its step; clip by the "
                 "Trainer's gradient_clip_val, or do not offload."
             )
-        mine = zero_gradients.own_gradients(facade.engine)
+        mine = zero_state.own_gradients(facade.engine)
         loss_scale = float(facade.engine.optimizer.loss_scale)
-        zero_gradients.clip_by_value(mine, value, scale, loss_scale)
-        return None if norm is None else zero_gradients.clip_by_norm(mine, norm, loss_scale, self.device)
+        zero_state.clip_by_value(mine, value, scale, loss_scale)
+        return None if norm is None else zero_state.clip_by_norm(mine, norm, loss_scale, self.device)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
         self._write_back.run()
-        update_masters(shard for shares in self._left.values() for shard in shares)
-        shares = {shard.parameter: shard for engine in self._engines.values() for shard in self._shares(engine)}
+        update_masters(shard for shards in self._left.values() for shard in shards)
+        shards = {shard.parameter: shard for engine in self._engines.values() for shard in self._shards(engine)}
         pieces = []
         for name, value in state_tensors(module):
-            if value in shares:
-                shard = shares[value]
+            if value in shards:
+                shard = shards[value]
                 part = shard.flat.detach().narrow(0, shard.offset, shard.numel)
                 pieces.append(Piece(clean_name(name), shard.shape, shard.start, part, self.rank))
             elif hasattr(value, "ds_tensor"):  # not trained, so its partition counts, not a float32 master
@@ -369,20 +356,20 @@ class DeepSpeedStrategy(Strategy):
         return pieces
 
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
-        return list(zero_state.optimizer_pieces(self._taken(optimizer).master, names, self.rank))
+        return list(zero_state.optimizer_pieces(_prepared(optimizer).master, names, self.rank))
 
     def allocate_optimizer_state(
         self, optimizer: Optimizer, names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry]
     ) -> None:
-        zero_state.allocate(self._taken(optimizer).master, names, entries)
+        zero_state.allocate(_prepared(optimizer).master, names, entries)
 
     def _local_parameters(self, optimizer: Optimizer) -> Iterable[Tensor]:
-        return self._taken(optimizer).master.views
+        return _prepared(optimizer).master.views
 
     def after_load(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
     ) -> None:
-        stepped = {shard.parameter for engine in self._engines.values() for shard in self._shares(engine)}
+        stepped = {shard.parameter for engine in self._engines.values() for shard in self._shards(engine)}
         for facade in self._engines:
             zero_state.place_plain(facade.master)
         with paused():
@@ -398,14 +385,14 @@ class DeepSpeedStrategy(Strategy):
         schedulers = [engine.lr_scheduler for engine in self._engines.values()]
         return {"lr_schedulers": [None if each is None else each.state_dict() for each in schedulers]}
 
-    def _shares(self, engine: Any) -> Iterable[Shard]:
+    def _shards(self, engine: Any) -> Iterable[Shard]:
         left = self._left.get(engine)
         return zero_state.shards_of(engine.optimizer, self.stage, self.rank) if left is None else left
 
     def after_run(self) -> None:
         self._write_back.run(refuses=sys.exc_info()[0] is None)
         if self.stage < 3:  # a module of stage 3 can still be called, and its engine gathers it
-            self._left = {engine: list(self._shares(engine)) for engine in self._engines.values()}
+            self._left = {engine: list(self._shards(engine)) for engine in self._engines.values()}
             self._detach()
         else:
             zero_cleanup.end_training(self._parts.values())
@@ -426,3 +413,8 @@ class DeepSpeedStrategy(Strategy):
         super().close()
         for each in (self._engines, self._left, self._trained):
             each.clear()
+
+
+def _prepared(optimizer: Optimizer) -> ZeroOptimizer:
+    assert isinstance(optimizer, ZeroOptimizer)
+    return optimizer

@@ -90,7 +90,7 @@ def _gather_into(part: Any, whole: Tensor, gathered: Tensor) -> None:
 
 
 def _own_rows(part: Any, whole: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
-    """Return this rank's rows of a parameter, in its shard and in the gathered whole, without the padding."""
+    """Return this rank's rows of a parameter, in its shard and in the gathered whole, without padding."""
     rank, numel = part.mesh_info.shard_mesh_rank, part.sharded_param._local_tensor.numel()
     mine = whole.detach().reshape(-1).narrow(0, shard.numel() * rank if numel else 0, numel)
     return shard.narrow(0, 0, numel), mine
