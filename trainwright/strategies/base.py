@@ -34,10 +34,9 @@ UNSAVED_KEYS = frozenset({"params", "param_names", "fused", "foreach", "capturab
 
 @dataclass(frozen=True)
 class Optimization:
-    """How the model will be optimized.
+    """How the model will be optimized: by the framework (`automatic`) or in training_step.
 
-    `automatic` is False if training_step runs backward and steps itself; `clip_norm` and `clip_value` are the gradient limits
-    of automatic optimization (None: unlimited); `accumulate` is the usual number of batches per step.
+    `clip_norm` and `clip_value` limit gradients (None: not at all); `accumulate` is the usual number of batches per step.
     """
 
     automatic: bool = True
@@ -130,13 +129,8 @@ class Strategy:
         self.finalized: dict[Optimizer, bool] = {}
         """Optimizers with finalized gradients that wait for a step; False once a further backward has added to them."""
 
-    # -- before a run ------------------------------------------------------------------------------------------------
-
     def connect(self, rank: int, world_size: int, device: torch.device, precision: Precision) -> None:
-        """Set this process's rank and device; the process group is open by now.
-
-        An engine that scales losses itself (DeepSpeed) replaces the given precision: read `self.precision` afterwards.
-        """
+        """Set this process's rank and device; an engine that scales losses itself replaces the given precision."""
         self.rank, self.world_size, self.device, self.precision = rank, world_size, device, precision
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
@@ -161,11 +155,7 @@ class Strategy:
         self.move_to_device(module)
 
     def move_to_device(self, module: nn.Module) -> None:
-        """Move a module to the device, and initialise its meta tensors.
-
-        Raises:
-            ValueError: another strategy's engine has sharded it, or a meta tensor cannot be initialised.
-        """
+        """Move a module to the device, and initialise its meta tensors."""
         refuse_sharded(module, self.name)
         if materialize(module):
             self.precision.convert_module(module)  # again, for what had no values the first time
@@ -191,8 +181,6 @@ class Strategy:
         Collective if they changed: freeze and unfreeze the same parameters on every rank.
         """
 
-    # -- a step ------------------------------------------------------------------------------------------------------
-
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a named step of the module (or its "forward") through the wrapper and in the precision's context."""
         with self.precision.forward_context() or nullcontext():
@@ -214,10 +202,7 @@ class Strategy:
         self.ends_window = enabled
 
     def finalize(self, optimizer: Optimizer) -> None:
-        """Average and unscale the optimizer's gradients, unless that was done since the latest backward. Collective.
-
-        The first reader of a window's gradients (a hook, clipping, the step) pays for it.
-        """
+        """Average and unscale the optimizer's gradients, unless that was done since the latest backward. Collective."""
         if not self.finalized.get(optimizer):
             self.finalized[optimizer] = True
             self.finalize_gradients(optimizer)
@@ -255,8 +240,6 @@ class Strategy:
         """Broadcast rank 0's buffers, so that all ranks evaluate one model. Collective."""
         broadcast_tensors(each for module in modules for each in replicated(module, module.named_buffers()))
 
-    # -- state -------------------------------------------------------------------------------------------------------
-
     def model_pieces(self, module: nn.Module) -> list[Piece]:
         """Return this rank's shard of the module's state_dict, as views that a load writes into."""
         # Buffers such as running statistics may differ from rank to rank; rank 0's are stored.
@@ -266,10 +249,7 @@ class Strategy:
         ]
 
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
-        """Return this rank's shard of the optimizer's per-parameter tensors, named "parameter/key".
-
-        `names` maps this module's parameters to their names in its state_dict.
-        """
+        """Return this rank's shard of the optimizer's per-parameter tensors, as "parameter/key"."""
         writer = self.rank if self.divides_optimizers else None
         return [
             self.piece(f"{names[parameter]}/{key}", value, writer)
@@ -335,10 +315,7 @@ class Strategy:
         """
 
     def close(self) -> None:
-        """Release everything but the process group; also called before the first run.
-
-        A sharded module stays sharded: whole, it might not fit.
-        """
+        """Release everything but the process group; a sharded module stays sharded, because whole it might not fit."""
         self.ends_window = True
         for each in (self.wrapped, self.finalized, self.buffers):
             each.clear()
@@ -412,7 +389,7 @@ def refuse_lazy(module: nn.Module, name: str) -> None:
 
 
 def refuse_row_norms(module: nn.Module, name: str) -> None:
-    """Raise ValueError for trained embeddings whose forward rescales the rows it looks up: each rank has other rows."""
+    """Raise ValueError for trained embeddings whose forward rescales the rows it looks up: each rank looks up others."""
     for layer_name, layer in module.named_modules():
         is_written = isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None
         if is_written and layer.weight.requires_grad:

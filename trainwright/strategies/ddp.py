@@ -104,8 +104,7 @@ class DDPStrategy(Strategy):
             return
         refuse_lazy(module, self.name)
         if optimization is None:
-            broadcast_tensors(replicated(module, module.named_parameters()))
-            broadcast_tensors(replicated(module, module.named_buffers()))
+            broadcast_tensors(replicated(module, (*module.named_parameters(), *module.named_buffers())))
             return
         refuse_row_norms(module, self.name)
         self._automatic = optimization.automatic
@@ -245,13 +244,13 @@ class DDPStrategy(Strategy):
 
 
 def resolve_comm_hook(hook: str | CommHook, state: Any) -> tuple[Any, CommHook]:
-    """Return a communication hook's state and function, or raise ValueError or TypeError."""
+    """Return a communication hook's state and function."""
     if callable(hook):
         return state, hook
     if hook in ("fp16", "bf16"):
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 
-        return None, getattr(default_hooks, f"{hook}_compress_hook")
+        return None, fp16_compress_hook if hook == "fp16" else bf16_compress_hook
     if hook != "power_sgd":
         raise ValueError(f"comm_hook={hook!r} is unknown; choose from fp16, bf16, power_sgd, or pass a function.")
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -334,7 +333,6 @@ class ReadyOrder:
 
 @contextmanager
 def without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Disable the parameters' gradient hooks for a backward of zeros."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     # Emptied in place, since autograd holds the dicts themselves.
     found = [each for p in parameters for kind in kinds if (each := getattr(p, kind, None))]

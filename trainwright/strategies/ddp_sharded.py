@@ -251,8 +251,6 @@ class ShardedDDPStrategy(Strategy):
             for each in theirs:
                 each.wrapped_module, each.shares_module = self.wrapped[module], len(theirs) > 1
 
-    # -- a step ------------------------------------------------------------------------------------------------------
-
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as ShardedDDP's forward; evaluation and manual optimization bypass it."""
         self.buffers.begin_step(module)

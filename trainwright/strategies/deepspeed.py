@@ -120,8 +120,6 @@ class DeepSpeedStrategy(Strategy):
         self._left: dict[Any, list[Shard]] = {}
         """The shards of engines that were taken off their modules; they can still be saved."""
 
-    # -- before a run ------------------------------------------------------------------------------------------------
-
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
         super().check(device_type, num_processes, precision)
         check_supported(device_type, precision)
@@ -143,15 +141,12 @@ class DeepSpeedStrategy(Strategy):
             # Not in `check`, which warns in the process that launches the job too.
             rank_zero_warn("DeepSpeed has no float16 on the CPU: bfloat16 is used in its place.", stacklevel=4)
             inner = resolve_precision("bf16-true", device.type)
-        self.precision = ZeroPrecision(inner, self._scalers)
+        self.precision = ZeroPrecision(inner, lambda: [each.optimizer.loss_scaler for each in self._engines.values()])
 
     def _inner_precision(self, device_type: str, precision: Precision) -> Precision:
         """Return the precision, or the config's if that computes in another dtype."""
         configured = resolve_precision(self._configured_precision or precision, device_type)
         return precision if precision.compute_dtype == configured.compute_dtype else configured
-
-    def _scalers(self) -> list[Any]:
-        return [engine.optimizer.loss_scaler for engine in self._engines.values()]
 
     def resolve(self, optimization: Optimization) -> Optimization:
         return deepspeed_config.resolve(self.own_config, optimization)
@@ -184,7 +179,9 @@ class DeepSpeedStrategy(Strategy):
         for module in modules:
             self._trained.setdefault(module, trained(module))
         if not optimizers and not self._engines and self.makes_optimizer:
-            return [self._make_optimizer(modules)]
+            own = [p for module in modules for p in module.parameters() if p.requires_grad]
+            engine = self._initialize(Part(modules), None, own)
+            return [self._take(engine.optimizer.optimizer, engine, modules)]
         if optimizers and self.makes_optimizer:
             raise ValueError(
                 "configure_optimizers returned an optimizer, and the DeepSpeed config has an 'optimizer' section; return None "
@@ -197,13 +194,12 @@ class DeepSpeedStrategy(Strategy):
             )
         for optimizer in (each for each in optimizers if each not in self._engines):
             self._refuse_optimizer(optimizer)
-            own: set[Tensor] = set(parameters_of(optimizer))
-            owners = [module for module in modules if not own.isdisjoint(module.parameters())]
-            master = MasterOptimizer(optimizer)
-            part = Part(owners)
+            stepped: set[Tensor] = set(parameters_of(optimizer))
+            owners = [module for module in modules if not stepped.isdisjoint(module.parameters())]
+            master, part = MasterOptimizer(optimizer), Part(owners)
             if self.stage == 3 and len(optimizers) > 1:
                 persistent = self._config()["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
-                part = part_of(optimizer, own, owners, persistent)
+                part = part_of(optimizer, owners, persistent)
             self._take(master, self._initialize(part, master), owners)
         return list(self._engines)
 
@@ -217,13 +213,7 @@ class DeepSpeedStrategy(Strategy):
                 raise
             rank_zero_warn(f"the DeepSpeed config says zero_allow_untested_optimizer=True, so it is taken: {error}")
 
-    def _make_optimizer(self, modules: Sequence[nn.Module]) -> Optimizer:
-        """Return the optimizer of the config's "optimizer" section, for all trained parameters."""
-        own = [p for module in modules for p in module.parameters() if p.requires_grad]
-        engine = self._initialize(Part(list(modules)), None, own)
-        return self._take(engine.optimizer.optimizer, engine, list(modules))
-
-    def _take(self, master: MasterOptimizer, engine: Any, owners: list[nn.Module]) -> ZeroOptimizer:
+    def _take(self, master: MasterOptimizer, engine: Any, owners: Sequence[nn.Module]) -> ZeroOptimizer:
         zero, strays = engine.optimizer, list(engine.module.strays)
         if strays:
             strays[0].all_gather(strays)  # small ones stay gathered, because no hook sees their first use
@@ -268,8 +258,6 @@ class DeepSpeedStrategy(Strategy):
                     f"{changed[0]!r} of {type(module).__name__} was frozen or unfrozen after its optimizer was prepared, which "
                     "DeepSpeed cannot follow. Freeze before fit and resume from a checkpoint in a second fit, or choose 'ddp'."
                 )
-
-    # -- a step ------------------------------------------------------------------------------------------------------
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step: Callable[[], Any] = partial(call_step, module, name, args, kwargs)
@@ -336,8 +324,6 @@ class DeepSpeedStrategy(Strategy):
         zero_state.clip_by_value(mine, value, scale, loss_scale)
         return None if norm is None else zero_state.clip_by_norm(mine, norm, loss_scale, self.device)
 
-    # -- state -------------------------------------------------------------------------------------------------------
-
     def model_pieces(self, module: nn.Module) -> list[Piece]:
         self._write_back.run()
         update_masters(shard for shards in self._left.values() for shard in shards)
@@ -370,11 +356,10 @@ class DeepSpeedStrategy(Strategy):
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
     ) -> None:
         stepped = {shard.parameter for engine in self._engines.values() for shard in self._shards(engine)}
-        for facade in self._engines:
-            zero_state.place_plain(facade.master)
         with paused():
-            zero_state.refresh([p for module in modules for p in module.parameters() if p not in stepped])
-            for engine in self._engines.values():
+            zero_state.refresh(p for module in modules for p in module.parameters() if p not in stepped)
+            for facade, engine in self._engines.items():
+                zero_state.move_plain(facade.master)
                 zero_state.refresh_from_masters(engine.optimizer, self.stage)
         for engine, saved in zip(self._engines.values(), state.get("lr_schedulers", []), strict=False):
             if engine.lr_scheduler is not None and saved is not None:
@@ -382,7 +367,7 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def state(self) -> dict[str, Any]:
-        schedulers = [engine.lr_scheduler for engine in self._engines.values()]
+        schedulers = (engine.lr_scheduler for engine in self._engines.values())
         return {"lr_schedulers": [None if each is None else each.state_dict() for each in schedulers]}
 
     def _shards(self, engine: Any) -> Iterable[Shard]:

@@ -34,11 +34,7 @@ def check_supported(device_type: str, precision: Precision) -> None:
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """Return the package, set to this device, with only its warnings shown.
-
-    Raises:
-        ValueError: it does not support the device.
-    """
+    """Return the package, set to this device, with only its warnings shown, or raise ValueError for the device."""
     with announced(**({"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {})):
         import deepspeed
 
@@ -106,9 +102,6 @@ def make_engine(
     """Return DeepSpeed's engine around a module whose weights are already rank 0's. Collective.
 
     `trained` are the parameters for an optimizer that the config defines, which `check` may refuse.
-
-    Raises:
-        ValueError: DeepSpeed refuses a setting, or cannot train a parameter.
     """
     from pydantic import ValidationError
 

@@ -6,7 +6,7 @@ Zhao et al., 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Para
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -58,7 +58,7 @@ from trainwright.strategies.sharded_access import (
 )
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.split_groups import by_kind, split_groups
-from trainwright.strategies.step_probe import refuse_sharded_steps
+from trainwright.strategies.step_probe import no_shards, refuse_sharded_steps
 from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, choose_groups
 
 UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
@@ -120,8 +120,6 @@ class FSDPStrategy(Strategy):
         self._deferred = DeferredAllReduce()
         self._automatic = True
         self._tried: list[Optimizer] = []
-
-    # -- before a run ------------------------------------------------------------------------------------------------
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         refuse_unreplicable(module, self.name, optimization if self.world_size > 1 else None)
@@ -260,8 +258,8 @@ class FSDPStrategy(Strategy):
     ) -> list[Optimizer]:
         for optimizer in (each for each in optimizers if each not in self._tried):
             if isinstance(optimizer, UNSHARDED):
-                raise ValueError(_no_shards(optimizer))
-            refuse_sharded_steps(optimizer, init_device_mesh(self.device.type, (self.world_size,)), self.name)
+                raise ValueError(no_shards(optimizer))
+            refuse_sharded_steps(optimizer, init_device_mesh(self.device.type, (self.world_size,)))
             self._tried.append(optimizer)
         self.refresh_trainable(modules)  # configure_optimizers may have created some
         return list(optimizers)
@@ -272,8 +270,6 @@ class FSDPStrategy(Strategy):
                 "cpu_offload moves what is sharded from a GPU to the host, and this run computes on the CPU: nothing is moved.",
                 stacklevel=4,
             )
-
-    # -- a step ------------------------------------------------------------------------------------------------------
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         root: Any = self.wrapped[module]
@@ -297,7 +293,7 @@ class FSDPStrategy(Strategy):
         self._write_back()
         # FSDP hooks the outputs of the root's forward, but a manual backward runs inside that forward: without these hooks
         # the root's group would never be reduced.
-        for root in () if self._automatic else self._roots():
+        for root in () if self._automatic else self.wrapped.values():
             root._get_fsdp_state()._register_pre_backward_hook(loss)
         super().backward(loss, send, **options)
         if not self._automatic:
@@ -306,7 +302,7 @@ class FSDPStrategy(Strategy):
     def sync_gradients(self, enabled: bool) -> None:
         super().sync_gradients(enabled)
         if not self.sync_every_batch:
-            for root in self._roots():
+            for root in self.wrapped.values():
                 root.set_requires_gradient_sync(enabled)
 
     def finalize_gradients(self, optimizer: Optimizer) -> None:
@@ -323,7 +319,7 @@ class FSDPStrategy(Strategy):
                 result = super().step(optimizer, clipping, closure)
         except (RuntimeError, NotImplementedError) as error:
             if "DTensor" in str(error) or "placement" in str(error):
-                raise RuntimeError(_no_shards(optimizer)) from error
+                raise RuntimeError(no_shards(optimizer)) from error
             raise
         if not self._automatic:
             self._gather_roots()
@@ -348,8 +344,6 @@ class FSDPStrategy(Strategy):
         for kind in kinds:
             torch.nn.utils.clip_grads_with_norm_(kind, clipping.norm, total)
         return total
-
-    # -- state -------------------------------------------------------------------------------------------------------
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
         self._write_back()
@@ -377,34 +371,24 @@ class FSDPStrategy(Strategy):
         self._deferred.clear()
         self._tried.clear()
 
-    def _roots(self) -> Iterator[FSDPModule]:
-        return (root for root in self.wrapped.values() if isinstance(root, FSDPModule))
-
     def _reshard_roots(self) -> None:
         """Turn the roots' parameters into shards again, which the optimizers hold."""
-        for root in self._roots():
+        for root in self.wrapped.values():
             root.reshard()
 
     def _gather_roots(self) -> None:
         """Gather the roots' current parameters for the rest of a manual step."""
-        for root in self._roots():
+        for root in self.wrapped.values():
             root.reshard()
             root.unshard()
             record_versions(root)
 
     def _write_back(self) -> None:
-        for root in self._roots():
-            gathered = (root,) if self.reshard_after_forward else root.modules()  # type: ignore[attr-defined]
+        for root in self.wrapped.values():
+            gathered = (root,) if self.reshard_after_forward else root.modules()
             for group in gathered:
                 if isinstance(group, FSDPModule):
                     write_back(group)
-
-
-def _no_shards(optimizer: Optimizer) -> str:
-    return (
-        f"{type(optimizer).__name__} does not compute on the sharded parameters (DTensors) that strategy='fsdp' gives it. Use "
-        "another optimizer, such as AdamW, or strategy='ddp' or 'ddp_sharded', where a parameter is stepped whole."
-    )
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:

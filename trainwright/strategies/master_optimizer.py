@@ -78,11 +78,7 @@ class MasterOptimizer(Optimizer):
         self._used = UsedParameters()
 
     def attach(self, shards: Iterable[Shard]) -> None:
-        """Give the user's optimizer views of DeepSpeed's masters, with the state that it had before.
-
-        Raises:
-            ValueError: its state belongs to parameters that an earlier run has left sharded.
-        """
+        """Give the user's optimizer views of DeepSpeed's masters, with the state that it had before."""
         for shard in shards:
             self._used.track([shard.parameter])
             if shard.numel:

@@ -45,14 +45,10 @@ def move(module: nn.Module, device: torch.device, stays: Callable[[Tensor], bool
 def materialize(module: nn.Module, parts: Sequence[nn.Module] | None = None) -> bool:
     """Replace a module's meta tensors by real ones, initialised as its constructors would; return whether there were any.
 
-    Values are drawn on the host, whose generator gives the numbers of a module that was created there. Each submodule's
-    `reset_parameters` runs innermost first, which is the order of the constructors if modules are registered as they are
-    created. Other writes to a meta tensor are lost, so they are refused: torch's count of in-place writes must equal that of
-    the reset. Tied tensors stay tied, with the values of the first module that has them. `parts` limits this to some
-    submodules, in that order; tied tensors are found in the whole module.
-
-    Raises:
-        ValueError: no reset initialises a tensor.
+    Values are drawn on the host, in the order in which constructors run, as for a module that was created there. Other writes
+    than those of `reset_parameters` are lost, so they are refused: torch's count of in-place writes must equal that of the
+    reset. Tied tensors stay tied, with the values of the first module that has them. `parts` limits this to some submodules,
+    in that order; tied tensors are found in the whole module.
     """
     meta: Occurrences = {}
     for each in module.modules():

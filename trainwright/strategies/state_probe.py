@@ -31,7 +31,7 @@ def state_of_a_step(optimizer: Optimizer, sparse: Collection[int] = ()) -> Itera
     """
     try:
         _refuse_costly(optimizer)
-        tensors = [_stand_ins(group["params"], sparse) for group in optimizer.param_groups]
+        tensors = [list(_stand_ins(group["params"], sparse)) for group in optimizer.param_groups]
         with set_apart():
             twin = twin_of(optimizer, tensors)
             type(twin).step(twin)
@@ -43,19 +43,14 @@ def state_of_a_step(optimizer: Optimizer, sparse: Collection[int] = ()) -> Itera
                 yield str(key), value
 
 
-def _stand_ins(parameters: Iterable[Tensor], sparse: Collection[int]) -> list[nn.Parameter]:
+def _stand_ins(parameters: Iterable[Tensor], sparse: Collection[int]) -> Iterator[nn.Parameter]:
     fitting = [each for each in parameters if each.requires_grad and 0 < each.numel() <= LARGEST]
-    found = []
     for is_sparse in (False, True):
         if same := [each for each in fitting if (id(each) in sparse) is is_sparse]:
-            found.append(_like(max(same, key=Tensor.numel), is_sparse))
-    return found
-
-
-def _like(parameter: Tensor, is_sparse: bool) -> nn.Parameter:
-    made = nn.Parameter(torch.zeros(tuple(parameter.shape), dtype=parameter.dtype, device=parameter.device))
-    made.grad = torch.zeros_like(made.detach()).to_sparse(1) if is_sparse else torch.zeros_like(made)
-    return made
+            largest = max(same, key=Tensor.numel)
+            made = nn.Parameter(torch.zeros(tuple(largest.shape), dtype=largest.dtype, device=largest.device))
+            made.grad = torch.zeros_like(made.detach()).to_sparse(1) if is_sparse else torch.zeros_like(made)
+            yield made
 
 
 def _refuse_costly(optimizer: Optimizer) -> None:

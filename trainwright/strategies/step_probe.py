@@ -79,14 +79,11 @@ def refuse_uneven_steps(optimizer: Optimizer, device: torch.device, strategy: st
         )
 
 
-def refuse_sharded_steps(optimizer: Optimizer, mesh: DeviceMesh, strategy: str) -> None:
-    """Raise ValueError for an optimizer that steps DTensors sharded by rows differently than whole tensors. Collective.
-
-    Some take the local shard for the whole, as `float(gradient.sum())` does.
-    """
+def refuse_sharded_steps(optimizer: Optimizer, mesh: DeviceMesh) -> None:
+    """Raise ValueError for an optimizer that steps DTensors sharded by rows differently than whole tensors. Collective."""
     if steps_elements(optimizer):
         return
-    distance, reason = 0.0, ""
+    distance, reason = 0.0, ""  # some take the local shard for the whole, as float(gradient.sum()) does
     try:
         distance = _distance_of_rows(optimizer, mesh)
     except Untried:  # its first step will show
@@ -95,12 +92,15 @@ def refuse_sharded_steps(optimizer: Optimizer, mesh: DeviceMesh, strategy: str) 
         distance, reason = math.inf, f" ({type(error).__name__}: {str(error).partition(chr(10))[0][:200]})"
     found = collectives.gather_object([distance if math.isfinite(distance) else None, reason])
     if any(each is None or each > TOLERANCE for each, _ in found):
-        reason = next((each for _, each in found if each), "")
-        raise ValueError(
-            f"{type(optimizer).__name__} does not compute on the sharded parameters (DTensors) that strategy={strategy!r} "
-            f"gives it as on whole ones{reason}. Use another optimizer, such as AdamW, or strategy='ddp' or 'ddp_sharded', "
-            "where a parameter is stepped whole."
-        )
+        raise ValueError(no_shards(optimizer, next((f" as on whole ones{each}" for _, each in found if each), "")))
+
+
+def no_shards(optimizer: Optimizer, reason: str = "") -> str:
+    return (
+        f"{type(optimizer).__name__} does not compute on the sharded parameters (DTensors) that strategy='fsdp' "
+        f"gives it{reason}. Use another optimizer, such as AdamW, or strategy='ddp' or 'ddp_sharded', where a parameter is "
+        "stepped whole."
+    )
 
 
 def steps_elements(optimizer: Optimizer) -> bool:
@@ -223,11 +223,7 @@ def _shard(tensors: Sequence[Tensor], rank: int, flat: bool) -> list[Tensor]:
 
 
 def _stepped_whole(optimizer: Optimizer, starts: Groups, gradients: Sequence[Groups]) -> Groups:
-    """Return whole tensors after the steps of a copy of the optimizer.
-
-    Raises:
-        Untried: it cannot be copied, or its steps fail or move nothing.
-    """
+    """Return whole tensors after a copy's steps, or raise Untried if it cannot be copied or its steps move nothing."""
     try:
         whole = _stepped(optimizer, starts, gradients)
     except Exception as error:

@@ -121,13 +121,10 @@ class ZeroPrecision(Precision):
                 scaler.cur_hysteresis = int(state.get("hysteresis", scaler.cur_hysteresis))
 
 
-def part_of(optimizer: Optimizer, own: set[Tensor], owners: Sequence[nn.Module], least: int) -> Part:
-    """Return the part of the modules that one of several stage 3 engines owns.
-
-    Raises:
-        ValueError: a parameter of more than `least` elements, which does not stay gathered, shares its module with others.
-    """
+def part_of(optimizer: Optimizer, owners: Sequence[nn.Module], least: int) -> Part:
+    """Return the part of the modules that one of several stage 3 engines owns; parameters up to `least` stay gathered."""
     # ZeRO-3 hooks modules, and two engines cannot both fetch and release one module's parameters.
+    own: set[Tensor] = set(parameters_of(optimizer))
     members = [member for module in owners for member in _owned(module, own)]
     inside = {p for member in members for p in member.parameters()}
     strays = [p for p in parameters_of(optimizer) if p not in inside]

@@ -5,7 +5,7 @@ A rank's shard of a parameter is one range of it, stored in a flat float32 maste
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,7 +74,7 @@ def allocate(master: MasterOptimizer, names: Mapping[Tensor, str], entries: Mapp
                 state[key] = new_state(view.tensor, key, entry, group, is_part)
 
 
-def place_plain(master: MasterOptimizer) -> None:
+def move_plain(master: MasterOptimizer) -> None:
     """Move tensors inside non-tensor state, such as lists of them, to the masters' device and dtype after a load."""
     for parameter, view in master.views.items():
         state = master.own.state.get(view.tensor, {})
@@ -97,7 +97,7 @@ def warn_of_shards(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
         )
 
 
-def refresh(parameters: Sequence[Any]) -> None:
+def refresh(parameters: Iterable[Any]) -> None:
     """Gather parameters without a master again after a load has written their partitions."""
     for parameter in parameters:
         if hasattr(parameter, "ds_tensor") and parameter.ds_status.name == "AVAILABLE":
