@@ -34,7 +34,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp_spawn_find_unused_parameters_true": ("ddp", {"find_unused_parameters": True}),
     "ddp_notebook_find_unused_parameters_true": ("ddp", {"find_unused_parameters": True}),
 }
-"""Names that stand for a strategy with options, or for another way to start its processes."""
+"""Other names: a strategy with options, or another way to start its processes."""
 
 SPAWNING = frozenset(name for name in VARIANTS if name.startswith(("ddp_spawn", "ddp_notebook")))
 """Names under which each call hands its work over to processes that it starts, in a plain script too."""

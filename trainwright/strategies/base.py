@@ -194,7 +194,7 @@ class Strategy:
         if self.finalized:
             self.finalized = dict.fromkeys(self.finalized, False)
         self.precision.backward(loss, send, **options)
-        if self.is_parallel and self.ends_window:
+        if self.is_parallel and self.ends_window:  # a window's forwards share its buffers
             self.buffers.end_window()
 
     def sync_gradients(self, enabled: bool) -> None:
@@ -250,7 +250,7 @@ class Strategy:
 
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
         """Return this rank's shard of the optimizer's per-parameter tensors, as "parameter/key"."""
-        writer = self.rank if self.divides_optimizers else None
+        writer = self.rank if self.divides_optimizers else None  # None: any rank, because all hold the same
         return [
             self.piece(f"{names[parameter]}/{key}", value, writer)
             for parameter in self._local_parameters(optimizer)

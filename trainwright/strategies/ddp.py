@@ -111,7 +111,7 @@ class DDPStrategy(Strategy):
         if self.static_graph and not self._automatic:
             raise ValueError(
                 "static_graph=True is automatic optimization's, but this module steps its optimizers itself, each after a "
-                "backward of its own; leave static_graph at False."
+                "separate backward; leave static_graph at False."
             )
         self._wrap(module)
 
@@ -221,7 +221,7 @@ class DDPStrategy(Strategy):
         """Restore the layout of the buckets, so that three or more ranks sum in the order of the saved run."""
         if self.wrapped and (self.comm_hook == "power_sgd" or self.comm_state is not None):
             rank_zero_warn(
-                f"comm_hook={self.comm_hook!r} keeps a state of its own (for power_sgd, what compression has left out so far), "
+                f"comm_hook={self.comm_hook!r} keeps a separate state (for power_sgd, what compression has left out so far), "
                 "which no checkpoint stores: the run resumes with a new one, close to an uninterrupted run but not bit for "
                 "bit. For that, choose 'fp16', 'bf16' or no comm_hook.",
                 stacklevel=2,

@@ -229,6 +229,7 @@ class ShardedDDPStrategy(Strategy):
             self._wrap(modules)
         else:
             for each in self._optimizers.values():
+                # Manual optimization bypasses ShardedDDP, so its backward reduces nothing.
                 self._deferred.track(parameters_of(each), each.oss._param_to_rank)
         return sharded
 

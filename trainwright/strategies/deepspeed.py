@@ -44,8 +44,6 @@ from trainwright.strategies.step_probe import refuse_uneven_steps
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, part_of
 from trainwright.strategies.zero_write_back import ZeroWriteBack, paused, update_masters
 
-STAGES = (1, 2, 3)
-
 
 class DeepSpeedStrategy(Strategy):
     """ZeRO, with one DeepSpeed engine per optimizer; on one process too.
@@ -99,7 +97,7 @@ class DeepSpeedStrategy(Strategy):
             )
         self.stage = configured if configured is not None else 2 if stage is None else stage
         self.name = f"deepspeed_stage_{self.stage}"
-        if self.stage not in STAGES:
+        if self.stage not in (1, 2, 3):
             raise ValueError(
                 f"stage={self.stage!r} is not accepted; choose from 1, 2 and 3 (ddp is what stage 0 would be)."
             )
@@ -309,20 +307,17 @@ class DeepSpeedStrategy(Strategy):
         return StepResult(norm, bool(zero.overflow))
 
     def clip_gradients(self, optimizer: Optimizer, clipping: Clipping) -> Tensor | None:
-        facade, (norm, value, scale) = _prepared(optimizer), clipping
+        facade = _prepared(optimizer)
         self.finalize(facade)
-        if self._offloads and norm is None:
-            facade.master.defer_clipping(value, scale)
+        if self._offloads and clipping.norm is None:
+            facade.master.defer_clipping(clipping.value, clipping.scale)
             return None
         if self._offloads:
             raise RuntimeError(
                 "under offloading DeepSpeed keeps gradients where their norm is not known before its step; clip by the "
                 "Trainer's gradient_clip_val, or do not offload."
             )
-        mine = zero_state.own_gradients(facade.engine)
-        loss_scale = float(facade.engine.optimizer.loss_scale)
-        zero_state.clip_by_value(mine, value, scale, loss_scale)
-        return None if norm is None else zero_state.clip_by_norm(mine, norm, loss_scale, self.device)
+        return zero_state.clip_gradients(facade.engine.optimizer, clipping, self.device)
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
         self._write_back.run()

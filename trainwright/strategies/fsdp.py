@@ -241,7 +241,7 @@ class FSDPStrategy(Strategy):
             found = ", ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in names.items())
             raise ValueError(
                 f"fsdp gathers the parameters of a group in one dtype, but here are {found}. Convert the module to one dtype, "
-                "or put those of another into a submodule that is a group of its own (auto_wrap_policy)."
+                "or put those of another into a submodule that is a separate group (auto_wrap_policy)."
             )
 
     def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
@@ -385,8 +385,7 @@ class FSDPStrategy(Strategy):
 
     def _write_back(self) -> None:
         for root in self.wrapped.values():
-            gathered = (root,) if self.reshard_after_forward else root.modules()
-            for group in gathered:
+            for group in (root,) if self.reshard_after_forward else root.modules():
                 if isinstance(group, FSDPModule):
                     write_back(group)
 

@@ -275,7 +275,9 @@ def twin_of(optimizer: Optimizer, tensors: Sequence[Sequence[nn.Parameter]]) -> 
     for group, own, theirs in zip(twin.param_groups, tensors, optimizer.param_groups, strict=True):
         for made in [p for p in theirs["params"] if optimizer.state.get(p)][:1]:  # some create state in the constructor
             for tensor in own:
-                twin.state[tensor] = {key: _alike(value, made, tensor) for key, value in optimizer.state[made].items()}
+                twin.state[tensor] = {
+                    key: _state_like(value, made, tensor) for key, value in optimizer.state[made].items()
+                }
         group["params"] = list(own)
         if isinstance(group.get("lr"), (float, int)):
             group["lr"] = 0.01  # a warm-up starts at 0
@@ -287,7 +289,7 @@ def twin_of(optimizer: Optimizer, tensors: Sequence[Sequence[nn.Parameter]]) -> 
     return twin
 
 
-def _alike(value: Any, parameter: Tensor, tensor: Tensor) -> Any:
+def _state_like(value: Any, parameter: Tensor, tensor: Tensor) -> Any:
     """Return a parameter's state as that of another tensor."""
     if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
         first = float(value.detach().reshape(-1)[0]) if value.numel() else 0.0

@@ -112,17 +112,12 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _is_engines(value: Any) -> bool:
     """Return whether this is a function of a strategy or of its engine, and no attribute or hook of the user's."""
-    while (inner := _inner(value)) is not None:
+    inner = value
+    while inner is not None:  # a partial, a bound method, or torch's wrapper of a hook
         value = inner
+        inner = value.func if isinstance(value, partial) else getattr(value, "__func__", getattr(value, "hook", None))
     if not isinstance(value, FunctionType):
         return False
     # A method that a strategy has wrapped names the user's module, so its code's file counts too.
     home = f"{value.__module__}."
     return home.startswith(PACKAGES) or value.__code__.co_filename.startswith(ENGINES) or value is checkpoint
-
-
-def _inner(value: Any) -> Any:
-    """Return the function in a partial, a bound method or torch's wrapper of a hook."""
-    if isinstance(value, partial):
-        return value.func
-    return getattr(value, "__func__", None) or getattr(value, "hook", None)

@@ -16,8 +16,6 @@ from trainwright.strategies.master_optimizer import MasterOptimizer, StateByPara
 from trainwright.strategies.optimizer_proxy import OptimizerProxy
 from trainwright.strategies.zero_write_back import paused
 
-CONTEXTS = ("init", "forward", "backward", "step")
-
 
 class Part(nn.Module):
     """The part of a module that one DeepSpeed engine owns; its forward runs a step that uses it."""
@@ -90,7 +88,8 @@ class ZeroPrecision(Precision):
         self.param_dtype, self.autocast_dtype = inner.param_dtype, inner.autocast_dtype
         self.has_scaler = self.compute_dtype == torch.float16
         self.converts_batch = inner.converts_batch
-        for method in ("convert_module", "convert_batch", *(f"{each}_context" for each in CONTEXTS)):
+        contexts = ("init_context", "forward_context", "backward_context", "step_context")
+        for method in ("convert_module", "convert_batch", *contexts):
             setattr(self, method, getattr(inner, method))
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:

@@ -5,7 +5,7 @@ A rank's shard of a parameter is one range of it, stored in a flat float32 maste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainwright.checkpoint.contents import placed
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import by_parameter, new_state
+from trainwright.strategies.base import Clipping, by_parameter, new_state
 from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
 
 
@@ -150,25 +150,19 @@ def finalize_gradients(engine: Any, stage: int) -> None:
         zero.all_grad_tensors = kept
 
 
-def own_gradients(engine: Any) -> list[Tensor]:
-    """Return this rank's shard of the finalized gradients, as views that the step will use."""
-    groups = engine.optimizer.averaged_gradients.values()
-    return [gradient for group in groups if group is not None for gradient in group]
-
-
-def clip_by_value(gradients: Sequence[Tensor], value: float | None, scale: float, loss_scale: float) -> None:
-    """Multiply the gradients in place, then clip their elements."""
+def clip_gradients(zero: Any, clipping: Clipping, device: torch.device) -> Tensor | None:
+    """Clip this rank's shard of the finalized gradients, in the views that the step uses; return the total norm. Collective."""
+    gradients = [each for group in zero.averaged_gradients.values() if group is not None for each in group]
+    loss_scale = float(zero.loss_scale)
     for gradient in gradients:
-        gradient.mul_(scale)
-        if value is not None:
-            gradient.clamp_(-value * loss_scale, value * loss_scale)
-
-
-def clip_by_norm(gradients: Sequence[Tensor], norm: float, loss_scale: float, device: torch.device) -> Tensor:
-    """Clip the gradients in place by the total norm of all ranks', and return that. Collective."""
-    total = sum((gradient.float().square().sum() for gradient in gradients), torch.zeros((), device=device))
+        gradient.mul_(clipping.scale)
+        if clipping.value is not None:
+            gradient.clamp_(-clipping.value * loss_scale, clipping.value * loss_scale)
+    if clipping.norm is None:
+        return None
+    total = sum((each.float().square().sum() for each in gradients), torch.zeros((), device=device))
     dist.all_reduce(total)
     total = torch.sqrt(total) / loss_scale
     for gradient in gradients:
-        gradient.mul_((norm / (total + 1e-6)).clamp(max=1.0))
+        gradient.mul_((clipping.norm / (total + 1e-6)).clamp(max=1.0))
     return total
