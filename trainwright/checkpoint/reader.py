@@ -39,16 +39,7 @@ class ReadReport(NamedTuple):
 
 
 class Checkpoint:
-    """A verified checkpoint; made by `open_checkpoint`.
-
-    Args:
-        files: its file system.
-        path: the path or URL that the user gave.
-        inside: the path within `files`.
-        manifest: its manifest.
-        verify: how much was verified.
-        extra_files: names in the directory that are not the checkpoint's.
-    """
+    """A verified checkpoint; made by `open_checkpoint`. `path` is the one that the user gave, `inside` the one in `files`."""
 
     def __init__(
         self, files: Files, path: str, inside: str, manifest: Manifest, verify: Verify, extra_files: Sequence[str]
@@ -79,12 +70,7 @@ class Checkpoint:
         """Fill the tensors of the pieces in place, reading only what overlaps them, and converting to their dtypes.
 
         Each rank reads its own pieces without communication, whatever the writer's world size and strategy. Everything is
-        checked before the first write.
-
-        Args:
-            section: the section to read.
-            pieces: the destinations.
-            strict: refuse a destination that the checkpoint does not have; else leave it as it is and report it.
+        checked before the first write. With strict False a destination that is not stored is left unchanged and reported.
         """
         entries = self.tensors(section)
         wanted = {piece.name for piece in pieces}

@@ -85,11 +85,10 @@ def lost_devices(states: Mapping[str, Any], device: torch.device) -> list[str]:
 
 
 def state_in(states: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any] | None:
-    """Return the device's part of the states of a process's generators, as a checkpoint of any time holds them.
+    """Return the device's part of the states of a process's generators, as a checkpoint of any version holds them.
 
-    Args:
-        states: the states; those of earlier checkpoints do not say which device was their process's own.
-        device: that of the process which reads them. On a machine with as many devices it is their own, too.
+    Those of earlier checkpoints do not say which device was their process's own: on a machine with as many devices it is taken
+    for the reading process's `device`.
     """
     if "device" in states:
         found: dict[str, Any] | None = states["device"]

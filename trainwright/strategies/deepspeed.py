@@ -22,7 +22,7 @@ from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name
 from trainwright.precision import resolve_precision
 from trainwright.precision.base import Closure, Precision, Sender
-from trainwright.precision.fast_path import NoFastPath
+from trainwright.precision.mixed import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import deepspeed_config, zero_cleanup, zero_state
 from trainwright.strategies.base import (
