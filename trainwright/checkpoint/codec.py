@@ -1,6 +1,6 @@
 """Typed plain data: Python values to JSON and back; tensors are kept apart.
 
-JSON's own types are written as they are. Anything else is an object with one key that starts with `$` and names its type. The
+JSON's own types are written unchanged. Anything else is an object with one key that starts with `$` and names its type. The
 types are the tables in this file, so decoding imports nothing and calls nothing that the data names.
 
 Some values come back as a plainer type: a defaultdict with a factory that is not in this file as a dict, a Parameter as a
@@ -206,7 +206,7 @@ class _Decoder:
             return {key: self.decode(item, depth + 1) for key, item in plain.items()}
         content = plain[tag]
         if len(plain) > 1:
-            raise CheckpointError(f"the checkpoint's plain data has further keys beside the type {tag!r}.")
+            raise CheckpointError(f"the checkpoint's plain data has further keys next to the type {tag!r}.")
         if tag in self._leaves:
             return self._leaves[tag](content)
         if tag in _COLLECTIONS:
@@ -227,7 +227,7 @@ class _Decoder:
 
 
 def _are_plain_integers(values: Sequence[Any]) -> bool:
-    """Return whether all items are ints that JSON stores as they are.
+    """Return whether all items are ints that JSON stores unchanged.
 
     Python's generator has 625 of them: the check of the whole list replaces a call per item, in every save and load.
     """

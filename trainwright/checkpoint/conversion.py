@@ -75,7 +75,7 @@ def export_safetensors(
             f"{path} has no {section} tensor whose name begins with {strip_prefix!r}; its names are such as {some}. Give "
             "another prefix."
         )
-    kept, shared = _untied(taken)
+    kept, shared = _untied(taken)  # safetensors files cannot hold one tensor under two names
     new_names = {name: prefix + name.removeprefix(strip_prefix) for name in taken}
     shared = {new_names[name]: new_names[other] for name, other in shared.items()}
     kinds = {name: dtype if dtype and entry.dtype.is_floating_point else entry.dtype for name, entry in kept.items()}

@@ -118,7 +118,7 @@ def _from_index(path: str, data: bytes) -> Weights:
     missing = [name for name, file in files.items() if clean_name(name) not in parts[file].state_dict]
     if missing:
         raise CheckpointError(
-            f"{path}: {files[missing[0]]} holds no {missing[0]!r}, though the index places it there ({len(missing)} in all). "
+            f"{path}: {files[missing[0]]} holds no {missing[0]!r}, though the index lists it there ({len(missing)} in all). "
             "Get the files that belong to this index."
         )
     names = {clean_name(name): file for name, file in files.items()}
@@ -171,6 +171,7 @@ def _from_torch_file(path: str, source: Any) -> Weights:
     if not isinstance(source, str):
         source.seek(0)
     try:
+        # weights_only refuses every object that could run code while it is unpickled.
         content = torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:  # on damaged data the reader raises errors of many types
         _refuse(path, error)

@@ -30,7 +30,7 @@ from trainwright.paths import open_no_link
 LOCK_NAME = ".lock"
 ATTEMPTS = 20
 CLAIM_SECONDS = 0.2
-"""How long a claim has to stand on a file system without locks: longer than another process takes from look to claim."""
+"""How long a claim has to last on a file system without locks: longer than another process takes from look to claim."""
 NAMED_SECONDS = 0.5
 """How long a refused process waits for the holder to write its name."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -114,7 +114,7 @@ def lock_folder(folder: str) -> FolderLock:
 
 
 def _acquire_in(files: Files, inside: str, path: str, folder: str) -> tuple[int, str]:
-    """Lock a folder, and create it again if a process that releases it removes it, empty as it is, in the same moment."""
+    """Lock a folder, and create it again if a process that releases it removes it, since it is empty, in the same moment."""
     for _ in range(ATTEMPTS - 1):
         files.make_directories(inside)
         with contextlib.suppress(FileNotFoundError):

@@ -117,6 +117,7 @@ def table_from_json(table: Mapping[str, Any]) -> dict[str, TensorEntry]:
 
 def parse(data: bytes) -> Manifest:
     """Return the manifest from a file's bytes; CheckpointError if damaged, inconsistent, or of another format or version."""
+    # The bytes are compared before they are parsed, so that damaged JSON is never interpreted.
     digest = data[_HEAD.index(b"%s") :][:64]
     body = data[_HEAD_BYTES : -len(_TAIL)]
     if data != _HEAD % digest + body + _TAIL or hashlib.sha256(body).hexdigest().encode() != digest:

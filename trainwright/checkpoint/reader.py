@@ -100,6 +100,7 @@ class Checkpoint:
             for piece, copies in plans:
                 for copy in copies:
                     shards.check(copy.source, entries[piece.name])
+            # Only now, when all of them are known to be there: a refused read changes nothing.
             for piece, copies in plans:
                 copy_into(piece, entries[piece.name].dtype, copies, shards.locate)
 
@@ -147,7 +148,7 @@ class Checkpoint:
         return state
 
     def rank_state(self, rank: int) -> Any | None:
-        """Return the plain state that a rank stored; None if it stored none or there was no such rank."""
+        """Return the plain state that a rank stored; None if it stored nothing or did not exist."""
         name = rank_section(rank)
         return self._read_plain(name) if f"{name}.json" in self._manifest.files else None
 

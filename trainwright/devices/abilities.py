@@ -101,6 +101,7 @@ def fuses(device_type: str, optimizer: str, dtype: torch.dtype) -> bool:
     """Return whether torch has a fused step of "Adam", "SGD" or "Adagrad" for parameters of a dtype on a device."""
     weight = torch.ones(2, dtype=dtype, device=device_type, requires_grad=True)
     weight.grad = torch.ones_like(weight)
+    # With momentum, since SGD's fused kernel with a momentum buffer is a different one.
     momentum = {"momentum": 0.9} if optimizer == "SGD" else {}
     getattr(torch.optim, optimizer)([weight], lr=0.1, fused=True, **momentum).step()
     return True

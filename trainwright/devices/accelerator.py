@@ -1,4 +1,4 @@
-"""Accelerator: the one device type other than the CPU that torch has here."""
+"""Accelerator: the one device type, besides the CPU, that torch has here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHER_WORDS = dict.fromkeys(("rocm", "hip", "nvidia", "amd"), cuda.NAME) | {
 }
 """Names that are not accepted, and the suggestion for each."""
 _used: set[str] = set()
-"""The accelerator types that this process computes on; some of torch's modules cannot tell."""
+"""The accelerator types that this process computes on; some of torch's modules do not record it."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_used.clear)
 

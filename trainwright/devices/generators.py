@@ -59,7 +59,7 @@ def owned(states: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def taken_over(states: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
-    """Return the states from a checkpoint as a process on a device goes on with them: their own there, others by number.
+    """Return the states from a checkpoint as a process on a device continues with them: its own there, others by number.
 
     Where they hold none for this kind of device, its generator starts from the seed: else it would draw once more what the
     run has drawn from its own seed on.
@@ -107,7 +107,7 @@ def state_in(states: Mapping[str, Any], device: torch.device | None = None) -> d
 
 
 def check_device_state(state: Any) -> None:
-    """Refuse what is no state of an accelerator's generators (ValueError, TypeError), whether it is here or not."""
+    """Refuse an invalid state of an accelerator's generators (ValueError, TypeError), whether it is present or not."""
     if state is None:
         return
     kind, own, others = state["type"], state["state"], state["others"]

@@ -107,10 +107,9 @@ class MixedPrecision(Precision):
         for part, device in _by_kind(optimizer):
             with self._scale_on(device):
                 self.scaler.unscale_(part)
-            for place, value in self.scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].items():
-                unscaled.found[place] = (
-                    torch.maximum(unscaled.found[place], value) if place in unscaled.found else value
-                )
+            for where, value in self.scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].items():
+                known = unscaled.found.get(where)
+                unscaled.found[where] = value if known is None else torch.maximum(known, value)
         if reduce_max is not None:
             # One tensor, because a rank without gradients does not know on which devices the others have theirs.
             any_found = unscaled.found.pop(self._scale.device, None)
@@ -234,6 +233,7 @@ class MixedPrecision(Precision):
     def state_dict(self) -> dict[str, Any]:
         if self.scaler is None:
             return {}
+        # What the latest step found belongs to this save: a resumed run would otherwise use a scale that is one update behind.
         self._update_scale()
         return dict(self.scaler.state_dict())
 
