@@ -281,9 +281,9 @@ DEEPSPEED = (
     Use(
         "deepspeed.accelerator.abstract_accelerator",
         "DeepSpeedAccelerator",
-        "find DeepSpeed's class for this run's kind of device (strategies/deepspeed_package.py)",
+        "find DeepSpeed's class for this run's kind of device (strategies/deepspeed_engine.py)",
     ),
-    Use("deepspeed.comm.torch", "build_shm_op", "run on the CPU without a compiler (strategies/deepspeed_package.py)"),
+    Use("deepspeed.comm.torch", "build_shm_op", "run on the CPU without a compiler (strategies/deepspeed_engine.py)"),
     Use(
         "deepspeed.runtime.engine.DeepSpeedEngine",
         "_broadcast_model _configure_basic_optimizer _do_optimizer_sanity_check",
@@ -297,7 +297,7 @@ DEEPSPEED = (
     Use(
         "deepspeed.runtime.engine.DeepSpeedEngine",
         "_running_engine_step allreduce_gradients enable_backward_allreduce",
-        "reduce gradients before the step, to clip them (strategies/zero_gradients.py)",
+        "reduce gradients before the step, to clip them (strategies/zero_state.py)",
     ),
     Use(
         "deepspeed.runtime.fp16.loss_scaler",
@@ -318,12 +318,12 @@ DEEPSPEED = (
         ZERO_12,
         "_use_compact_grad_partition_buffer params_in_partition cpu_offload gradient_accumulation_dtype setup_buckets "
         "get_all_grad_tensors",
-        "step with zeros where no loss reached a parameter (strategies/zero_gradients.py)",
+        "step with zeros where no loss reached a parameter (strategies/zero_state.py)",
     ),
     Use(
         ZERO_12,
         "all_grad_tensors averaged_gradients finalize_gradient_accumulation_boundary",
-        "clip and drop this rank's share of the gradients (strategies/zero_gradients.py)",
+        "clip and drop this rank's share of the gradients (strategies/zero_state.py)",
     ),
     Use(
         ZERO_12,
@@ -334,7 +334,7 @@ DEEPSPEED = (
     Use(
         ZERO_3,
         "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition averaged_gradients offload_optimizer",
-        "clip, drop and fill in this rank's share of the gradients (strategies/zero_gradients.py)",
+        "clip, drop and fill in this rank's share of the gradients (strategies/zero_state.py)",
     ),
     Use(
         ZERO_3,

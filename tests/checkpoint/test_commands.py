@@ -311,7 +311,7 @@ def put(path: Path, content: Any) -> Path:
         ({"weight_map": {"w": "absent.safetensors"}}, r"absent\.safetensors does not exist"),
         (
             {"weight_map": {"v": "there.safetensors"}},
-            r"there\.safetensors holds no 'v', though the index places it there",
+            r"there\.safetensors holds no 'v', though the index lists it there",
         ),
         ({"weight_map": {"w": 3}}, 'has no "weight_map" of tensors and files'),
         ([], 'has no "weight_map"'),

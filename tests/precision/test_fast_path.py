@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.precision import resolve_precision
-from trainwright.precision.fast_path import NoFastPath
+from trainwright.precision.mixed import NoFastPath
 
 
 @pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed"])

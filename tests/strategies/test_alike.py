@@ -113,7 +113,7 @@ REFUSED = {
     ),
     **{
         f"sparse {strategy}": f"ValueError: 'words' of Words is an Embedding with sparse=True, and strategy='{strategy}' "
-        "reduces dense gradients alone. Leave sparse out, or choose strategy='ddp'."
+        "only reduces dense gradients. Leave sparse out, or choose strategy='ddp'."
         for strategy in ("ddp_sharded", "fsdp", *ZERO)
     },
     "sparse ddp": "nothing",

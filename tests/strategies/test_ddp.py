@@ -205,7 +205,7 @@ def test_resuming_with_a_comm_hook(results: list[dict[str, Any]]) -> None:
     assert said == []
     whole, rest, said = results[0]["resumed"]["power_sgd"]
     assert_close(whole, rest, 0.2)
-    assert [text for text in said if "comm_hook='power_sgd' keeps a state of its own" in text]
+    assert [text for text in said if "comm_hook='power_sgd' keeps a separate state" in text]
     assert results[1]["resumed"]["power_sgd"][2] == []  # rank 0 says it for all
 
 

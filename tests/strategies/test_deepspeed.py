@@ -16,7 +16,7 @@ from jobs import run_alone, run_job
 
 from trainwright.strategies.base import Optimization
 from trainwright.strategies.deepspeed import DeepSpeedStrategy
-from trainwright.strategies.deepspeed_package import _accelerator, _keep_to_current_device, import_deepspeed
+from trainwright.strategies.deepspeed_engine import _accelerator, _keep_to_current_device, import_deepspeed
 from trainwright.strategies.zero_optimizer import Part
 
 TOLD = "the DeepSpeed config says {}: the config's is used."
@@ -126,14 +126,14 @@ def test_one_process(tmp_path: Path) -> None:
         (
             {"stage": 2, "offload_parameters": True},
             ValueError,
-            r"needs stage 3, which shards them, and this is stage 2",
+            r"needs stage 3, which shards them, not stage 2",
         ),
         ({"config": "/nowhere.json"}, ValueError, r"config='/nowhere.json': there is no such file"),
         ({"config": [1]}, TypeError, r"config= is a list; accepted are a dict"),
-        ({"config": {"fp16": {"enabled": True}, "bf16": {"enabled": True}}}, ValueError, r"enables fp16 and bf16"),
-        ({"config": {"zero_optimization": 2}}, ValueError, r"zero_optimization=2 is no section; give a dict"),
-        ({"config": {"fp16": True}}, ValueError, r"fp16=True is no section; give a dict"),
-        ({"config": {"gradient_clipping": "much"}}, ValueError, r"gradient_clipping='much' is no number"),
+        ({"config": {"fp16": {"enabled": True}, "bf16": {"enabled": True}}}, ValueError, r"enables both fp16 and bf16"),
+        ({"config": {"zero_optimization": 2}}, ValueError, r"zero_optimization=2 is not a section; give a dict"),
+        ({"config": {"fp16": True}}, ValueError, r"fp16=True is not a section; give a dict"),
+        ({"config": {"gradient_clipping": "much"}}, ValueError, r"gradient_clipping='much' is not a number"),
         ({"config": {"gradient_accumulation_steps": 0}}, ValueError, r"gradient_accumulation_steps=0 is not accepted"),
     ],
 )

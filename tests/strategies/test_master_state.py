@@ -82,7 +82,7 @@ def test_lists_of_tensors_lie_where_the_masters_do() -> None:
     master.own.state[view] = {
         "factors": [torch.ones(2, dtype=torch.bfloat16), {"count": torch.ones(2, dtype=torch.int64)}]
     }
-    zero_state.place_plain(master)
+    zero_state.move_plain(master)
     first, second = master.own.state[view]["factors"]
     assert (first.device.type, first.dtype) == ("meta", torch.float32)
     assert (second["count"].device.type, second["count"].dtype) == ("meta", torch.int64)

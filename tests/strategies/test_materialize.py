@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainwright.engine.engine import Engine
 from trainwright.precision import resolve_precision
 from trainwright.strategies.base import Optimization
-from trainwright.strategies.materialize import innermost_first, materialize
+from trainwright.strategies.placement import innermost_first, materialize
 
 
 class Scaled(nn.Module):

@@ -108,12 +108,11 @@ class Ranking:
             dropped.append(kept["last"])
         return dropped
 
-    def replaced(self, kept: Kept, save: Save) -> list[str]:
-        """Return what is to be removed once a save has committed, with what was left before."""
-        return [each for each in dict.fromkeys([*kept["replaced"], *save.dropped]) if not same_path(each, save.path)]
-
-    def kept_after(self, kept: Kept, save: Save, replaced: list[str]) -> Kept:
+    def kept_after(self, kept: Kept, save: Save) -> Kept:
         """Return what is kept with a save."""
+        replaced = [
+            each for each in dict.fromkeys([*kept["replaced"], *save.dropped]) if not same_path(each, save.path)
+        ]
         scores = {path: score for path, score in kept["scores"].items() if path not in save.dropped}
         if save.is_best:
             scores[save.path] = 0.0 if save.score is None else save.score

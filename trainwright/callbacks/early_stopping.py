@@ -158,7 +158,7 @@ class EarlyStopping(Callback):
         is_due, self._is_due = self._is_due, False
         if self.check_on_train_epoch_end is None:
             is_due = is_due or not trainer.enable_validation
-        # A run that stops within the epoch does not check: the resumed run reaches the epoch's end.
+        # A run that stops within the epoch does not check, since the resumed run reaches the epoch's end.
         if trainer.state.epoch_ended and (is_due or self.check_on_train_epoch_end):
             self._check(trainer)
 

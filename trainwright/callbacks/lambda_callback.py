@@ -32,6 +32,5 @@ class LambdaCallback(Callback):
                 raise TypeError(
                     f"{name}={function!r} is a {type(function).__name__}; accepted are a function and None."
                 )
-        for name, function in hooks.items():
             if function is not None:
                 setattr(self, name, function)  # on the instance, so that other hooks cost nothing

@@ -44,6 +44,9 @@ class LearningRateMonitor(Callback):
             )
         self.logging_interval = logging_interval
         self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
+        self._begin()
+
+    def _begin(self) -> None:
         self.lrs: dict[str, list[float]] = {}
         self.last_momentum_values: dict[str, float] = {}
         self.last_weight_decay_values: dict[str, float] = {}
@@ -71,8 +74,7 @@ class LearningRateMonitor(Callback):
                 "LearningRateMonitor writes to the trainer's loggers, but logger=False; give the Trainer a logger, or leave "
                 "the callback out."
             )
-        self.lrs, self.last_momentum_values, self.last_weight_decay_values, self._pending = {}, {}, {}, {}
-        self._epoch_begun = -1
+        self._begin()
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self.lrs |= {name: [] for _, names, _ in self._named(trainer) for name in names if name not in self.lrs}

@@ -333,17 +333,16 @@ class ModelCheckpoint(Callback):
         if plan is None or self._refuses_weights(trainer):
             return
         save = Save(*plan)
-        before, replaced = self._kept, self._ranking.replaced(self._kept, save)
+        before = self._kept
         # What is saved includes this save: a resumed run finds its own checkpoint among the kept ones.
-        self._keep(self._ranking.kept_after(before, save, replaced))
+        self._keep(self._ranking.kept_after(before, save))
         self._moments.note_save(trainer, (save.path, save.written_to), self._kept["scores"])
         is_begun = self._write(trainer, before, self.save_weights_only, blocking=not self.async_save)
         if is_begun:
-            report = (
-                f"epoch {trainer.current_epoch}, step {trainer.global_step}: saved {save.path}" if self.verbose else ""
-            )
+            where = f"epoch {trainer.current_epoch}, step {trainer.global_step}"
+            report = f"{where}: saved {save.path}" if self.verbose else ""
             thread = trainer.engine.writer.in_flight if self.async_save else None
-            paths = save.path, save.written_to, replaced
+            paths = save.path, save.written_to, self._kept["replaced"]
             self._pending = PendingSave(*paths, thread, partial(self._keep, before), self._keep_replaced, report)
         if not self.async_save:
             self._conclude(trainer)

@@ -107,8 +107,7 @@ def _measure(module: nn.Module, children: Mapping[str, nn.Module], run: Callable
 
         return hook
 
-    with ExitStack() as stack:
-        stack.enter_context(_without_trace(module))
+    with _without_trace(module), ExitStack() as stack:
         for name, child in children.items():
             stack.callback(child.register_forward_hook(record(name), with_kwargs=True).remove)
         try:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from contextlib import suppress
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -58,8 +59,9 @@ class TQDMProgressBar(Callback):
         self._is_wanted = True
         self._is_shown = self._is_live = False
         self._training, self._evaluation = Progress(), Progress()
-        self._stage, self._loader, self._evaluated = "", 0, 0
-        self._numbers: list[int | float] = []
+        self._loaders: list[tuple[str, int | None]] = []
+        """The title and the number of batches of each loader of an evaluation."""
+        self._loader = self._evaluated = 0
 
     @property
     def is_enabled(self) -> bool:
@@ -177,15 +179,16 @@ class TQDMProgressBar(Callback):
 
     def _begin_evaluation(self, stage: str, numbers: list[int | float], *, leave: bool) -> None:
         """Show an evaluation of loaders with these numbers of batches."""
-        self._stage, self._numbers, self._loader, self._evaluated = stage, numbers, 0, 0
-        below = 0 if self._training.bar is None else 1
-        self._begin(self._evaluation, *self._title_and_total(), leave=leave, below=below)
+        titles = [f"{stage} DataLoader {loader}" for loader in range(len(numbers))] if len(numbers) > 1 else [stage]
+        self._loaders = list(zip_longest(titles, map(_known, numbers)))
+        self._loader = self._evaluated = 0
+        self._begin(self._evaluation, *self._loaders[0], leave=leave, below=0 if self._training.bar is None else 1)
 
     def _advance(self, batches: int, loader: int) -> None:
         if loader != self._loader:
             self._evaluation.move_to(self._evaluated)
             self._loader = loader
-            self._evaluation.restart(*self._title_and_total())
+            self._evaluation.restart(*self._loaders[loader])
         self._evaluated = batches
         if self._evaluation.is_due(batches):
             if self._evaluation.bar is not None:
@@ -196,10 +199,6 @@ class TQDMProgressBar(Callback):
     def _finish(self) -> None:
         self._evaluation.move_to(self._evaluated)
         self._evaluation.close()
-
-    def _title_and_total(self) -> tuple[str, int | None]:
-        title = f"{self._stage} DataLoader {self._loader}" if len(self._numbers) > 1 else self._stage
-        return title, _known(self._numbers[self._loader]) if self._loader < len(self._numbers) else None
 
     def _begin(
         self, progress: Progress, title: str, total: int | None, count: int = 0, *, leave: bool, below: int = 0

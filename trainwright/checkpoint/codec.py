@@ -1,6 +1,6 @@
 """Typed plain data: Python values to JSON and back; tensors are kept apart.
 
-JSON's own types are written as they are. Anything else is an object with one key that starts with `$` and names its type. The
+JSON's own types are written unchanged. Anything else is an object with one key that starts with `$` and names its type. The
 types are the tables in this file, so decoding imports nothing and calls nothing that the data names.
 
 Some values come back as a plainer type: a defaultdict with a factory that is not in this file as a dict, a Parameter as a
@@ -45,21 +45,13 @@ _JSON_INTEGERS = 1 << 63
 
 
 def encode(value: Any, name: str = "state") -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the value as plain JSON-able data, and its tensors by the names that the data refers to.
-
-    Raises:
-        TypeError: a value in it is of another type; the message says where, and what is accepted.
-    """
+    """Return the value as plain JSON-able data, and its tensors by name; TypeError says what in it is not accepted."""
     encoder = _Encoder()
     return encoder.encode(value, name, 0), encoder.tensors
 
 
 def encode_stored(value: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Encode a value for a checkpoint.
-
-    Raises:
-        CheckpointError: a checkpoint cannot store something in the value; the message says where it is.
-    """
+    """Encode a value for a checkpoint; CheckpointError says what in it a checkpoint cannot store."""
     try:
         return encode(value, name)
     except TypeError as error:
@@ -67,11 +59,7 @@ def encode_stored(value: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def decode(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the value that `encode` was called with.
-
-    Raises:
-        CheckpointError: the data was not written by `encode`.
-    """
+    """Return the value that `encode` was called with; CheckpointError if the data was not written by `encode`."""
     try:
         return _Decoder(tensors).decode(plain, 0)
     except (ValueError, TypeError, KeyError, OverflowError, RuntimeError, binascii.Error) as error:
@@ -85,6 +73,7 @@ _DICTS: dict[str, Callable[[dict[Any, Any]], Any]] = {"$counter": Counter, "$ord
     for factory in (int, float, list, dict, set, bool, str, tuple)
 }
 """The subclasses of dict that are restored as such."""
+_COLLECTIONS = {"$tuple": tuple, "$size": torch.Size, "$set": set, "$frozenset": frozenset}
 
 
 def _tag_of(value: dict[Any, Any]) -> str:
@@ -145,7 +134,7 @@ class _Encoder:
     def _leaf(self, value: Any, path: str) -> Any:
         if isinstance(value, enum.Enum):
             raise TypeError(f"{path} is the enum member {value!s}; store its .value or .name, and rebuild it on load.")
-        if isinstance(value, bytes) and type(value) is bytes:
+        if type(value) is bytes:
             return {"$bytes": base64.b64encode(value).decode()}
         if isinstance(value, torch.dtype):
             return {"$dtype": str(value).removeprefix("torch.")}
@@ -191,7 +180,7 @@ class _Decoder:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
         self._leaves: dict[str, Callable[[Any], Any]] = {
-            "$int": _integer,
+            "$int": lambda text: int(_expect(text, str), 16),
             "$float": _special_float,
             "$bytes": lambda text: base64.b64decode(_expect(text, str), validate=True),
             "$dtype": lambda text: _TORCH_DTYPES[text],
@@ -201,12 +190,6 @@ class _Decoder:
             "$tensor": lambda key: self._tensors[key],
             "$array": lambda key: self._tensors[key].numpy(),
             "$numpy": lambda parts: self._numpy(*_expect(parts, list, 2)),
-        }
-        self._collections: dict[str, Callable[[list[Any]], Any]] = {
-            "$tuple": tuple,
-            "$size": torch.Size,
-            "$set": set,
-            "$frozenset": frozenset,
         }
 
     def decode(self, plain: Any, depth: int) -> Any:
@@ -222,14 +205,15 @@ class _Decoder:
         if not tag.startswith("$"):
             return {key: self.decode(item, depth + 1) for key, item in plain.items()}
         content = plain[tag]
-        if len(plain) == 1 and tag in self._leaves:
+        if len(plain) > 1:
+            raise CheckpointError(f"the checkpoint's plain data has further keys next to the type {tag!r}.")
+        if tag in self._leaves:
             return self._leaves[tag](content)
-        if len(plain) == 1 and tag in self._collections:
-            return self._collections[tag](self.decode(_expect(content, list), depth))
-        if len(plain) == 1 and tag in _DICTS:
-            decoded = self.decode(content, depth + 1)
-            return _DICTS[tag](_expect(decoded, dict))
-        if len(plain) == 1 and tag == "$dict":
+        if tag in _COLLECTIONS:
+            return _COLLECTIONS[tag](self.decode(_expect(content, list), depth))
+        if tag in _DICTS:
+            return _DICTS[tag](_expect(self.decode(content, depth + 1), dict))
+        if tag == "$dict":
             pairs = [_expect(pair, list, 2) for pair in _expect(content, list)]
             return {self.decode(key, depth + 1): self.decode(item, depth + 1) for key, item in pairs}
         raise CheckpointError(f"the checkpoint's plain data has a type {tag!r} that this version does not know.")
@@ -243,7 +227,7 @@ class _Decoder:
 
 
 def _are_plain_integers(values: Sequence[Any]) -> bool:
-    """Return whether all items are ints that JSON stores as they are.
+    """Return whether all items are ints that JSON stores unchanged.
 
     Python's generator has 625 of them: the check of the whole list replaces a call per item, in every save and load.
     """
@@ -256,10 +240,6 @@ def _expect(value: Any, kind: type[Any], length: int | None = None) -> Any:
     if type(value) is not kind or (length is not None and len(value) != length):
         raise ValueError(f"found a {type(value).__name__} where a {kind.__name__} was expected")
     return value
-
-
-def _integer(text: Any) -> int:
-    return int(_expect(text, str), 16)
 
 
 def _special_float(text: Any) -> float:

@@ -142,7 +142,7 @@ def _verify(options: argparse.Namespace) -> int:
     verdicts = []
     for path in candidates(options.path):
         verdicts.append(examine(path))
-        print(_judged(verdicts[-1]), flush=True)
+        print(_verdict_text(verdicts[-1]), flush=True)
     bad = [verdict.path for verdict in verdicts if verdict.problems]
     if not bad:
         return 0
@@ -151,7 +151,7 @@ def _verify(options: argparse.Namespace) -> int:
     return INVALID
 
 
-def _judged(verdict: Verdict) -> str:
+def _verdict_text(verdict: Verdict) -> str:
     head = f"{_shown(verdict.path)}: "
     extra = [f"  {_shown(name)} is not of the checkpoint (left alone)" for name in verdict.extra_files]
     if verdict.problems:

@@ -52,11 +52,7 @@ class Contents(NamedTuple):
 def collect(
     sections: Mapping[str, Sequence[Piece]], state: Any, rank_state: Any, rank: int, world_size: int
 ) -> Contents:
-    """Return this rank's part of a checkpoint; see `write_checkpoint` for the arguments. Its tensors are not copied.
-
-    Raises:
-        CheckpointError: a section's name or a value in the state is not accepted.
-    """
+    """Return this rank's part of a checkpoint; see `write_checkpoint` for the arguments. Its tensors are not copied."""
     for name in sections:
         if not _SECTION.fullmatch(name):
             raise CheckpointError(f"the section name {name!r} is not accepted: small letters, digits and _ are.")
@@ -91,29 +87,20 @@ def extra_states(module: nn.Module) -> dict[str, Any]:
 
 
 def fitting_extra_states(module: nn.Module, states: Mapping[str, Any], path: str, strict: bool) -> dict[str, Any]:
-    """Return the extra states of a checkpoint that a module has places for; with strict all have to match.
-
-    Raises:
-        CheckpointError: the checkpoint's extra states and the module's differ.
-    """
+    """Return the extra states of a checkpoint that a module takes; CheckpointError if strict and not all match."""
     takers = {clean_name(name) for name in _extra_state_takers(module)}
     takers |= {name for name in extra_states(module) if not is_extra_state(name)}
-    if strict:
-        _refuse_unlike(path, sorted(takers - states.keys()), sorted(states.keys() - takers))
-    return {name: value for name, value in states.items() if name in takers}
-
-
-def _refuse_unlike(path: str, missing: Sequence[str], odd: Sequence[str]) -> None:
     problems = [
-        f"extra state {title}: {', '.join(names[:5])}"
-        for title, names in (("not in it", missing), ("only in it", odd))
+        f"extra state {title}: {', '.join(sorted(names)[:5])}"
+        for title, names in (("not in it", takers - states.keys()), ("only in it", states.keys() - takers))
         if names
     ]
-    if problems:
+    if strict and problems:
         raise CheckpointError(
             f"{path}: it is of another model ({'; '.join(problems)}). Build the model that was saved, or set strict_loading = "
             "False on the module to load what matches."
         )
+    return {name: value for name, value in states.items() if name in takers}
 
 
 def _extra_state_takers(module: nn.Module) -> Iterator[str]:
@@ -130,11 +117,7 @@ def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:
 
 
 def describe_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], left_out: Collection[str]) -> dict[str, Any]:
-    """Return the optimizer's parameter groups (parameters by name) and the values in its state that are not tensors.
-
-    Raises:
-        CheckpointError: a checkpoint cannot store a key of its state.
-    """
+    """Return the optimizer's parameter groups (parameters by name) and the values in its state that are not tensors."""
     groups = []
     plain: dict[str, dict[str, Any]] = {}
     shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
@@ -145,15 +128,10 @@ def describe_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], left_o
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             _check_keys(optimizer, state)
-            values = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-            if values:
+            if values := {key: value for key, value in state.items() if not isinstance(value, Tensor)}:
                 plain[names[parameter]] = values
-    return {
-        "type": type(optimizer).__name__,
-        "groups": groups,
-        "plain": plain,
-        **({"shared": shared} if shared else {}),
-    }
+    described = {"type": type(optimizer).__name__, "groups": groups, "plain": plain}
+    return {**described, "shared": shared} if shared else described
 
 
 def _check_keys(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
@@ -210,10 +188,7 @@ def restore_optimizer(
 def placed(value: Any, parameter: Tensor, was: torch.dtype | None) -> Any:
     """Return plain state of a parameter with its tensors on the parameter's device, and in its dtype if they had that before.
 
-    Args:
-        value: plain data with tensors in it.
-        parameter: what the optimizer steps.
-        was: the parameter's dtype when the state was saved; None keeps the tensors' dtypes.
+    `was` is the parameter's dtype when the state was saved; None keeps the tensors' dtypes.
     """
 
     def moved(path: tuple[Any, ...], leaf: Any) -> Any:

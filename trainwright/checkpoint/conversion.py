@@ -24,19 +24,15 @@ EXPORT_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.floa
 
 
 class Exported(NamedTuple):
-    """What an export wrote and left out.
-
-    Args:
-        names: the names in the file.
-        shared: further names of tensors in the file, each with the name that is stored.
-        left_out: names without the requested prefix.
-        extra_states: keys of what the modules' `get_extra_state` returned, which the file cannot store.
-    """
+    """What an export wrote and left out."""
 
     names: list[str]
     shared: dict[str, str]
+    """Further names of tensors in the file, each with the name that is stored."""
     left_out: list[str]
+    """Names without the requested prefix."""
     extra_states: list[str]
+    """Keys of what the modules' `get_extra_state` returned, which the file cannot store."""
 
 
 def export_safetensors(
@@ -79,7 +75,7 @@ def export_safetensors(
             f"{path} has no {section} tensor whose name begins with {strip_prefix!r}; its names are such as {some}. Give "
             "another prefix."
         )
-    kept, shared = _untied(taken)
+    kept, shared = _untied(taken)  # safetensors files cannot hold one tensor under two names
     new_names = {name: prefix + name.removeprefix(strip_prefix) for name in taken}
     shared = {new_names[name]: new_names[other] for name, other in shared.items()}
     kinds = {name: dtype if dtype and entry.dtype.is_floating_point else entry.dtype for name, entry in kept.items()}
@@ -142,11 +138,7 @@ def _new_file(files: LocalFiles, target: str) -> Iterator[BinaryIO]:
 
 
 def import_checkpoint(source: str, path: str) -> Weights:
-    """Write a checkpoint of the weights and hyper-parameters in a file that `read_weights` accepts; return these.
-
-    Raises:
-        CheckpointError: the source holds no weights, or the checkpoint cannot be written.
-    """
+    """Write a checkpoint of the weights and hyper-parameters in a file that `read_weights` accepts; return these."""
     from trainwright import __version__
 
     weights = read_weights(source)

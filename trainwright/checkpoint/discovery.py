@@ -188,6 +188,7 @@ def remove_checkpoint(path: str) -> None:
         files.sync_directory(os.path.dirname(inside))
         files.remove_tree(temporary)
         return
+    # The manifest first, and durably: without it the rest is no checkpoint, whenever a crash interrupts the removal.
     for name in (MANIFEST_NAME, *sorted(manifest.files)):
         if name in present:
             files.remove_file(f"{inside}/{name}")

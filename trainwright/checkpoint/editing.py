@@ -44,6 +44,7 @@ def edit_for_save(
     def left() -> list[Piece]:
         shown_as = [(piece, before[piece.name]) for piece in pieces]
         kept = [piece for piece, tensor in shown_as if tensors.get(piece.name) is tensor and is_range(tensor)]
+        # Untouched tensors keep their pieces, and with them their writers and ties; replaced ones become new pieces.
         known = {piece.name for piece in kept}
         return [*kept, *(stored(name, value) for name, value in tensors.items() if name not in known)]
 

@@ -49,19 +49,13 @@ _ENGINES = {
 
 @dataclass(frozen=True)
 class Weights:
-    """What is needed to rebuild the model of a checkpoint.
+    """What is needed to rebuild the model of a checkpoint; None where the file does not say.
 
     Args:
         state_dict: the model's tensors, whole, on the CPU.
-        kind: what it was read from.
-        hyper_parameters: the module's; empty if none were stored.
         hyper_parameter_forms: the forms of those that are not plain data; see plain_forms.py.
         hparams_name: the argument that they are the content of; "kwargs" if they are the arguments themselves.
-        datamodule_hyper_parameters: the datamodule's.
-        datamodule_hyper_parameter_forms, datamodule_hparams_name: as above.
-        epoch: the epoch of the save; None if the file does not say.
-        global_step: the number of optimizer steps.
-        contents: everything else in the file, with those above, for `on_load_checkpoint`.
+        contents: everything in the file but the tensors, for `on_load_checkpoint`.
     """
 
     state_dict: dict[str, Any]
@@ -78,11 +72,7 @@ class Weights:
 
 
 def read_weights(path: str | os.PathLike[str], verify: Verify = "full") -> Weights:
-    """Read the weights and hyper-parameters at a path or an fsspec URL; `verify` applies to our own checkpoints.
-
-    Raises:
-        CheckpointError: nothing is there, or it is damaged, of a kind that is not accepted, or contains pickled objects.
-    """
+    """Read the weights and hyper-parameters at a path or an fsspec URL; `verify` applies to our own checkpoints."""
     check_verify(verify)
     name = os.fspath(path)
     filesystem, inside = fsspec.core.url_to_fs(name)
@@ -128,7 +118,7 @@ def _from_index(path: str, data: bytes) -> Weights:
     missing = [name for name, file in files.items() if clean_name(name) not in parts[file].state_dict]
     if missing:
         raise CheckpointError(
-            f"{path}: {files[missing[0]]} holds no {missing[0]!r}, though the index places it there ({len(missing)} in all). "
+            f"{path}: {files[missing[0]]} holds no {missing[0]!r}, though the index lists it there ({len(missing)} in all). "
             "Get the files that belong to this index."
         )
     names = {clean_name(name): file for name, file in files.items()}
@@ -181,16 +171,20 @@ def _from_torch_file(path: str, source: Any) -> Weights:
     if not isinstance(source, str):
         source.seek(0)
     try:
+        # weights_only refuses every object that could run code while it is unpickled.
         content = torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:  # on damaged data the reader raises errors of many types
         _refuse(path, error)
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+        epoch, step = (
+            count if isinstance(count := content.get(key), int) else None for key in ("epoch", "global_step")
+        )
         return Weights(
             _checked(path, content["state_dict"]),
             "lightning",
             **_hyper_parameters(path, content),
-            epoch=_count(content.get("epoch")),
-            global_step=_count(content.get("global_step")),
+            epoch=epoch,
+            global_step=step,
             contents={key: value for key, value in content.items() if key != "state_dict"},
         )
     return Weights(_checked(path, content), "state_dict")
@@ -264,7 +258,3 @@ def _hyper_parameters(path: str, content: Mapping[str, Any]) -> dict[str, Any]:
         found[f"{prefix}hyper_parameter_forms"] = dict(forms) if isinstance(forms, Mapping) else {}
         found[f"{prefix}hparams_name"] = name if isinstance(name, str) else None
     return found
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) else None

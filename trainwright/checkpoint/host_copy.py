@@ -61,7 +61,7 @@ class HostMemory:
         locking = next((each for each in sorted(device_types) if has_pinned_memory(each)), None)
         if size > self._memory.numel() or (locking is None) != (self._locked is None):
             self.release()  # first, so that both are never allocated at once
-            more = size // 16 + (1 << 20)  # metrics and the like grow a little from save to save
+            more = size // 16 + (1 << 20)  # metrics grow a little from save to save
             if locking is None:
                 self._memory = torch.empty(size + more, dtype=torch.uint8)
             else:

@@ -30,7 +30,7 @@ from trainwright.paths import open_no_link
 LOCK_NAME = ".lock"
 ATTEMPTS = 20
 CLAIM_SECONDS = 0.2
-"""How long a claim has to stand on a file system without locks: longer than another process takes from look to claim."""
+"""How long a claim has to last on a file system without locks: longer than another process takes from look to claim."""
 NAMED_SECONDS = 0.5
 """How long a refused process waits for the holder to write its name."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -57,10 +57,8 @@ _guard = threading.Lock()
 class FolderLock:
     """This process's hold on a checkpoint folder; made by `lock_folder`.
 
-    Args:
-        folder: the folder.
-        key: the lock file's device and inode; None for a folder without a lock.
-        previous_holder: a process that ended without releasing the lock; empty if there was none.
+    `key` is the lock file's device and inode, None for a folder without a lock. `previous_holder` names a process that ended
+    without releasing it.
     """
 
     def __init__(self, folder: str, key: tuple[int, int] | None, previous_holder: str = "") -> None:
@@ -80,9 +78,8 @@ class FolderLock:
             del _held[key]
             with contextlib.suppress(OSError):  # the folder may have been removed
                 if _key(os.stat(holding.path)) == key:
-                    os.unlink(
-                        holding.path
-                    )  # while it is locked: a process that has it open sees that it is gone, and opens again
+                    # While it is locked: a process that has it open sees that it is gone, and opens again.
+                    os.unlink(holding.path)
             os.close(holding.descriptor)
             with contextlib.suppress(OSError):  # not empty
                 for directory in holding.created:
@@ -92,8 +89,7 @@ class FolderLock:
 def lock_folder(folder: str) -> FolderLock:
     """Lock a folder for this process, creating it if missing. The same process may lock it several times.
 
-    Raises:
-        CheckpointError: another process holds it, or nothing can be written there.
+    CheckpointError if another process holds it, or nothing can be written there.
     """
     files, inside = resolve(folder)
     if not files.has_rename:
@@ -118,7 +114,7 @@ def lock_folder(folder: str) -> FolderLock:
 
 
 def _acquire_in(files: Files, inside: str, path: str, folder: str) -> tuple[int, str]:
-    """Lock a folder, and create it again if a process that releases it removes it, empty as it is, in the same moment."""
+    """Lock a folder, and create it again if a process that releases it removes it, since it is empty, in the same moment."""
     for _ in range(ATTEMPTS - 1):
         files.make_directories(inside)
         with contextlib.suppress(FileNotFoundError):

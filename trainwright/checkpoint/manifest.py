@@ -42,13 +42,7 @@ class FormatRefused(CheckpointError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of.
-
-    Args:
-        header: plain JSON from the writer: step, epoch, world_size and more.
-        files: the size and digest of each file by its name.
-        sections: the tensors of each section by name.
-    """
+    """What a checkpoint consists of: the header is plain JSON from the writer (step, epoch, world_size and more)."""
 
     header: dict[str, Any]
     files: dict[str, FileRecord]
@@ -98,11 +92,7 @@ def _refuse_constant(name: str) -> Any:
 def table_to_json(table: Mapping[str, TensorEntry]) -> dict[str, Any]:
     """Return the tensors of a section as JSON-able data."""
     return {
-        name: {
-            "shape": list(entry.shape),
-            "dtype": DTYPE_NAMES[entry.dtype],
-            "pieces": entry.pieces,
-        }
+        name: {"shape": list(entry.shape), "dtype": DTYPE_NAMES[entry.dtype], "pieces": entry.pieces}
         for name, entry in table.items()
     }
 
@@ -126,11 +116,8 @@ def table_from_json(table: Mapping[str, Any]) -> dict[str, TensorEntry]:
 
 
 def parse(data: bytes) -> Manifest:
-    """Return the manifest from a file's bytes.
-
-    Raises:
-        CheckpointError: the file is damaged, of another format or a newer version, or inconsistent.
-    """
+    """Return the manifest from a file's bytes; CheckpointError if damaged, inconsistent, or of another format or version."""
+    # The bytes are compared before they are parsed, so that damaged JSON is never interpreted.
     digest = data[_HEAD.index(b"%s") :][:64]
     body = data[_HEAD_BYTES : -len(_TAIL)]
     if data != _HEAD % digest + body + _TAIL or hashlib.sha256(body).hexdigest().encode() != digest:

@@ -39,16 +39,7 @@ class ReadReport(NamedTuple):
 
 
 class Checkpoint:
-    """A verified checkpoint; made by `open_checkpoint`.
-
-    Args:
-        files: its file system.
-        path: the path or URL that the user gave.
-        inside: the path within `files`.
-        manifest: its manifest.
-        verify: how much was verified.
-        extra_files: names in the directory that are not the checkpoint's.
-    """
+    """A verified checkpoint; made by `open_checkpoint`. `path` is the one that the user gave, `inside` the one in `files`."""
 
     def __init__(
         self, files: Files, path: str, inside: str, manifest: Manifest, verify: Verify, extra_files: Sequence[str]
@@ -79,12 +70,7 @@ class Checkpoint:
         """Fill the tensors of the pieces in place, reading only what overlaps them, and converting to their dtypes.
 
         Each rank reads its own pieces without communication, whatever the writer's world size and strategy. Everything is
-        checked before the first write.
-
-        Args:
-            section: the section to read.
-            pieces: the destinations.
-            strict: refuse a destination that the checkpoint does not have; else leave it as it is and report it.
+        checked before the first write. With strict False a destination that is not stored is left unchanged and reported.
         """
         entries = self.tensors(section)
         wanted = {piece.name for piece in pieces}
@@ -114,6 +100,7 @@ class Checkpoint:
             for piece, copies in plans:
                 for copy in copies:
                     shards.check(copy.source, entries[piece.name])
+            # Only now, when all of them are known to be there: a refused read changes nothing.
             for piece, copies in plans:
                 copy_into(piece, entries[piece.name].dtype, copies, shards.locate)
 
@@ -161,7 +148,7 @@ class Checkpoint:
         return state
 
     def rank_state(self, rank: int) -> Any | None:
-        """Return the plain state that a rank stored; None if it stored none or there was no such rank."""
+        """Return the plain state that a rank stored; None if it stored nothing or did not exist."""
         name = rank_section(rank)
         return self._read_plain(name) if f"{name}.json" in self._manifest.files else None
 

@@ -86,7 +86,7 @@ def write_shard(out: HashingStream, file_name: str, pieces: Sequence[Piece]) -> 
             key += "+"
         keys.add(key)
         kept = is_whole or first.tensor.numel() > 0
-        if kept:
+        if kept:  # an empty range stores nothing, but its tensor's shape and dtype have to be in the table
             stored.append((key, first.shape if is_whole else first.tensor.shape, first.tensor))
         for piece in group:
             own = (StoredPiece(file_name, key, piece.start, piece.tensor.numel()),) if kept else ()

@@ -243,6 +243,7 @@ def write_contents(
     directory = run_on_all(partial(_begin, files, target, header, overwrite) if is_first else None)[0]
     own = _RankFiles(files, directory)
     try:
+        # NOTE: every rank makes both exchanges, whatever fails on it, or the others would wait for it.
         tables = run_on_all(lambda: own.write(gather(), ranks.rank), reads=is_first)
         run_on_all(partial(_commit, files, directory, target, header, tables, overwrite) if is_first else None)
     except Exception as error:
@@ -336,6 +337,7 @@ def _commit(
     merged = {name: merge(part[name] for part in parts if name in part) for name in names}
     manifest = Manifest(dict(header), records, merged)
     check_tensors(manifest)
+    # Each rank has synced its files, but on a network file system rank 0 may see another directory than the others.
     listed = files.listing(directory)
     for name, record in records.items():
         if listed.get(name) != record.size:
@@ -353,6 +355,7 @@ def _commit(
             raise
         return
     files.put(f"{directory}/{MANIFEST_NAME}", data)
+    # Before the rename: a power loss after it could otherwise leave the final name on a directory without all of its files.
     files.sync_directory(directory)
     free = versioned_path(files, target) if overwrite and files.exists(target) else target
     files.rename(directory, free)

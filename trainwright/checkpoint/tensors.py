@@ -135,6 +135,7 @@ def assign_writers(pieces: Sequence[Piece], rank: int, world_size: int) -> list[
         )
     if world_size == 1:
         return list(pieces)
+    # Greedy by size onto the least loaded rank; the names break ties, so that the order of a rank's pieces does not matter.
     groups = tied_groups([piece for piece in pieces if piece.writer is None])
     ordered = sorted(groups, key=lambda group: (-_bytes(group[0]), min((piece.name, piece.start) for piece in group)))
     loads = [(0, other) for other in range(world_size)]
@@ -249,7 +250,7 @@ def is_range(tensor: Tensor) -> bool:
 
 
 def stored(name: str, value: Tensor) -> Piece:
-    """Return the piece for a tensor that hooks left in a state_dict; CheckpointError if it is no range of a whole one."""
+    """Return the piece for a tensor that hooks left in a state_dict; CheckpointError if it corresponds to no range."""
     if not isinstance(value, RankPart):
         return Piece(name, tuple(value.shape), 0, value.detach(), 0)
     if not value.is_range:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from trainwright.devices import accelerator
 
@@ -100,10 +99,11 @@ def copies_aside(device_type: str) -> bool:
 @_asked_once
 def fuses(device_type: str, optimizer: str, dtype: torch.dtype) -> bool:
     """Return whether torch has a fused step of "Adam", "SGD" or "Adagrad" for parameters of a dtype on a device."""
-    weight, gradient, *moments = (torch.ones(2, dtype=dtype, device=device_type) for _ in range(5))
-    step = torch.ones((), dtype=torch.float32, device=device_type)
-    with torch.no_grad():
-        _STEPS[optimizer]([weight], [gradient], [[each] for each in moments], [step])
+    weight = torch.ones(2, dtype=dtype, device=device_type, requires_grad=True)
+    weight.grad = torch.ones_like(weight)
+    # With momentum, since SGD's fused kernel with a momentum buffer is a different one.
+    momentum = {"momentum": 0.9} if optimizer == "SGD" else {}
+    getattr(torch.optim, optimizer)([weight], lr=0.1, fused=True, **momentum).step()
     return True
 
 
@@ -122,34 +122,3 @@ def num_together(device_type: str) -> int:
     """Return how many devices the processes of a job may compute on: 0 for the CPU, at most 1 without a process group."""
     present = accelerator.count(device_type)
     return present if collective_backend(device_type) is not None else min(present, 1)
-
-
-def _adam(weights: list[Tensor], gradients: list[Tensor], moments: list[list[Tensor]], steps: list[Tensor]) -> None:
-    from torch.optim.adam import adam
-
-    settings: dict[str, Any] = {
-        "beta1": 0.9,
-        "beta2": 0.9,
-        "lr": 0.1,
-        "weight_decay": 0.0,
-        "eps": 1e-8,
-        "amsgrad": False,
-    }
-    adam(weights, gradients, moments[0], moments[1], [], steps, fused=True, maximize=False, **settings)
-
-
-def _sgd(weights: list[Tensor], gradients: list[Tensor], moments: list[list[Tensor]], steps: list[Tensor]) -> None:
-    from torch.optim.sgd import sgd
-
-    settings: dict[str, Any] = {"momentum": 0.9, "lr": 0.1, "weight_decay": 0.0, "dampening": 0.0, "nesterov": False}
-    sgd(weights, gradients, list(moments[0]), fused=True, maximize=False, **settings)
-
-
-def _adagrad(weights: list[Tensor], gradients: list[Tensor], moments: list[list[Tensor]], steps: list[Tensor]) -> None:
-    from torch.optim.adagrad import adagrad
-
-    settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, "lr_decay": 0.0, "eps": 1e-8}
-    adagrad(weights, gradients, moments[0], steps, fused=True, has_sparse_grad=False, maximize=False, **settings)
-
-
-_STEPS: dict[str, Callable[..., None]] = {"Adam": _adam, "SGD": _sgd, "Adagrad": _adagrad}

@@ -1,4 +1,4 @@
-"""Accelerator: the one device type other than the CPU that torch has here."""
+"""Accelerator: the one device type, besides the CPU, that torch has here."""
 
 from __future__ import annotations
 
@@ -15,18 +15,14 @@ from trainwright.devices import cuda
 GENERAL = "gpu"
 """The name for whatever accelerator torch has."""
 HOST = torch.device("cpu")
-OTHER_WORDS = {
-    "rocm": cuda.NAME,
-    "hip": cuda.NAME,
-    "nvidia": cuda.NAME,
-    "amd": cuda.NAME,
+OTHER_WORDS = dict.fromkeys(("rocm", "hip", "nvidia", "amd"), cuda.NAME) | {
     "metal": "mps",
     "mac": "mps",
     "intel": "xpu",
 }
 """Names that are not accepted, and the suggestion for each."""
 _used: set[str] = set()
-"""The accelerator types that this process computes on; some of torch's modules cannot tell."""
+"""The accelerator types that this process computes on; some of torch's modules do not record it."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_used.clear)
 
@@ -62,10 +58,7 @@ def is_available(device_type: str) -> bool:
 def resolve_device_type(accelerator: Any) -> str:
     """Return the device type of a name; "auto" is the present accelerator, else the CPU.
 
-    Raises:
-        ValueError: the name is unknown.
-        TypeError: it is not a string.
-        RuntimeError: torch does not have this accelerator here.
+    ValueError if the name is unknown, RuntimeError if torch does not have this accelerator here.
     """
     accepted = ", ".join(("auto", *names()))
     if not isinstance(accelerator, str):
@@ -97,8 +90,7 @@ def resolve_device_type(accelerator: Any) -> str:
         close = OTHER_WORDS.get(name) or next(iter(difflib.get_close_matches(name, names(), n=1, cutoff=0.7)), None)
         hint = f" Did you mean {close!r}?" if close else " A backend of another package has to be imported first."
         raise ValueError(f"accelerator={accelerator!r} is unknown; choose from {accepted}.{hint}")
-    has = "no accelerator" if here is None else f"{here!r}"
-    other = "'cpu'" if here is None else f"'auto' for {here!r}, or 'cpu'"
+    has, other = ("no accelerator", "'cpu'") if here is None else (repr(here), f"'auto' for {here!r}, or 'cpu'")
     raise RuntimeError(
         f"accelerator={accelerator!r} was asked for, but torch {torch.__version__} has {has} here; check that torch was built "
         f"for it and that its driver is there, or pass accelerator={other}."

@@ -25,7 +25,7 @@ def try_algorithms(enabled: bool) -> None:
 
 
 def check_generator_state(state: Tensor) -> None:
-    """Refuse what is no state of a CUDA generator (ValueError); looked at on any machine."""
+    """Refuse an invalid state of a CUDA generator (ValueError), on any machine."""
     numel, offset = state.numel(), int(state[8:].view(torch.int64)[0]) if len(state) == GENERATOR_BYTES else 0
     if numel != GENERATOR_BYTES or offset < 0 or offset % 4:
         raise ValueError(f"{numel} bytes, with the offset {offset}")

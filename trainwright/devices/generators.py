@@ -59,7 +59,7 @@ def owned(states: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def taken_over(states: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
-    """Return the states from a checkpoint as a process on a device goes on with them: their own there, others by number.
+    """Return the states from a checkpoint as a process on a device continues with them: its own there, others by number.
 
     Where they hold none for this kind of device, its generator starts from the seed: else it would draw once more what the
     run has drawn from its own seed on.
@@ -85,11 +85,10 @@ def lost_devices(states: Mapping[str, Any], device: torch.device) -> list[str]:
 
 
 def state_in(states: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any] | None:
-    """Return the device's part of the states of a process's generators, as a checkpoint of any time holds them.
+    """Return the device's part of the states of a process's generators, as a checkpoint of any version holds them.
 
-    Args:
-        states: the states; those of earlier checkpoints do not say which device was their process's own.
-        device: that of the process which reads them. On a machine with as many devices it is their own, too.
+    Those of earlier checkpoints do not say which device was their process's own: on a machine with as many devices it is taken
+    for the reading process's `device`.
     """
     if "device" in states:
         found: dict[str, Any] | None = states["device"]
@@ -108,7 +107,7 @@ def state_in(states: Mapping[str, Any], device: torch.device | None = None) -> d
 
 
 def check_device_state(state: Any) -> None:
-    """Refuse what is no state of an accelerator's generators (ValueError, TypeError), whether it is here or not."""
+    """Refuse an invalid state of an accelerator's generators (ValueError, TypeError), whether it is present or not."""
     if state is None:
         return
     kind, own, others = state["type"], state["state"], state["others"]

@@ -20,11 +20,7 @@ class LockedMemory:
     """Bytes of page-locked host memory, until they are released.
 
     torch's own allocator of such memory rounds up to a power of two (9 GB take 16) and caches what is freed. On CUDA, plain
-    memory of the requested size is locked in place; elsewhere torch's allocator is the only way.
-
-    Args:
-        size: the number of bytes.
-        device_type: the device type that copies into it.
+    memory of the requested size is locked in place; elsewhere torch's allocator is the only way. `size` is in bytes.
     """
 
     def __init__(self, size: int, device_type: str) -> None:

@@ -69,16 +69,23 @@ class PreparedOptimizer(Optimizer):
 
     def step(self, closure: Closure | None = None) -> Any:
         """Step at the window's end, unless the gradients are not finite; return what the closure first returned, if any."""
-        windows, call, losses = self._windows, None, []
-        if closure is not None:
-            if windows is not None:
-                self._refuse_closure(windows)
+        losses: list[Any] = []
 
-            def call() -> Any:
-                losses.append(closure())
-                return losses[-1]
+        def call() -> Any:
+            losses.append(closure())  # type: ignore[misc]
+            return losses[-1]
 
-        self.step_clipped(call=call)
+        if closure is not None and self._windows is not None:
+            self._refuse_closure(self._windows)
+        if closure is None:
+            self.step_clipped()
+        elif self._engine.strategy.takes_closure and self._engine.precision.takes_closure:
+            self.step_clipped(call=call)
+        else:
+            # Gradients have to be final (averaged, unscaled) before such a step, so it cannot compute them itself.
+            with torch.enable_grad():
+                call()
+            self.step_clipped()
         return losses[0] if losses else None
 
     def step_clipped(

@@ -16,11 +16,10 @@ class Logger:
     `log_metrics` for each row, `state_dict` at each checkpoint, `flush` at each epoch's end, `finalize` and `close` at the end.
     Calls from user code on other ranks have to do nothing.
 
-    A remote logger resumes its run with three methods. `state_dict` returns the remote run's id, and the step up to which rows
-    have arrived; a run whose state is empty starts as a new one. `load_state_dict` keeps them: it gets the state of the logger
-    of the same class, the first for the first of several. `start` then opens the run of that id rather than a new one. Rows
-    after that step are logged again: let the service cut or overwrite them, or skip them. It needs no folder: with `log_dir`
-    None, checkpoints go to the trainer's default_root_dir.
+    A remote logger resumes its run with three methods. `state_dict` returns the remote run's id and the step up to which rows
+    have arrived; with an empty state the next run is a new one. `load_state_dict` keeps the state of the logger of the same
+    class (of several, in order). `start` then opens the run of that id, on the rank that writes. The resumed run logs the rows
+    after that step again: overwrite them, or skip them. Without a `log_dir`, checkpoints go to default_root_dir.
     """
 
     log_dir: str | None = None

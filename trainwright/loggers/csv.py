@@ -75,7 +75,7 @@ class CSVLogger(FolderLogger):
     def _written(self) -> dict[str, Any]:
         """Write all rows but the latest, which may still get more values and is stored in the checkpoint instead."""
         self._take_open_row()
-        self._flush(all_but=1)
+        self.flush(all_but=1)
         file = self._open()
         file.sync()
         return {"rows": file.num_rows, "open_row": dict(self._rows[-1]) if self._rows else {}}

@@ -60,7 +60,8 @@ class FolderLogger(Logger):
         self._folder: str | None = None
         self._rows: list[Row] = []
         self._hparams: dict[str, Any] = {}
-        self._hparams_text = ""
+        self._hparams_digest = ""
+        """Of the hyper-parameters that this run has written, also before it was resumed."""
         self._writes_hparams = True
         self._is_writer = True
         self._is_new = False
@@ -72,7 +73,6 @@ class FolderLogger(Logger):
         self._is_resumed = False
         self._position: dict[str, Any] = {}
         """The position that a resumed run continues from, until its first row is written; empty then."""
-        self._known_hparams = ""
 
     @property
     def root_dir(self) -> str:
@@ -108,12 +108,12 @@ class FolderLogger(Logger):
         if self._folder is None or not self._is_writer:
             return {}
         inside = fsspec.core.url_to_fs(self._folder)[1]
-        return {"folder": inside, "version": self.version, "hparams": _digest(self._hparams_text), **self._written()}
+        return {"folder": inside, "version": self.version, "hparams": self._hparams_digest, **self._written()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._folder is None and self.version is None:
             self.version, self._is_resumed = state["version"], True
-        self._position, self._known_hparams = dict(state), str(state.get("hparams", ""))
+        self._position, self._hparams_digest = dict(state), str(state.get("hparams", ""))
 
     def drop_later_rows(self) -> None:
         """Drop everything after the position of the checkpoint that the run resumes from, since the run writes it again."""
@@ -161,11 +161,8 @@ class FolderLogger(Logger):
             self._hparams.update(to_dict(params))
             self._submit_hparams()
 
-    def flush(self) -> None:
-        """Write what is buffered, and wait for it; OSError if it cannot be written."""
-        self._flush()
-
-    def _flush(self, all_but: int = 0) -> None:
+    def flush(self, all_but: int = 0) -> None:
+        """Write what is buffered, `all_but` the latest rows, and wait for it; OSError if it cannot be written."""
         if self._folder is None or not self._is_writer:
             return
         self._submit_hparams()
@@ -189,14 +186,11 @@ class FolderLogger(Logger):
     def _submit_hparams(self) -> None:
         if not self._hparams or self._folder is None:
             return
-        text, path = json.dumps(_jsonable(self._hparams), indent=2) + "\n", f"{self.log_dir}/{HPARAMS_NAME}"
-        if text == self._hparams_text:
-            return
-        is_known, self._known_hparams = self._known_hparams == _digest(text), ""
-        self._hparams_text = text
-        if not is_known:  # else the resumed run has written them already
+        data, path = f"{json.dumps(_jsonable(self._hparams), indent=2)}\n".encode(), f"{self.log_dir}/{HPARAMS_NAME}"
+        if (digest := hashlib.sha256(data).hexdigest()) != self._hparams_digest:
+            self._hparams_digest = digest
             if self._writes_hparams:
-                self._writer.submit(lambda: write_file(path, text.encode()))
+                self._writer.submit(lambda: write_file(path, data))
             self._on_hparams(dict(self._hparams))
 
     def _submit_flush(self) -> None:
@@ -254,7 +248,7 @@ def withdraw_loggers(loggers: Sequence[Logger]) -> None:
             os.rmdir(inside)
             for logger in (each for each in own if each._folder == folder):
                 logger._folder = logger.version = None
-                logger._hparams_text = ""
+                logger._hparams_digest = ""
                 if logger.name:
                     with contextlib.suppress(OSError):  # it holds other runs
                         os.rmdir(os.path.dirname(inside))
@@ -316,10 +310,6 @@ def write_file(path: str, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest() if text else ""
 
 
 def _jsonable(value: Any) -> Any:

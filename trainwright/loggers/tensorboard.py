@@ -165,7 +165,7 @@ class TensorBoardLogger(FolderLogger):
         if given:
             self._hp_metrics.update(to_numbers(given))
             self.log_metrics(given, step)
-            self._hparams_text = ""  # write them again, with these metrics
+            self._hparams_digest = ""  # write them again, with these metrics
         super().log_hyperparams(to_dict(params))
 
     def _on_hparams(self, params: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ OTHER_WORDS = {
 
 
 def resolve_precision(precision: str | int | Precision | None, device_type: str) -> Precision:
-    """Return the precision that a name, a number of bits or an instance stands for.
+    """Return the precision that a name, a number of bits or an instance means.
 
     Raises:
         ValueError: the name is unknown.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainwright.devices.abilities import autocasts, scales_losses
 from trainwright.precision.base import Closure, Precision, ReduceMax, Sender
-from trainwright.precision.fast_path import NoFastPath
 
 DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
@@ -93,12 +92,8 @@ class MixedPrecision(Precision):
             self._rescale()
             self._has_scaled = True
             loss = self.scaler.scale(loss)
-        context = self.backward_context()
-        if context is None:
+        with self.backward_context() or nullcontext():
             super().backward(loss, send, **options)
-        else:
-            with context:
-                super().backward(loss, send, **options)
 
     def unscale(self, optimizer: Optimizer, reduce_max: ReduceMax | None = None) -> None:
         if self.scaler is None or not self._has_scaled:
@@ -112,10 +107,9 @@ class MixedPrecision(Precision):
         for part, device in _by_kind(optimizer):
             with self._scale_on(device):
                 self.scaler.unscale_(part)
-            for place, value in self.scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].items():
-                unscaled.found[place] = (
-                    torch.maximum(unscaled.found[place], value) if place in unscaled.found else value
-                )
+            for where, value in self.scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].items():
+                known = unscaled.found.get(where)
+                unscaled.found[where] = value if known is None else torch.maximum(known, value)
         if reduce_max is not None:
             # One tensor, because a rank without gradients does not know on which devices the others have theirs.
             any_found = unscaled.found.pop(self._scale.device, None)
@@ -184,9 +178,7 @@ class MixedPrecision(Precision):
         """Update the scale, and scale unscaled gradients again, because the next backward adds scaled ones to them."""
         present: list[list[Tensor]] = []
         for number, unscaled in list(self._unscaled.items()):
-            gradients = [
-                p.grad for group in unscaled.optimizer.param_groups for p in group["params"] if p.grad is not None
-            ]
+            gradients = [grad for _, grad in _with_gradients(unscaled.optimizer)]
             if not gradients:  # dropped, in whatever way
                 self._record(unscaled)
                 del self._unscaled[number]
@@ -204,8 +196,8 @@ class MixedPrecision(Precision):
         """Update the scale, and rescale pending gradients except the unscaled ones."""
         before = self._scale.clone()
         self._update_scale()
-        parameters = [p for each in self._tracked for group in each.param_groups for p in group["params"]]
-        waiting = {id(p.grad): p.grad for p in parameters if p.grad is not None and id(p.grad) not in divided}
+        held = {id(grad): grad for each in self._tracked for _, grad in _with_gradients(each)}
+        waiting = {number: grad for number, grad in held.items() if number not in divided}
         for gradient in waiting.values():
             self._multiply(gradient, self._scale / before)
 
@@ -241,6 +233,7 @@ class MixedPrecision(Precision):
     def state_dict(self) -> dict[str, Any]:
         if self.scaler is None:
             return {}
+        # What the latest step found belongs to this save: a resumed run would otherwise use a scale that is one update behind.
         self._update_scale()
         return dict(self.scaler.state_dict())
 
@@ -297,6 +290,20 @@ class _Autocast(AbstractContextManager[None]):
             self._attention.__exit__(*error)
 
 
+class NoFastPath(AbstractContextManager[None]):
+    """Disables torch's attention fast path (one kernel per layer in evaluation) where it cannot work; reentrant."""
+
+    def __init__(self) -> None:
+        self._before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self._before.append(torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch.backends.mha.set_fastpath_enabled(self._before.pop())
+
+
 class _NoAutocast(AbstractContextManager[None]):
     """Disables autocast, and clears its weight cache afterwards, because a step may have changed the weights."""
 
@@ -320,9 +327,13 @@ def _mixes(name: str, device: torch.device) -> bool:
     return autocasts(device.type, DTYPES[name]) and (name != "16-mixed" or scales_losses(device.type))
 
 
+def _with_gradients(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+    return [(p, grad) for group in optimizer.param_groups for p in group["params"] if (grad := p.grad) is not None]
+
+
 def _by_kind(optimizer: Optimizer) -> list[tuple[Any, torch.device]]:
     """Return what the scaler can unscale in one call, with its device: DTensors apart from other gradients."""
-    held = [(p, grad) for group in optimizer.param_groups for p in group["params"] if (grad := p.grad) is not None]
+    held = _with_gradients(optimizer)
     kind, device = (type(held[0][1]), held[0][1].device) if held else (None, None)
     if device is not None and all(type(grad) is kind and grad.device == device for _, grad in held):
         return [(optimizer, device)]

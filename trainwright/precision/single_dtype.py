@@ -6,7 +6,6 @@ import copy
 import inspect
 from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -58,12 +57,7 @@ class SingleDtypePrecision(Precision):
         own_way = "recurse" not in inspect.signature(module._apply).parameters  # it converts its children by itself
         for child in () if own_way else module.children():
             self.convert_module(child)
-        tables = (module._parameters.values(), module._buffers.values())
-        own = [
-            each
-            for each in chain(*(tables if not own_way else (module.parameters(), module.buffers())))
-            if each is not None
-        ]
+        own = [*module.parameters(recurse=own_way), *module.buffers(recurse=own_way)]
         is_done = all(
             each.is_meta or each.dtype == self.param_dtype or not each.dtype.is_floating_point for each in own
         )

@@ -10,7 +10,7 @@ import os
 import posixpath
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,7 +99,10 @@ class Profiler:
 
     def timed_iterator(self, iterable: Iterable[T], action: str) -> Iterator[T]:
         """Return an iterator that measures the wait for each item."""
-        return TimedIterator(iter(iterable), self, action)
+        fetch = self.timed(iter(iterable).__next__, action)
+        with suppress(StopIteration):
+            while True:
+                yield fetch()
 
     def write(self, suffix: str, save: Callable[[str], object]) -> str:
         """Let `save(path)` write a local file, move it to the output folder and return its path."""
@@ -116,16 +119,6 @@ class Profiler:
             else:
                 filesystem.put_file(written, target)
         return target
-
-
-class TimedIterator(Iterator[T]):
-    """An iterator whose `next` calls are measured as an action."""
-
-    def __init__(self, iterator: Iterator[T], profiler: Profiler, action: str) -> None:
-        self._next = profiler.timed(iterator.__next__, action)
-
-    def __next__(self) -> T:
-        return self._next()
 
 
 class PassThroughProfiler(Profiler):

@@ -28,16 +28,16 @@ def is_measuring(profiler: Profiler | None) -> bool:
     return profiler is not None and not isinstance(profiler, PassThroughProfiler)
 
 
-def instrument(engine: object, profiler: Profiler | None, actions: Mapping[str, str | None] = ENGINE_ACTIONS) -> Undo:
-    """Measure an object's methods until the returned function is called."""
+def instrument(engine: object, profiler: Profiler | None) -> Undo:
+    """Measure the engine's methods until the returned function is called."""
     if profiler is None or not is_measuring(profiler):
         return lambda: None
-    for method, action in actions.items():
+    for method, action in ENGINE_ACTIONS.items():
         bound = getattr(engine, method)
         setattr(engine, method, _timed_by_name(bound, profiler) if action is None else profiler.timed(bound, action))
 
     def undo() -> None:
-        for method in actions:
+        for method in ENGINE_ACTIONS:
             vars(engine).pop(method, None)
 
     return undo

@@ -82,8 +82,7 @@ class PyTorchProfiler(Profiler):
         self._ranges: dict[str, list[Any]] = {}
         self._handles: list[Any] = []
         self._averages: EventList | None = None
-        self._batches = 0
-        self._recordings = 0
+        self._batches = self._recordings = 0
         self._has_ended = False
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | os.PathLike[str] | None = None) -> None:
@@ -140,10 +139,10 @@ class PyTorchProfiler(Profiler):
         self._recorder = recorder
 
     def _advance(self, recorder: profile) -> None:
-        """Advance the schedule by a batch; stop a recorder that fails in between.
+        """Advance the schedule by a batch.
 
-        After a failure it may report a state that it never entered, and torch crashes when such a recorder is left. So this
-        ends what was started.
+        A recorder that fails in between may report a state that it never entered, and torch crashes when such a recorder is
+        left. So a failure ends what was started.
         """
         before = recorder.current_action
         try:

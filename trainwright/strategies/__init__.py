@@ -34,36 +34,37 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp_spawn_find_unused_parameters_true": ("ddp", {"find_unused_parameters": True}),
     "ddp_notebook_find_unused_parameters_true": ("ddp", {"find_unused_parameters": True}),
 }
-"""Names that stand for a strategy with options, or for another way to start its processes."""
+"""Other names: a strategy with options, or another way to start its processes."""
 
 SPAWNING = frozenset(name for name in VARIANTS if name.startswith(("ddp_spawn", "ddp_notebook")))
 """Names under which each call hands its work over to processes that it starts, in a plain script too."""
 
 
 def __getattr__(name: str) -> Any:
-    for home in STRATEGIES.values():
-        module_name, class_name = home.split(":")
-        if name == class_name:
-            return getattr(importlib.import_module(module_name), name)
+    for path in STRATEGIES.values():
+        if path.endswith(f":{name}"):
+            return _imported(path)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def _imported(path: str) -> Any:
+    module_name, class_name = path.split(":")
+    return getattr(importlib.import_module(module_name), class_name)
+
+
 def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
-    """Return the strategy that a name or an instance stands for; "auto" is single_device, or ddp for several processes.
+    """Return the strategy of a name or an instance; "auto" is single_device, or ddp for several processes.
 
     Raises:
-        ValueError: the name is unknown.
-        ImportError: it needs a package that is not installed.
-        TypeError: neither a name nor a Strategy.
+        ValueError, ImportError, TypeError: an unknown name, a package that is not installed, or something else.
     """
     if isinstance(strategy, str):
-        name = strategy
-        if name == "auto":
-            name = "single_device" if num_processes == 1 else "ddp"
+        auto = "single_device" if num_processes == 1 else "ddp"
+        name = auto if strategy == "auto" else strategy
         if name.startswith("ddp_fork"):
             raise ValueError(
-                f"strategy={name!r} forks processes, which neither a GPU nor running threads survive, so it is not there; "
-                "choose 'ddp_notebook', which starts fresh ones."
+                f"strategy={name!r} is not supported, because neither a GPU nor running threads survive a fork; choose "
+                "'ddp_notebook', which starts fresh processes."
             )
         name, options = VARIANTS.get(name, (name, {}))
         if name not in STRATEGIES:
@@ -73,8 +74,7 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
                 f"strategy={strategy!r} is unknown; choose from auto, {', '.join(STRATEGIES)}, or pass a Strategy "
                 f"instance.{hint}"
             )
-        module_name, class_name = STRATEGIES[name].split(":")
-        strategy = getattr(importlib.import_module(module_name), class_name)(**options)
+        strategy = _imported(STRATEGIES[name])(**options)
     if not isinstance(strategy, Strategy):
         raise TypeError(
             f"strategy={strategy!r} is a {type(strategy).__name__}; accepted are a name ({', '.join(STRATEGIES)}) or a "

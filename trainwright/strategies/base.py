@@ -8,6 +8,7 @@ differently; nothing outside this folder asks for its name.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,8 +22,8 @@ from trainwright.checkpoint.contents import describe_optimizer
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name as clean_name
 from trainwright.precision.base import Closure, Precision, Sender
-from trainwright.strategies.materialize import materialize
-from trainwright.strategies.placement import move
+from trainwright.strategies.optimizer_proxy import unwrap_optimizer
+from trainwright.strategies.placement import materialize, move
 from trainwright.strategies.state_entries import state_tensors
 from trainwright.strategies.synced_buffers import SyncedBuffers
 from trainwright.strategies.synced_buffers import broadcast_tensors as broadcast_tensors
@@ -33,10 +34,9 @@ UNSAVED_KEYS = frozenset({"params", "param_names", "fused", "foreach", "capturab
 
 @dataclass(frozen=True)
 class Optimization:
-    """How the model will be optimized.
+    """How the model will be optimized: by the framework (`automatic`) or in training_step.
 
-    `automatic` is False if training_step runs backward and steps itself; `clip_norm` and `clip_value` are the gradient limits
-    of automatic optimization (None: unlimited); `accumulate` is the usual number of batches per step.
+    `clip_norm` and `clip_value` limit gradients (None: not at all); `accumulate` is the usual number of batches per step.
     """
 
     automatic: bool = True
@@ -46,7 +46,7 @@ class Optimization:
 
 
 class Clipping(NamedTuple):
-    """How gradients are clipped: multiplied by `scale`, then clipped by `value`, then by total `norm` (None: not at all)."""
+    """Gradients are multiplied by `scale`, clipped by `value`, then by their total `norm` (None: not at all)."""
 
     norm: float | None = None
     value: float | None = None
@@ -59,11 +59,7 @@ class Clipping(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step did.
-
-    `norm` is the total gradient norm before clipping (a 0-dim tensor; None without clipping by norm); `skipped` is True if
-    the gradients held an inf or a NaN.
-    """
+    """`norm` is the total gradient norm before clipping by norm (0-dim); `skipped` is True after an inf or a NaN."""
 
     norm: Tensor | None
     skipped: bool
@@ -91,10 +87,7 @@ def call_step(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[
 
 
 class Strategy:
-    """One process, one device.
-
-    Every method is called on every rank, in the same order.
-    """
+    """One process, one device. Every method is called on every rank, in the same order."""
 
     name = "single_device"
     is_parallel = False
@@ -102,7 +95,7 @@ class Strategy:
     forward_is_collective = False
     """True if a forward is collective, so that a rank without evaluation batches runs dummy batches."""
     takes_closure = True
-    """True if an optimizer's step may rerun forward and backward through a closure."""
+    """True if an optimizer's step may rerun forward and backward through a closure; otherwise `step` gets none."""
     makes_optimizer = False
     """True if the engine's configuration defines the optimizer, so that the module returns none."""
     takes_compile = True
@@ -131,23 +124,17 @@ class Strategy:
         """The modules whose forward must go through `run`, because a plain call would miss the wrapper."""
         self.buffers = SyncedBuffers()
         """Broadcasts rank 0's buffers before training steps."""
+        self.ends_window = True
+        """Whether the backward that follows ends an accumulation window."""
         self.finalized: dict[Optimizer, bool] = {}
         """Optimizers with finalized gradients that wait for a step; False once a further backward has added to them."""
 
-    # -- before a run ------------------------------------------------------------------------------------------------
-
     def connect(self, rank: int, world_size: int, device: torch.device, precision: Precision) -> None:
-        """Set this process's rank and device; the process group is open by now.
-
-        An engine that scales losses itself (DeepSpeed) replaces the given precision: read `self.precision` afterwards.
-        """
+        """Set this process's rank and device; an engine that scales losses itself replaces the given precision."""
         self.rank, self.world_size, self.device, self.precision = rank, world_size, device, precision
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
-        """Raise ValueError for a device, number of processes or precision that this strategy cannot run.
-
-        It is called before any process starts.
-        """
+        """Raise ValueError, before any process starts, for what this strategy cannot run."""
         if num_processes > 1 and not self.is_parallel:
             raise ValueError(
                 f"strategy={self.name!r} runs on one process, but {num_processes} were asked for; pass devices=1, or a "
@@ -168,11 +155,7 @@ class Strategy:
         self.move_to_device(module)
 
     def move_to_device(self, module: nn.Module) -> None:
-        """Move a module to the device, and initialise its meta tensors.
-
-        Raises:
-            ValueError: another strategy's engine has sharded it, or a meta tensor cannot be initialised.
-        """
+        """Move a module to the device, and initialise its meta tensors."""
         refuse_sharded(module, self.name)
         if materialize(module):
             self.precision.convert_module(module)  # again, for what had no values the first time
@@ -198,14 +181,9 @@ class Strategy:
         Collective if they changed: freeze and unfreeze the same parameters on every rank.
         """
 
-    # -- a step ------------------------------------------------------------------------------------------------------
-
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a named step of the module (or its "forward") through the wrapper and in the precision's context."""
-        context = self.precision.forward_context()
-        if context is None:
-            return call_step(module, name, args, kwargs)
-        with context:
+        with self.precision.forward_context() or nullcontext():
             return call_step(module, name, args, kwargs)
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
@@ -216,17 +194,15 @@ class Strategy:
         if self.finalized:
             self.finalized = dict.fromkeys(self.finalized, False)
         self.precision.backward(loss, send, **options)
+        if self.is_parallel and self.ends_window:  # a window's forwards share its buffers
+            self.buffers.end_window()
 
     def sync_gradients(self, enabled: bool) -> None:
         """Set, before a forward, whether its backward ends an accumulation window."""
-        self.buffers.ends_window = enabled
+        self.ends_window = enabled
 
     def finalize(self, optimizer: Optimizer) -> None:
-        """Average and unscale the optimizer's gradients, unless that is done. Collective.
-
-        The first reader of a window's gradients (a hook, clipping, the step) pays for it. After a further backward they have
-        to be finalized again.
-        """
+        """Average and unscale the optimizer's gradients, unless that was done since the latest backward. Collective."""
         if not self.finalized.get(optimizer):
             self.finalized[optimizer] = True
             self.finalize_gradients(optimizer)
@@ -234,7 +210,7 @@ class Strategy:
     def release(self, optimizer: Optimizer) -> None:
         """Note that an optimizer's finalized gradients were discarded without a step."""
         self.finalized.pop(optimizer, None)
-        self.precision.release(optimizer)
+        self.precision.release(unwrap_optimizer(optimizer))
 
     def finalize_gradients(self, optimizer: Optimizer) -> None:
         """Do the work of `finalize`; override it if the engine leaves gradients unreduced. Collective."""
@@ -243,10 +219,7 @@ class Strategy:
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
     ) -> StepResult:
-        """Clip and step; return the gradient norm, and whether the step was skipped.
-
-        A closure reruns forward and backward inside the optimizer's step, and clips what it computes itself.
-        """
+        """Clip and step; a closure reruns forward and backward inside the step, and clips what it computes itself."""
         norm = None
         if clipping is not None:
             with self.precision.step_context():
@@ -257,10 +230,7 @@ class Strategy:
         return StepResult(norm, skipped) if skipped or norm is not None else PLAIN_STEP
 
     def clip_gradients(self, optimizer: Optimizer, clipping: Clipping) -> Tensor | None:
-        """Finalize and clip the gradients in place; return their total norm before clipping by norm. Collective.
-
-        Only strategies touch gradients, because under some engines parameters have no `.grad`.
-        """
+        """Finalize and clip the gradients in place; return their total norm before clipping by norm. Collective."""
         self.finalize(optimizer)
         parameters = with_gradients(optimizer)
         scale_and_clip_value(parameters, clipping)
@@ -270,39 +240,32 @@ class Strategy:
         """Broadcast rank 0's buffers, so that all ranks evaluate one model. Collective."""
         broadcast_tensors(each for module in modules for each in replicated(module, module.named_buffers()))
 
-    # -- state -------------------------------------------------------------------------------------------------------
-
     def model_pieces(self, module: nn.Module) -> list[Piece]:
         """Return this rank's shard of the module's state_dict, as views that a load writes into."""
-        pieces = []
-        for name, value in state_tensors(module):
-            # Buffers such as running statistics may differ from rank to rank; rank 0's are stored.
-            writer = None if isinstance(value, nn.Parameter) else 0
-            pieces.append(self.piece(clean_name(name), value, writer))
-        return pieces
+        # Buffers such as running statistics may differ from rank to rank; rank 0's are stored.
+        return [
+            self.piece(clean_name(name), value, None if isinstance(value, nn.Parameter) else 0)
+            for name, value in state_tensors(module)
+        ]
 
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
-        """Return this rank's shard of the optimizer's per-parameter tensors, named "parameter/key".
-
-        `names` maps this module's parameters to their names in its state_dict.
-        """
-        pieces = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, Tensor):
-                        pieces.append(self.piece(f"{names[parameter]}/{key}", value, None))
-        return pieces
+        """Return this rank's shard of the optimizer's per-parameter tensors, as "parameter/key"."""
+        writer = self.rank if self.divides_optimizers else None  # None: any rank, because all hold the same
+        return [
+            self.piece(f"{names[parameter]}/{key}", value, writer)
+            for parameter in self._local_parameters(optimizer)
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        ]
 
     def allocate_optimizer_state(
         self, optimizer: Optimizer, names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry]
     ) -> None:
-        """Replace the optimizer's state by empty tensors for a load to fill.
+        """Replace the optimizer's state by empty tensors for a load to fill; earlier views of it are stale afterwards.
 
-        `entries` are the stored tensors by name ("parameter/key"), with whole shapes. Earlier views from `optimizer_pieces` are
-        stale afterwards.
+        `entries` are the stored tensors by name ("parameter/key"), with whole shapes.
         """
-        by_name = by_parameter(entries)
+        by_name, optimizer = by_parameter(entries), unwrap_optimizer(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 stored = by_name.get(names[parameter])
@@ -330,7 +293,7 @@ class Strategy:
 
     def _local_parameters(self, optimizer: Optimizer) -> Iterable[Tensor]:
         """Return the parameters whose optimizer state this rank holds."""
-        return parameters_of(optimizer)
+        return parameters_of(unwrap_optimizer(optimizer))
 
     @property
     def state(self) -> dict[str, Any]:
@@ -352,21 +315,17 @@ class Strategy:
         """
 
     def close(self) -> None:
-        """Release everything but the process group; also called before the first run.
-
-        A sharded module stays sharded: whole, it might not fit.
-        """
+        """Release everything but the process group; a sharded module stays sharded, because whole it might not fit."""
+        self.ends_window = True
         for each in (self.wrapped, self.finalized, self.buffers):
             each.clear()
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def with_gradients(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters of an optimizer that have gradients."""
     return [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
 
 
@@ -430,7 +389,7 @@ def refuse_lazy(module: nn.Module, name: str) -> None:
 
 
 def refuse_row_norms(module: nn.Module, name: str) -> None:
-    """Raise ValueError for trained embeddings whose forward rescales the rows it looks up: each rank has other rows."""
+    """Raise ValueError for trained embeddings whose forward rescales the rows it looks up: each rank looks up others."""
     for layer_name, layer in module.named_modules():
         is_written = isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None
         if is_written and layer.weight.requires_grad:

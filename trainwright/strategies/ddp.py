@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -41,7 +41,6 @@ MOST_NAMES = 10
 """How many of the unused parameters a message names."""
 
 CommHook = Callable[[Any, Any], Any]
-COMM_HOOKS = ("fp16", "bf16", "power_sgd")
 
 
 class DDPStrategy(Strategy):
@@ -88,7 +87,7 @@ class DDPStrategy(Strategy):
                 "function, or with 'power_sgd', or leave it out."
             )
         if comm_hook is not None:
-            resolve_comm_hook(comm_hook, comm_state)  # which refuses what it does not know
+            resolve_comm_hook(comm_hook, comm_state)  # only to refuse what it does not know
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -105,15 +104,14 @@ class DDPStrategy(Strategy):
             return
         refuse_lazy(module, self.name)
         if optimization is None:
-            broadcast_tensors(replicated(module, module.named_parameters()))
-            broadcast_tensors(replicated(module, module.named_buffers()))
+            broadcast_tensors(replicated(module, (*module.named_parameters(), *module.named_buffers())))
             return
         refuse_row_norms(module, self.name)
         self._automatic = optimization.automatic
         if self.static_graph and not self._automatic:
             raise ValueError(
                 "static_graph=True is automatic optimization's, but this module steps its optimizers itself, each after a "
-                "backward of its own; leave static_graph at False."
+                "separate backward; leave static_graph at False."
             )
         self._wrap(module)
 
@@ -160,26 +158,21 @@ class DDPStrategy(Strategy):
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as the wrapper's forward while training.
 
-        Evaluation bypasses the wrapper, which would broadcast buffers while ranks have unequal numbers of batches. So does
-        manual optimization: a backward inside the wrapper's forward runs before the wrapper prepares its reducer, so its
-        gradients would silently not be averaged; `backward` prepares it instead.
+        Evaluation bypasses the wrapper. So does manual optimization, whose backward inside the wrapper's forward would come
+        before the wrapper prepares its reducer, and not be averaged; `backward` prepares it instead.
         """
         self.buffers.begin_step(module)
         wrapped = self.wrapped.get(module)
         if wrapped is None or not torch.is_grad_enabled() or not self._automatic:
             return super().run(module, name, args, kwargs)
-        context = self.precision.forward_context()
         try:
-            if context is None:
-                return wrapped(name, *args, **kwargs)
-            with context:
+            with self.precision.forward_context() or nullcontext():
                 return wrapped(name, *args, **kwargs)
         except RuntimeError as error:
-            if "Expected to have finished reduction" in str(error):
-                found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-                indices = [int(each) for each in found[1].split()] if found else []
-                raise RuntimeError(self._unused(module, indices)) from error
-            raise
+            if "Expected to have finished reduction" not in str(error):
+                raise
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            raise self._unused(module, list(map(int, found[1].split())) if found else []) from error
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         if not self._automatic:
@@ -188,7 +181,6 @@ class DDPStrategy(Strategy):
                     wrapped.reducer._rebuild_buckets()
                     wrapped.reducer.prepare_for_backward(list(_find_tensors(loss)))  # type: ignore[no-untyped-call]
         super().backward(loss, send, **options)
-        self.buffers.end_backward()
 
     def sync_gradients(self, enabled: bool) -> None:
         super().sync_gradients(enabled)
@@ -209,16 +201,15 @@ class DDPStrategy(Strategy):
     def _refuse_unused(self) -> None:
         """Raise RuntimeError before the first step, whose gradients would not be averaged; torch only raises after it."""
         for module, order in self._orders.items():
-            missing = order.missing
-            if order.indices and missing:
-                raise RuntimeError(self._unused(module, missing))
+            if order.indices and order.missing:
+                raise self._unused(module, order.missing)
         self._to_check = any(not order.indices for order in self._orders.values())
 
-    def _unused(self, module: nn.Module, indices: Sequence[int]) -> str:
+    def _unused(self, module: nn.Module, indices: Sequence[int]) -> RuntimeError:
         names = [self._trained[module][index] for index in indices[:MOST_NAMES]]
         if len(indices) > MOST_NAMES:
             names.append(f"and {len(indices) - MOST_NAMES} more")
-        return UNUSED.format(names=", ".join(names) or "in another step than the others")
+        return RuntimeError(UNUSED.format(names=", ".join(names) or "in another step than the others"))
 
     @property
     def state(self) -> dict[str, Any]:
@@ -230,7 +221,7 @@ class DDPStrategy(Strategy):
         """Restore the layout of the buckets, so that three or more ranks sum in the order of the saved run."""
         if self.wrapped and (self.comm_hook == "power_sgd" or self.comm_state is not None):
             rank_zero_warn(
-                f"comm_hook={self.comm_hook!r} keeps a state of its own (for power_sgd, what compression has left out so far), "
+                f"comm_hook={self.comm_hook!r} keeps a separate state (for power_sgd, what compression has left out so far), "
                 "which no checkpoint stores: the run resumes with a new one, close to an uninterrupted run but not bit for "
                 "bit. For that, choose 'fp16', 'bf16' or no comm_hook.",
                 stacklevel=2,
@@ -253,17 +244,15 @@ class DDPStrategy(Strategy):
 
 
 def resolve_comm_hook(hook: str | CommHook, state: Any) -> tuple[Any, CommHook]:
-    """Return a communication hook's state and function, or raise ValueError or TypeError."""
+    """Return a communication hook's state and function."""
     if callable(hook):
         return state, hook
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+    if hook in ("fp16", "bf16"):
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 
-    if hook == "fp16":
-        return None, fp16_compress_hook
-    if hook == "bf16":
-        return None, bf16_compress_hook
+        return None, fp16_compress_hook if hook == "fp16" else bf16_compress_hook
     if hook != "power_sgd":
-        raise ValueError(f"comm_hook={hook!r} is unknown; choose from {', '.join(COMM_HOOKS)}, or pass a function.")
+        raise ValueError(f"comm_hook={hook!r} is unknown; choose from fp16, bf16, power_sgd, or pass a function.")
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
     if not isinstance(state, dict | None):
@@ -293,16 +282,15 @@ def seconds_of(timeout: float | timedelta | None) -> float | None:
 class ReadyOrder:
     """Records the order in which gradients get ready in the first backward, and replays it in a resumed run.
 
-    DDP rebuilds its buckets by that order after the first backward. A resumed run has other parameters in a bucket until then,
-    so three or more ranks would sum its first gradients in another order, and differ in the last bits.
+    DDP rebuilds its buckets by that order after the first backward. A resumed run has other buckets until then, so three or
+    more ranks would sum its first gradients in another order, and differ in the last bits.
     """
 
     def __init__(self, wrapped: DistributedDataParallel) -> None:
         self.indices: list[int] = []
         self._seen: set[int] = set()
         self._wrapped = wrapped
-        left_out = wrapped.parameters_to_ignore
-        named = wrapped.module.named_parameters()
+        named, left_out = wrapped.module.named_parameters(), wrapped.parameters_to_ignore
         self._parameters = [each for name, each in named if each.requires_grad and name not in left_out]
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._record, index))
@@ -318,7 +306,6 @@ class ReadyOrder:
 
     @property
     def missing(self) -> list[int]:
-        """Return the parameters without a gradient so far."""
         return [index for index in range(len(self._parameters)) if index not in self._seen]
 
     def close(self) -> None:
@@ -330,11 +317,8 @@ class ReadyOrder:
     def replay(self, indices: Sequence[int]) -> None:
         """Run a backward of zeros in a recorded order, after which the next forward rebuilds the buckets."""
         wrapped = self._wrapped
-        if (
-            sorted(indices) != list(range(len(self._parameters)))
-            or wrapped.find_unused_parameters
-            or wrapped.static_graph
-        ):
+        is_whole = sorted(indices) == list(range(len(self._parameters)))
+        if not is_whole or wrapped.find_unused_parameters or wrapped.static_graph:
             return
         self.close()
         with without_hooks(self._parameters):
@@ -349,7 +333,6 @@ class ReadyOrder:
 
 @contextmanager
 def without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Disable the parameters' gradient hooks for a backward of zeros."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     # Emptied in place, since autograd holds the dicts themselves.
     found = [each for p in parameters for kind in kinds if (each := getattr(p, kind, None))]

@@ -7,8 +7,8 @@ to one rank. FairScale is no longer developed; its last version, 0.4.13, was tes
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.rank_zero import rank_zero_info
 from trainwright.strategies.base import (
@@ -32,25 +31,20 @@ from trainwright.strategies.base import (
     with_gradients,
 )
 from trainwright.strategies.deferred_all_reduce import DeferredAllReduce
-from trainwright.strategies.optimizer_proxy import OptimizerProxy, unwrap_optimizer
+from trainwright.strategies.optimizer_proxy import OptimizerProxy, UsedParameters
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.step_probe import refuse_uneven_steps
-from trainwright.strategies.used_parameters import UsedParameters
 
 
 class ShardedOptimizer(OptimizerProxy):
-    """Shows all parameters; the user's optimizer steps this rank's, which are then broadcast.
-
-    Args:
-        own: the user's optimizer; its groups keep this rank's parameters only.
-    """
+    """Shows all parameters; the user's optimizer keeps and steps this rank's, which are then broadcast."""
 
     def __init__(self, own: Optimizer) -> None:
         everyones = [list(group["params"]) for group in own.param_groups]
         self.oss = _make_oss(own)
         super().__init__(own, everyones)
         self.used = UsedParameters()
-        self.used.track(parameter for parameters in everyones for parameter in parameters)
+        self.used.track(parameters_of(self))
         self.wrapped_module: Any = None
         """FairScale's ShardedDDP around the module, under automatic optimization."""
         self.shares_module = False
@@ -58,17 +52,12 @@ class ShardedOptimizer(OptimizerProxy):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Return this rank's state by parameter."""
         return self.own.state
 
     def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
         self.send()
         return result
-
-    def owner_of(self, parameter: Tensor) -> int:
-        """Return the rank that owns a parameter."""
-        return int(self.oss._param_to_rank[parameter])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients; those in ShardedDDP's buckets become zeros."""
@@ -80,7 +69,7 @@ class ShardedOptimizer(OptimizerProxy):
         if wrapped is not None:  # its zero_grad would discard the gradients of the module's other optimizers
             flags = wrapped._should_bucket_grad
             bucketed = {p for p, flag in zip(wrapped._trainable_params, flags, strict=False) if flag}
-        for parameter in (p for group in self.param_groups for p in group["params"]):
+        for parameter in parameters_of(self):
             if parameter in bucketed and parameter.grad is not None:
                 parameter.grad.zero_()
             else:
@@ -91,8 +80,8 @@ class ShardedOptimizer(OptimizerProxy):
         """Hide the gradients of unused parameters, which are zeros in ShardedDDP's buckets, from the step."""
         left_out = [
             (parameter, parameter.grad)
-            for parameter in (p for group in self.own.param_groups for p in group["params"])
-            if parameter.grad is not None and self.used.is_unused(parameter, parameter.grad)
+            for parameter in with_gradients(self.own)
+            if self.used.is_unused(parameter, parameter.grad)  # type: ignore[arg-type]
         ]
         for parameter, _ in left_out:
             parameter.grad = None
@@ -125,10 +114,7 @@ def _make_oss(own: Optimizer) -> Any:
 
         def partition_parameters(self) -> list[list[dict[str, Any]]]:
             if not self._partition_parameters:  # FairScale empties it to have it rebuilt
-                ordered = sorted(
-                    (p for group in self.param_groups for p in group["params"]),
-                    key=lambda p: (not p.requires_grad, -p.numel()),
-                )
+                ordered = sorted(parameters_of(self), key=lambda p: (not p.requires_grad, -p.numel()))
                 sizes, ranks = [0] * self.world_size, {}
                 for parameter in ordered:
                     ranks[parameter] = sizes.index(min(sizes))
@@ -243,8 +229,8 @@ class ShardedDDPStrategy(Strategy):
             self._wrap(modules)
         else:
             for each in self._optimizers.values():
-                trained = parameters_of(each)
-                self._deferred.track(trained, {p: each.owner_of(p) for p in trained})
+                # Manual optimization bypasses ShardedDDP, so its backward reduces nothing.
+                self._deferred.track(parameters_of(each), each.oss._param_to_rank)
         return sharded
 
     def _wrap(self, modules: Sequence[nn.Module]) -> None:
@@ -266,25 +252,19 @@ class ShardedDDPStrategy(Strategy):
             for each in theirs:
                 each.wrapped_module, each.shares_module = self.wrapped[module], len(theirs) > 1
 
-    # -- a step ------------------------------------------------------------------------------------------------------
-
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step as ShardedDDP's forward; evaluation and manual optimization bypass it."""
         self.buffers.begin_step(module)
         wrapped = self.wrapped.get(module)
         if wrapped is None or not torch.is_grad_enabled():
             return super().run(module, name, args, kwargs)
-        context = self.precision.forward_context()
-        if context is None:
-            return wrapped(name, *args, **kwargs)
-        with context:
+        with self.precision.forward_context() or nullcontext():
             return wrapped(name, *args, **kwargs)
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         for optimizer in (each for each, is_final in self.finalized.items() if is_final):
             self._deferred.reopen(optimizer)
         super().backward(loss, send, **options)
-        self.buffers.end_backward()
 
     def sync_gradients(self, enabled: bool) -> None:
         super().sync_gradients(enabled)
@@ -298,10 +278,6 @@ class ShardedDDPStrategy(Strategy):
         self._deferred.reduce(optimizer)
         # Only this rank's gradients count. FairScale's own scaler does nothing on the CPU.
         self.precision.unscale(optimizer.own, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
-
-    def release(self, optimizer: Optimizer) -> None:
-        self.finalized.pop(optimizer, None)
-        self.precision.release(unwrap_optimizer(optimizer))
 
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
@@ -326,32 +302,11 @@ class ShardedDDPStrategy(Strategy):
         scale_and_clip_value(parameters, clipping)
         if clipping.norm is None:
             return None
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        total = torch.nn.utils.get_total_norm(gradients).to(self.device).square()
+        total = torch.nn.utils.get_total_norm([p.grad for p in parameters]).to(self.device).square()  # type: ignore[misc]
         dist.all_reduce(total)
         total.sqrt_()
         torch.nn.utils.clip_grads_with_norm_(parameters, clipping.norm, total)
         return total
-
-    # -- state -------------------------------------------------------------------------------------------------------
-
-    def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
-        if not isinstance(optimizer, ShardedOptimizer):
-            return super().optimizer_pieces(optimizer, names)
-        pieces = []
-        for parameter in parameters_of(optimizer.own):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    pieces.append(self.piece(f"{names[parameter]}/{key}", value, self.rank))
-        return pieces
-
-    def allocate_optimizer_state(
-        self, optimizer: Optimizer, names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry]
-    ) -> None:
-        super().allocate_optimizer_state(unwrap_optimizer(optimizer), names, entries)
-
-    def _local_parameters(self, optimizer: Optimizer) -> Iterable[Tensor]:
-        return parameters_of(unwrap_optimizer(optimizer))
 
     def close(self) -> None:
         for wrapped in self.wrapped.values():
@@ -368,11 +323,11 @@ class ShardedDDPStrategy(Strategy):
 
 
 def _refuse_mixed(optimizer: Optimizer) -> None:
-    """Raise ValueError for parameters of several dtypes, because FairScale keeps a rank's in one buffer."""
-    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    """Raise ValueError for several dtypes, because FairScale keeps a rank's parameters in one buffer."""
+    dtypes = {p.dtype for p in parameters_of(optimizer) if p.requires_grad}
     if len(dtypes) > 1:
-        told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise ValueError(
             f"ddp_sharded sends parameters in buffers of one dtype, but this {type(optimizer).__name__} steps parameters in "
-            f"{told}. Convert the module to one dtype, or choose 'ddp' or 'fsdp'."
+            f"{names}. Convert the module to one dtype, or choose 'ddp' or 'fsdp'."
         )

@@ -22,9 +22,9 @@ from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.compiled_names import clean_name
 from trainwright.precision import resolve_precision
 from trainwright.precision.base import Closure, Precision, Sender
-from trainwright.precision.fast_path import NoFastPath
+from trainwright.precision.mixed import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies import deepspeed_config, zero_cleanup, zero_gradients, zero_state
+from trainwright.strategies import deepspeed_config, zero_cleanup, zero_state
 from trainwright.strategies.base import (
     Clipping,
     Optimization,
@@ -32,19 +32,17 @@ from trainwright.strategies.base import (
     Strategy,
     broadcast_tensors,
     call_step,
+    parameters_of,
     refuse_unreplicable,
     trained,
 )
-from trainwright.strategies.deepspeed_engine import make_engine, refuse_other_dtype, scale_losses
-from trainwright.strategies.deepspeed_package import check_supported
+from trainwright.strategies.deepspeed_engine import check_supported, make_engine, refuse_other_dtype, scale_losses
 from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.state_entries import state_tensors
 from trainwright.strategies.step_probe import refuse_uneven_steps
 from trainwright.strategies.zero_optimizer import Part, ZeroOptimizer, ZeroPrecision, part_of
 from trainwright.strategies.zero_write_back import ZeroWriteBack, paused, update_masters
-
-STAGES = (1, 2, 3)
 
 
 class DeepSpeedStrategy(Strategy):
@@ -99,16 +97,14 @@ class DeepSpeedStrategy(Strategy):
             )
         self.stage = configured if configured is not None else 2 if stage is None else stage
         self.name = f"deepspeed_stage_{self.stage}"
-        if self.stage not in STAGES:
+        if self.stage not in (1, 2, 3):
             raise ValueError(
                 f"stage={self.stage!r} is not accepted; choose from 1, 2 and 3 (ddp is what stage 0 would be)."
             )
         if offload_parameters and self.stage != 3:
-            raise ValueError(
-                f"offload_parameters=True needs stage 3, which shards them, and this is stage {self.stage}."
-            )
+            raise ValueError(f"offload_parameters=True needs stage 3, which shards them, not stage {self.stage}.")
         deepspeed_config.refuse_other_steppers({**zero, **self.own_config.get("zero_optimization", {})})
-        self._asked_precision = deepspeed_config.low_precision(self.own_config)
+        self._configured_precision = deepspeed_config.low_precision(self.own_config)
         self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
         self.zero = zero
         self.forward_is_collective = self.stage == 3
@@ -121,8 +117,6 @@ class DeepSpeedStrategy(Strategy):
         self._write_back = ZeroWriteBack()
         self._left: dict[Any, list[Shard]] = {}
         """The shards of engines that were taken off their modules; they can still be saved."""
-
-    # -- before a run ------------------------------------------------------------------------------------------------
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
         super().check(device_type, num_processes, precision)
@@ -145,25 +139,20 @@ class DeepSpeedStrategy(Strategy):
             # Not in `check`, which warns in the process that launches the job too.
             rank_zero_warn("DeepSpeed has no float16 on the CPU: bfloat16 is used in its place.", stacklevel=4)
             inner = resolve_precision("bf16-true", device.type)
-        self.precision = ZeroPrecision(inner, self._scalers)
+        self.precision = ZeroPrecision(inner, lambda: [each.optimizer.loss_scaler for each in self._engines.values()])
 
     def _inner_precision(self, device_type: str, precision: Precision) -> Precision:
-        """Return the precision, or the one that the config enables where that computes in another dtype."""
-        if self._asked_precision is None:
-            return precision
-        asked = resolve_precision(self._asked_precision, device_type)
-        return precision if precision.compute_dtype == asked.compute_dtype else asked
-
-    def _scalers(self) -> list[Any]:
-        return [engine.optimizer.loss_scaler for engine in self._engines.values()]
+        """Return the precision, or the config's if that computes in another dtype."""
+        configured = resolve_precision(self._configured_precision or precision, device_type)
+        return precision if precision.compute_dtype == configured.compute_dtype else configured
 
     def resolve(self, optimization: Optimization) -> Optimization:
         return deepspeed_config.resolve(self.own_config, optimization)
 
     @property
     def _offloads(self) -> bool:
-        asked = self.own_config.get("zero_optimization", {}).get("offload_optimizer", {})
-        return (self.offload_optimizer and self.device.type != "cpu") or asked.get("device", "none") != "none"
+        configured = self.own_config.get("zero_optimization", {}).get("offload_optimizer", {})
+        return (self.offload_optimizer and self.device.type != "cpu") or configured.get("device", "none") != "none"
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         refuse_unreplicable(module, self.name, optimization if self.world_size > 1 else None)
@@ -188,7 +177,9 @@ class DeepSpeedStrategy(Strategy):
         for module in modules:
             self._trained.setdefault(module, trained(module))
         if not optimizers and not self._engines and self.makes_optimizer:
-            return [self._make_optimizer(modules)]
+            own = [p for module in modules for p in module.parameters() if p.requires_grad]
+            engine = self._initialize(Part(modules), None, own)
+            return [self._take(engine.optimizer.optimizer, engine, modules)]
         if optimizers and self.makes_optimizer:
             raise ValueError(
                 "configure_optimizers returned an optimizer, and the DeepSpeed config has an 'optimizer' section; return None "
@@ -201,11 +192,13 @@ class DeepSpeedStrategy(Strategy):
             )
         for optimizer in (each for each in optimizers if each not in self._engines):
             self._refuse_optimizer(optimizer)
-            own = {p for group in optimizer.param_groups for p in group["params"]}
-            owners = [module for module in modules if not own.isdisjoint(module.parameters())]
-            master = MasterOptimizer(optimizer)
-            engine = self._initialize(self._part(optimizer, own, owners, len(optimizers)), master)
-            self._take(master, engine, owners)
+            stepped: set[Tensor] = set(parameters_of(optimizer))
+            owners = [module for module in modules if not stepped.isdisjoint(module.parameters())]
+            master, part = MasterOptimizer(optimizer), Part(owners)
+            if self.stage == 3 and len(optimizers) > 1:
+                persistent = self._config()["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
+                part = part_of(optimizer, owners, persistent)
+            self._take(master, self._initialize(part, master), owners)
         return list(self._engines)
 
     def _refuse_optimizer(self, optimizer: Optimizer) -> None:
@@ -218,20 +211,7 @@ class DeepSpeedStrategy(Strategy):
                 raise
             rank_zero_warn(f"the DeepSpeed config says zero_allow_untested_optimizer=True, so it is taken: {error}")
 
-    def _part(self, optimizer: Optimizer, own: set[Tensor], owners: list[nn.Module], num_optimizers: int) -> Part:
-        """Return the part of the modules that an optimizer's engine owns."""
-        if self.stage < 3 or num_optimizers == 1:
-            return Part(owners)
-        least = self._config()["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
-        return part_of(optimizer, own, owners, least)
-
-    def _make_optimizer(self, modules: Sequence[nn.Module]) -> Optimizer:
-        """Return the optimizer of the config's "optimizer" section, for all trained parameters."""
-        own = [p for module in modules for p in module.parameters() if p.requires_grad]
-        engine = self._initialize(Part(list(modules)), None, own)
-        return self._take(engine.optimizer.optimizer, engine, list(modules))
-
-    def _take(self, master: MasterOptimizer, engine: Any, owners: list[nn.Module]) -> ZeroOptimizer:
+    def _take(self, master: MasterOptimizer, engine: Any, owners: Sequence[nn.Module]) -> ZeroOptimizer:
         zero, strays = engine.optimizer, list(engine.module.strays)
         if strays:
             strays[0].all_gather(strays)  # small ones stay gathered, because no hook sees their first use
@@ -257,7 +237,7 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def _initialize(self, part: Part, optimizer: MasterOptimizer | None, trained: Any = None) -> Any:
-        self._added.append(zero_cleanup.AddedAttributes(list(part.members)))
+        self._added.append(zero_cleanup.AddedAttributes(part.members))
         with self._added[-1]:
             config = self._config(part.parameters())
             engine = make_engine(part, optimizer, trained, config, self.device, self._refuse_optimizer)
@@ -266,22 +246,16 @@ class DeepSpeedStrategy(Strategy):
             scale_losses(engine)
         return engine
 
-    def _taken(self, optimizer: Optimizer) -> ZeroOptimizer:
-        assert isinstance(optimizer, ZeroOptimizer)
-        return optimizer
-
     def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
         """Raise RuntimeError if what is trained has changed, because DeepSpeed's buffers are fixed."""
         for module in modules:
             self.buffers.track(module)
-            now = trained(module)
-            if changed := sorted(set(now) ^ set(self._trained.get(module, now))):
+            names = trained(module)
+            if changed := sorted(set(names) ^ set(self._trained.get(module, names))):
                 raise RuntimeError(
                     f"{changed[0]!r} of {type(module).__name__} was frozen or unfrozen after its optimizer was prepared, which "
                     "DeepSpeed cannot follow. Freeze before fit and resume from a checkpoint in a second fit, or choose 'ddp'."
                 )
-
-    # -- a step ------------------------------------------------------------------------------------------------------
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step: Callable[[], Any] = partial(call_step, module, name, args, kwargs)
@@ -301,21 +275,20 @@ class DeepSpeedStrategy(Strategy):
             loss = engine.scale(loss)
         super().backward(loss, send, **options)
         for engine in self._engines.values():
-            # The gradient hooks of engines that this loss reached have run their epilogue; reset the other engines' depth,
-            # or their next backward would count as nested.
+            # Engines that this loss reached have run their epilogue; without this the others would take their next backward
+            # for a nested one.
             engine.optimizer._backward_hook_state.backward_active_depth = 0
-        self.buffers.end_backward()
 
     def finalize_gradients(self, optimizer: Optimizer) -> None:
         if not self._offloads:  # offloaded gradients are reduced in DeepSpeed's step alone
-            zero_gradients.finalize(self._taken(optimizer).engine, self.stage)
+            zero_state.finalize_gradients(_prepared(optimizer).engine, self.stage)
 
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
     ) -> StepResult:
-        facade = self._taken(optimizer)
+        facade = _prepared(optimizer)
         engine, master, zero = facade.engine, facade.master, facade.engine.optimizer
-        zero_gradients.fill_missing_gradients(zero, self.stage)
+        zero_state.fill_missing_gradients(zero, self.stage)
         self._write_back.run()
         zero.clip_grad = 0.0
         if clipping is not None:
@@ -334,31 +307,26 @@ class DeepSpeedStrategy(Strategy):
         return StepResult(norm, bool(zero.overflow))
 
     def clip_gradients(self, optimizer: Optimizer, clipping: Clipping) -> Tensor | None:
-        facade, (norm, value, scale) = self._taken(optimizer), clipping
+        facade = _prepared(optimizer)
         self.finalize(facade)
-        if self._offloads and norm is None:
-            facade.master.defer_clipping(value, scale)
+        if self._offloads and clipping.norm is None:
+            facade.master.defer_clipping(clipping.value, clipping.scale)
             return None
         if self._offloads:
             raise RuntimeError(
                 "under offloading DeepSpeed keeps gradients where their norm is not known before its step; clip by the "
                 "Trainer's gradient_clip_val, or do not offload."
             )
-        mine = zero_gradients.own_gradients(facade.engine)
-        loss_scale = float(facade.engine.optimizer.loss_scale)
-        zero_gradients.clip_by_value(mine, value, scale, loss_scale)
-        return None if norm is None else zero_gradients.clip_by_norm(mine, norm, loss_scale, self.device)
-
-    # -- state -------------------------------------------------------------------------------------------------------
+        return zero_state.clip_gradients(facade.engine.optimizer, clipping, self.device)
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
         self._write_back.run()
-        update_masters(shard for shares in self._left.values() for shard in shares)
-        shares = {shard.parameter: shard for engine in self._engines.values() for shard in self._shares(engine)}
+        update_masters(shard for shards in self._left.values() for shard in shards)
+        shards = {shard.parameter: shard for engine in self._engines.values() for shard in self._shards(engine)}
         pieces = []
         for name, value in state_tensors(module):
-            if value in shares:
-                shard = shares[value]
+            if value in shards:
+                shard = shards[value]
                 part = shard.flat.detach().narrow(0, shard.offset, shard.numel)
                 pieces.append(Piece(clean_name(name), shard.shape, shard.start, part, self.rank))
             elif hasattr(value, "ds_tensor"):  # not trained, so its partition counts, not a float32 master
@@ -369,25 +337,24 @@ class DeepSpeedStrategy(Strategy):
         return pieces
 
     def optimizer_pieces(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[Piece]:
-        return list(zero_state.optimizer_pieces(self._taken(optimizer).master, names, self.rank))
+        return list(zero_state.optimizer_pieces(_prepared(optimizer).master, names, self.rank))
 
     def allocate_optimizer_state(
         self, optimizer: Optimizer, names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry]
     ) -> None:
-        zero_state.allocate(self._taken(optimizer).master, names, entries)
+        zero_state.allocate(_prepared(optimizer).master, names, entries)
 
     def _local_parameters(self, optimizer: Optimizer) -> Iterable[Tensor]:
-        return self._taken(optimizer).master.views
+        return _prepared(optimizer).master.views
 
     def after_load(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], state: Mapping[str, Any]
     ) -> None:
-        stepped = {shard.parameter for engine in self._engines.values() for shard in self._shares(engine)}
-        for facade in self._engines:
-            zero_state.place_plain(facade.master)
+        stepped = {shard.parameter for engine in self._engines.values() for shard in self._shards(engine)}
         with paused():
-            zero_state.refresh([p for module in modules for p in module.parameters() if p not in stepped])
-            for engine in self._engines.values():
+            zero_state.refresh(p for module in modules for p in module.parameters() if p not in stepped)
+            for facade, engine in self._engines.items():
+                zero_state.move_plain(facade.master)
                 zero_state.refresh_from_masters(engine.optimizer, self.stage)
         for engine, saved in zip(self._engines.values(), state.get("lr_schedulers", []), strict=False):
             if engine.lr_scheduler is not None and saved is not None:
@@ -395,17 +362,17 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def state(self) -> dict[str, Any]:
-        schedulers = [engine.lr_scheduler for engine in self._engines.values()]
+        schedulers = (engine.lr_scheduler for engine in self._engines.values())
         return {"lr_schedulers": [None if each is None else each.state_dict() for each in schedulers]}
 
-    def _shares(self, engine: Any) -> Iterable[Shard]:
+    def _shards(self, engine: Any) -> Iterable[Shard]:
         left = self._left.get(engine)
         return zero_state.shards_of(engine.optimizer, self.stage, self.rank) if left is None else left
 
     def after_run(self) -> None:
         self._write_back.run(refuses=sys.exc_info()[0] is None)
         if self.stage < 3:  # a module of stage 3 can still be called, and its engine gathers it
-            self._left = {engine: list(self._shares(engine)) for engine in self._engines.values()}
+            self._left = {engine: list(self._shards(engine)) for engine in self._engines.values()}
             self._detach()
         else:
             zero_cleanup.end_training(self._parts.values())
@@ -426,3 +393,8 @@ class DeepSpeedStrategy(Strategy):
         super().close()
         for each in (self._engines, self._left, self._trained):
             each.clear()
+
+
+def _prepared(optimizer: Optimizer) -> ZeroOptimizer:
+    assert isinstance(optimizer, ZeroOptimizer)
+    return optimizer

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,19 +16,13 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Optimization
 from trainwright.strategies.memory_plan import LARGEST_BUCKET
 
-AUTO = "auto"
-"""The value that leaves a setting to the framework."""
 LOW_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """The sections of a configuration that select a dtype."""
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of the user's configuration as a dict.
-
-    Raises:
-        TypeError, ValueError: neither a dict nor a JSON file with one.
-    """
+    """Return a copy of the user's configuration as a dict, or raise TypeError or ValueError."""
     if config is None:
         return {}
     if isinstance(config, (str, os.PathLike)):
@@ -46,36 +41,36 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
         raise TypeError(
             f"config= is a {type(config).__name__}; accepted are a dict of DeepSpeed's settings, or the path of a JSON file."
         )
-    return _checked(_without_auto(copy.deepcopy(dict(config))))
+    settings = _without_auto(config)
+    _check(settings)
+    return settings
 
 
-def _checked(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration, or raise ValueError for a setting of the wrong type."""
+def _check(config: dict[str, Any]) -> None:
+    """Raise ValueError for a setting of the wrong type."""
     for key in ("zero_optimization", "fp16", "bf16", "optimizer"):
         if not isinstance(config.get(key, {}), Mapping):
             raise ValueError(
-                f"the DeepSpeed config's {key}={config[key]!r} is no section; give a dict of settings, or leave it out."
+                f"the DeepSpeed config's {key}={config[key]!r} is not a section; give a dict of settings, or leave it out."
             )
     clip, accumulate = config.get("gradient_clipping", 0.0), config.get("gradient_accumulation_steps", 1)
     if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip >= 0:
         raise ValueError(
-            f"the DeepSpeed config's gradient_clipping={clip!r} is no number from 0; give the largest norm, 0 for none."
+            f"the DeepSpeed config's gradient_clipping={clip!r} is not a number from 0; give the largest norm, or 0 for none."
         )
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(
             f"the DeepSpeed config's gradient_accumulation_steps={accumulate!r} is not accepted; give a whole number from 1."
         )
-    return config
 
 
-def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
-    kept = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            kept[key] = _without_auto(dict(value))
-        elif value != AUTO:
-            kept[key] = value
-    return kept
+def _without_auto(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy without the settings that are left to the framework ("auto")."""
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else copy.deepcopy(value)
+        for key, value in settings.items()
+        if value != "auto"
+    }
 
 
 def refuse_other_steppers(zero: Mapping[str, Any]) -> None:
@@ -96,25 +91,17 @@ def refuse_other_steppers(zero: Mapping[str, Any]) -> None:
 
 
 def low_precision(config: Mapping[str, Any]) -> str | None:
-    """Return "16-mixed" or "bf16-mixed" if the configuration enables one, "32-true" if it disables both, otherwise None.
-
-    Raises:
-        ValueError: it enables both.
-    """
+    """Return "16-mixed" or "bf16-mixed" if the configuration enables one, "32-true" if it disables both, otherwise None."""
     fp16, bf16 = (config.get(key, {}).get("enabled") for key in LOW_DTYPES)
     if fp16 and bf16:
-        raise ValueError("the DeepSpeed config enables fp16 and bf16; leave one of them.")
+        raise ValueError("the DeepSpeed config enables both fp16 and bf16; enable one of them.")
     if fp16 or bf16:
         return "16-mixed" if fp16 else "bf16-mixed"
     return "32-true" if fp16 is False and bf16 is False else None
 
 
 def resolve(config: Mapping[str, Any], optimization: Optimization) -> Optimization:
-    """Return the optimization with the configuration's settings, and warn where they differ from the caller's.
-
-    Raises:
-        ValueError: manual optimization, which clips and accumulates itself.
-    """
+    """Return the optimization with the configuration's settings, and warn where they differ from the caller's."""
     clip, accumulate = config.get("gradient_clipping"), config.get("gradient_accumulation_steps")
     if accumulate is None and {"train_batch_size", "train_micro_batch_size_per_gpu"} <= config.keys():
         raise ValueError(
@@ -128,18 +115,16 @@ def resolve(config: Mapping[str, Any], optimization: Optimization) -> Optimizati
                 "automatic_optimization = False; clip and accumulate in training_step, and leave them out of the config."
             )
         return optimization
-    norm = optimization.clip_norm
+    norm, length = optimization.clip_norm, optimization.accumulate
     if clip is not None and float(clip) != (norm or 0.0):
         if norm is not None:
             _warn("gradient_clipping", clip, f"gradient_clip_val={norm}")
         norm = float(clip) or None
-    if accumulate is not None and int(accumulate) != optimization.accumulate:
-        if optimization.accumulate != 1:
-            _warn("gradient_accumulation_steps", accumulate, f"accumulate_grad_batches={optimization.accumulate}")
-        accumulate = int(accumulate)
-    else:
-        accumulate = optimization.accumulate
-    return Optimization(optimization.automatic, norm, optimization.clip_value, accumulate)
+    if accumulate is not None and accumulate != length:
+        if length != 1:
+            _warn("gradient_accumulation_steps", accumulate, f"accumulate_grad_batches={length}")
+        length = accumulate
+    return replace(optimization, clip_norm=norm, accumulate=length)
 
 
 def build_config(

@@ -1,7 +1,10 @@
-"""Creates DeepSpeed's engine around a module, and works around what users cannot change."""
+"""DeepSpeed's package, imported on use and set to this process's device, and its engine around a module."""
 
 from __future__ import annotations
 
+import importlib
+import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -11,10 +14,81 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.distributed.environment import Environment, announce_local_rank
+from trainwright.devices import cuda
+from trainwright.distributed.environment import Environment, announce_local_rank, announced
 from trainwright.precision.base import Precision
-from trainwright.strategies.deepspeed_package import import_deepspeed
 from trainwright.strategies.master_optimizer import MasterOptimizer
+
+ACCELERATORS = ("cpu", cuda.NAME, "xpu")
+"""The torch devices that DeepSpeed supports."""
+
+
+def check_supported(device_type: str, precision: Precision) -> None:
+    """Raise ValueError for a device or precision that DeepSpeed lacks; it is imported only for unknown devices."""
+    if precision.compute_dtype == torch.float64:
+        raise ValueError(
+            f"precision={precision.name!r}: DeepSpeed computes in 32 or 16 bits; choose one of these, or 'fsdp'."
+        )
+    if device_type not in ACCELERATORS:
+        import_deepspeed(torch.device(device_type))
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """Return the package, set to this device, with only its warnings shown, or raise ValueError for the device."""
+    with announced(**({"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {})):
+        import deepspeed
+
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(logging.WARNING)
+    logger.addFilter(_is_relevant)  # once, however often it is called
+    # DeepSpeed calls collectives by deprecated names, which users cannot change.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    accelerator = _accelerator(deepspeed, device.type)
+    if device.type == "cpu":
+        # DeepSpeed's CPU collectives need a compiler, and leak shared memory when killed.
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    else:
+        _keep_to_current_device(accelerator)
+    return deepspeed
+
+
+def _accelerator(deepspeed: Any, device_type: str) -> Any:
+    """Select and return DeepSpeed's class for a kind of device; the process may have used another before."""
+    present = deepspeed.accelerator.get_accelerator()
+    if present.device_name() == device_type:
+        return present
+    if device_type not in ACCELERATORS:
+        raise ValueError(
+            f"strategy='deepspeed' on {device_type!r}: DeepSpeed does not support it, and would compute on "
+            f"{present.device_name()!r}; choose 'fsdp', or call deepspeed.accelerator.set_accelerator with a class for "
+            f"{device_type!r} before you make the Trainer."
+        )
+    module = importlib.import_module(f"deepspeed.accelerator.{device_type}_accelerator")
+    general = importlib.import_module("deepspeed.accelerator.abstract_accelerator").DeepSpeedAccelerator
+    kinds = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, general)]
+    deepspeed.accelerator.set_accelerator(next(each for each in kinds if each is not general)())
+    return deepspeed.accelerator.get_accelerator()
+
+
+def _keep_to_current_device(accelerator: Any) -> None:
+    """Let DeepSpeed compute on the current device, although it takes LOCAL_RANK (a string) for the device's number.
+
+    LOCAL_RANK counts processes: it is 0 on device 2 of `devices=[2, 3]`, and 1 for a second task that sees a single device.
+    """
+    name_of = accelerator.device_name
+    if getattr(name_of, "keeps_to_current_device", False):
+        return
+
+    def device_name(index: Any = None) -> str:
+        return str(accelerator.current_device_name() if isinstance(index, str) else name_of(index))
+
+    device_name.keeps_to_current_device = True  # type: ignore[attr-defined]
+    accelerator.device_name = device_name
+
+
+def _is_relevant(record: logging.LogRecord) -> bool:
+    known = ("untested optimizer", "learning rate from scheduler before it has started")
+    return not any(text in record.getMessage() for text in known)
 
 
 def make_engine(
@@ -28,15 +102,14 @@ def make_engine(
     """Return DeepSpeed's engine around a module whose weights are already rank 0's. Collective.
 
     `trained` are the parameters for an optimizer that the config defines, which `check` may refuse.
-
-    Raises:
-        ValueError: DeepSpeed refuses a setting, or cannot train a parameter.
     """
+    from pydantic import ValidationError
+
     announce_local_rank(Environment.detect().local_rank)
     deepspeed = import_deepspeed(device)
-    is_sharding = config["zero_optimization"]["stage"] == 3
-    refuse_what_cannot_be_sharded(part, config["zero_optimization"]["stage"])
-    whole = [p for p in part.parameters() if not hasattr(p, "ds_id")] if is_sharding else []
+    stage = config["zero_optimization"]["stage"]
+    refuse_what_cannot_be_sharded(part, stage)
+    whole = [p for p in part.parameters() if not hasattr(p, "ds_id")] if stage == 3 else []
     for parameter in whole:
         parameter.data = parameter.data.contiguous()  # stage 3 shards the memory, whatever its strides
     scalars = [p for p in whole if p.dim() == 0]
@@ -44,7 +117,7 @@ def make_engine(
     for parameter in scalars:
         parameter.data = parameter.data.reshape(1)
     try:
-        with _own_ways(deepspeed.DeepSpeedEngine, check):
+        with _patched(deepspeed.DeepSpeedEngine, check):
             engine = deepspeed.initialize(
                 args=None if device.type == "cpu" else SimpleNamespace(device_rank=device.index),
                 model=part,
@@ -53,7 +126,7 @@ def make_engine(
                 config=config,
                 dist_init_required=False,
             )[0]
-    except pydantic_error() as error:
+    except ValidationError as error:
         raise ValueError(
             f"DeepSpeed refuses a setting of the strategy or its config: {error}. Its settings are listed at "
             "https://www.deepspeed.ai/docs/config-json."
@@ -112,47 +185,48 @@ def refuse_other_dtype(sharded: Mapping[str, Any], precision: Precision) -> None
 
 
 @contextmanager
-def _own_ways(kind: Any, look: Callable[[Optimizer], None]) -> Iterator[None]:
+def _patched(kind: Any, check: Callable[[Optimizer], None]) -> Iterator[None]:
     """Patch how engines of this class are created, within the context."""
-    theirs = {name: getattr(kind, name) for name in ("_broadcast_model", "_configure_basic_optimizer")}
-    check = kind._do_optimizer_sanity_check
+    names = ("_broadcast_model", "_configure_basic_optimizer", "_do_optimizer_sanity_check")
+    theirs = {name: getattr(kind, name) for name in names}
 
     def configure(engine: Any, parameters: Any) -> MasterOptimizer:
         optimizer = theirs["_configure_basic_optimizer"](engine, parameters)
-        look(optimizer)
+        check(optimizer)
         return MasterOptimizer(optimizer)
 
     def choose(engine: Any, optimizer: Any) -> Any:
         # For windows summed in float32 DeepSpeed would choose another class in stage 1, with other masters.
-        chosen = check(engine, optimizer)
+        chosen = theirs["_do_optimizer_sanity_check"](engine, optimizer)
         return "zero_optimization" if engine.zero_optimization() else chosen
 
     # DeepSpeed broadcasts parameters as bytes, which fails for 0-dim ones. They are rank 0's already.
     kind._broadcast_model = lambda engine: None
-    kind._configure_basic_optimizer = configure
-    kind._do_optimizer_sanity_check = choose
+    kind._configure_basic_optimizer, kind._do_optimizer_sanity_check = configure, choose
     try:
         yield
     finally:
         for name, own in theirs.items():
             setattr(kind, name, own)
-        kind._do_optimizer_sanity_check = check
 
 
 def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:
     """Raise ValueError for parameters that ZeRO cannot train, or would train differently than one process."""
     named = [
-        (f"{prefix}.{name}" if (prefix := place.partition(".")[2].partition(".")[2]) else name, parameter)
-        for place, member in part.named_modules()
+        (f"{path.partition('.')[2].partition('.')[2]}.{name}".removeprefix("."), parameter)  # without "members.0"
+        for path, member in part.named_modules()
         for name, parameter in member.named_parameters(recurse=False)
         if parameter.requires_grad or stage == 3
     ]
+    dtypes: dict[torch.dtype, str] = {}
     for name, parameter in named:
-        told = str(parameter.dtype).removeprefix("torch.")
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        if parameter.requires_grad:
+            dtypes.setdefault(parameter.dtype, name)
         if parameter.is_complex():
             raise ValueError(
-                f"parameter {name!r} is {told}, and DeepSpeed's masters are real numbers; keep its real and imaginary parts as "
-                "two parameters (torch.view_as_real), or choose 'ddp'."
+                f"parameter {name!r} is {dtype}, and DeepSpeed's masters are real numbers; keep its real and imaginary parts "
+                "as two parameters (torch.view_as_real), or choose 'ddp'."
             )
         if parameter.dtype == torch.float64 and parameter.requires_grad:
             raise ValueError(
@@ -163,20 +237,9 @@ def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:
                 f"parameter {name!r} has the shape {tuple(parameter.shape)}, but ZeRO stage 3 cannot gather one without "
                 "elements; make it a buffer, or choose stage 1 or 2."
             )
-    dtypes: dict[torch.dtype, str] = {}
-    for name, parameter in named:
-        if parameter.requires_grad:
-            dtypes.setdefault(parameter.dtype, name)
     if len(dtypes) > 1:
-        told = " and ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
+        found = " and ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
         raise ValueError(
-            f"the module trains {told}, but DeepSpeed lays parameters of one dtype out side by side; convert the module to "
+            f"the module trains {found}, but DeepSpeed lays parameters of one dtype out side by side; convert the module to "
             "one, or choose 'ddp'."
         )
-
-
-def pydantic_error() -> type[Exception]:
-    """Return the error that DeepSpeed raises for its settings."""
-    from pydantic import ValidationError
-
-    return ValidationError

@@ -25,11 +25,9 @@ class DeferredAllReduce:
             self._parameters[parameter] = None if owners is None else owners[parameter]
 
     def tracks(self, parameter: Tensor) -> bool:
-        """Return whether a parameter is registered."""
         return parameter in self._parameters
 
     def clear(self) -> None:
-        """Unregister all parameters."""
         self._parameters.clear()
 
     def reopen(self, optimizer: Optimizer) -> None:

@@ -6,7 +6,7 @@ Zhao et al., 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Para
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -38,9 +38,7 @@ from trainwright.strategies.base import (
 )
 from trainwright.strategies.deferred_all_reduce import DeferredAllReduce
 from trainwright.strategies.low_precision_layers import Float32, allow_float32, find_float32
-from trainwright.strategies.materialize import innermost_first, materialize
-from trainwright.strategies.placement import move
-from trainwright.strategies.row_probe import refuse_sharded_steps
+from trainwright.strategies.placement import innermost_first, materialize, move
 from trainwright.strategies.shard_write_back import (
     record_versions,
     record_versions_before,
@@ -48,10 +46,19 @@ from trainwright.strategies.shard_write_back import (
     write_back_after,
     write_through_data,
 )
-from trainwright.strategies.sharded_access import explain, open_methods, refuse_sharded_loss
-from trainwright.strategies.sharded_root import ROOT, Root, refuse_copy, reshard_after_call, unshard_for_call
+from trainwright.strategies.sharded_access import (
+    ROOT,
+    Root,
+    explain,
+    open_methods,
+    refuse_copy,
+    refuse_sharded_loss,
+    reshard_after_call,
+    unshard_for_call,
+)
 from trainwright.strategies.sparse_gradients import refuse_sparse_weights
 from trainwright.strategies.split_groups import by_kind, split_groups
+from trainwright.strategies.step_probe import no_shards, refuse_sharded_steps
 from trainwright.strategies.wrap_policy import MIN_PARAMETERS, WrapPolicy, choose_groups
 
 UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
@@ -114,8 +121,6 @@ class FSDPStrategy(Strategy):
         self._automatic = True
         self._tried: list[Optimizer] = []
 
-    # -- before a run ------------------------------------------------------------------------------------------------
-
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         refuse_unreplicable(module, self.name, optimization if self.world_size > 1 else None)
         refuse_sparse_weights(module, self.name, optimization)
@@ -136,10 +141,9 @@ class FSDPStrategy(Strategy):
             )
         groups = choose_groups(module, self.auto_wrap_policy, self.min_parameters)
         to_checkpoint = self._to_checkpoint(module, groups)
-        root = Root(module)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         low = self.mixed_precision or self._policy()
-        root.dtype = low.param_dtype
+        root = Root(module, low.param_dtype)
         chosen, self._float32 = set(groups), Float32()
         if self.mixed_precision is None and low.param_dtype is not None:
             self._float32 = find_float32(module)
@@ -176,8 +180,8 @@ class FSDPStrategy(Strategy):
 
     def _refuse_other_precision(self, module: nn.Module) -> None:
         """Raise ValueError for a module that an earlier run has sharded for another low precision."""
-        gathered, asked = module.__dict__[ROOT].dtype, (self.mixed_precision or self._policy()).param_dtype
-        if gathered not in (None, asked):
+        gathered = module.__dict__[ROOT].dtype
+        if gathered not in (None, (self.mixed_precision or self._policy()).param_dtype):
             raise ValueError(
                 f"fsdp gathers the weights of {type(module).__name__} in {str(gathered).removeprefix('torch.')}, as an earlier "
                 f"run has sharded it, and this one is in {self.precision.name}; continue in that run's precision, take the "
@@ -187,10 +191,8 @@ class FSDPStrategy(Strategy):
 
     def _to_checkpoint(self, module: nn.Module, groups: list[nn.Module]) -> list[nn.Module]:
         policy = self.activation_checkpointing_policy
-        if policy is None or policy is False:
-            return []
-        if policy is True:
-            return groups
+        if isinstance(policy, bool | None):
+            return groups if policy else []
         return choose_groups(module, policy)
 
     def _policy(self) -> MixedPrecisionPolicy:
@@ -236,10 +238,10 @@ class FSDPStrategy(Strategy):
         dtypes = {parameter.dtype for parameter in whole if parameter.requires_grad}
         if len(dtypes) > 1:
             names = {parameter.dtype: name for name, parameter in group.named_parameters() if parameter.dtype in dtypes}
-            told = ", ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in names.items())
+            found = ", ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in names.items())
             raise ValueError(
-                f"fsdp gathers the parameters of a group in one dtype, but here are {told}. Convert the module to one dtype, "
-                "or put those of another into a submodule that is a group of its own (auto_wrap_policy)."
+                f"fsdp gathers the parameters of a group in one dtype, but here are {found}. Convert the module to one dtype, "
+                "or put those of another into a submodule that is a separate group (auto_wrap_policy)."
             )
 
     def refresh_trainable(self, modules: Sequence[nn.Module]) -> None:
@@ -254,11 +256,10 @@ class FSDPStrategy(Strategy):
     def setup_optimizers(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
     ) -> list[Optimizer]:
-        for optimizer in optimizers:
-            if isinstance(optimizer, UNSHARDED):
-                raise ValueError(_no_shards(optimizer))
         for optimizer in (each for each in optimizers if each not in self._tried):
-            refuse_sharded_steps(optimizer, init_device_mesh(self.device.type, (self.world_size,)), self.name)
+            if isinstance(optimizer, UNSHARDED):
+                raise ValueError(no_shards(optimizer))
+            refuse_sharded_steps(optimizer, init_device_mesh(self.device.type, (self.world_size,)))
             self._tried.append(optimizer)
         self.refresh_trainable(modules)  # configure_optimizers may have created some
         return list(optimizers)
@@ -269,8 +270,6 @@ class FSDPStrategy(Strategy):
                 "cpu_offload moves what is sharded from a GPU to the host, and this run computes on the CPU: nothing is moved.",
                 stacklevel=4,
             )
-
-    # -- a step ------------------------------------------------------------------------------------------------------
 
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         root: Any = self.wrapped[module]
@@ -284,33 +283,26 @@ class FSDPStrategy(Strategy):
             raise
         if not (self._automatic and torch.is_grad_enabled()):
             root.reshard()  # no backward will do it, and hooks must freeze the shards, not the gathered parameters
-            self._wait_for_reads()
+            if self.cpu_offload and self.device.type != "cpu":
+                # The device has to have copied the offloaded shards, which may be written next.
+                torch.accelerator.synchronize(self.device)
         return outputs
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         refuse_sharded_loss(loss, next(iter(self.wrapped), None))
         self._write_back()
-        if self._automatic:
-            super().backward(loss, send, **options)
-            self.buffers.end_backward()
-            return
         # FSDP hooks the outputs of the root's forward, but a manual backward runs inside that forward: without these hooks
         # the root's group would never be reduced.
-        for root in self._roots():
+        for root in () if self._automatic else self.wrapped.values():
             root._get_fsdp_state()._register_pre_backward_hook(loss)
         super().backward(loss, send, **options)
-        self.buffers.end_backward()
-        self._gather_roots()
-
-    def _wait_for_reads(self) -> None:
-        """Wait until the device has copied offloaded shards, which may be written next."""
-        if self.cpu_offload and self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+        if not self._automatic:
+            self._gather_roots()
 
     def sync_gradients(self, enabled: bool) -> None:
         super().sync_gradients(enabled)
         if not self.sync_every_batch:
-            for root in self._roots():
+            for root in self.wrapped.values():
                 root.set_requires_gradient_sync(enabled)
 
     def finalize_gradients(self, optimizer: Optimizer) -> None:
@@ -327,7 +319,7 @@ class FSDPStrategy(Strategy):
                 result = super().step(optimizer, clipping, closure)
         except (RuntimeError, NotImplementedError) as error:
             if "DTensor" in str(error) or "placement" in str(error):
-                raise RuntimeError(_no_shards(optimizer)) from error
+                raise RuntimeError(no_shards(optimizer)) from error
             raise
         if not self._automatic:
             self._gather_roots()
@@ -346,14 +338,12 @@ class FSDPStrategy(Strategy):
             scale_and_clip_value(kind, clipping)
         if clipping.norm is None:
             return None
-        norms = [_total_norm([p.grad for p in kind]) for kind in kinds]
-        norms = [each.to(self.device) for each in norms]  # those of offloaded shards are in host memory
+        # Those of offloaded shards are in host memory.
+        norms = [_total_norm([p.grad for p in kind]).to(self.device) for kind in kinds]
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device)
         for kind in kinds:
             torch.nn.utils.clip_grads_with_norm_(kind, clipping.norm, total)
         return total
-
-    # -- state -------------------------------------------------------------------------------------------------------
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
         self._write_back()
@@ -381,34 +371,23 @@ class FSDPStrategy(Strategy):
         self._deferred.clear()
         self._tried.clear()
 
-    def _roots(self) -> Iterator[FSDPModule]:
-        return (root for root in self.wrapped.values() if isinstance(root, FSDPModule))
-
     def _reshard_roots(self) -> None:
-        """Turn the roots' parameters into shards again, which the optimizers hold (not collective)."""
-        for root in self._roots():
+        """Turn the roots' parameters into shards again, which the optimizers hold."""
+        for root in self.wrapped.values():
             root.reshard()
 
     def _gather_roots(self) -> None:
         """Gather the roots' current parameters for the rest of a manual step."""
-        for root in self._roots():
+        for root in self.wrapped.values():
             root.reshard()
             root.unshard()
             record_versions(root)
 
     def _write_back(self) -> None:
-        for root in self._roots():
-            stays = root.modules() if not self.reshard_after_forward else (root,)  # type: ignore[attr-defined]
-            for group in stays:
+        for root in self.wrapped.values():
+            for group in (root,) if self.reshard_after_forward else root.modules():
                 if isinstance(group, FSDPModule):
                     write_back(group)
-
-
-def _no_shards(optimizer: Optimizer) -> str:
-    return (
-        f"{type(optimizer).__name__} does not compute on the sharded parameters (DTensors) that strategy='fsdp' gives it. Use "
-        "another optimizer, such as AdamW, or strategy='ddp' or 'ddp_sharded', where a parameter is stepped whole."
-    )
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:

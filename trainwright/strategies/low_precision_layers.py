@@ -32,8 +32,6 @@ def is_low(module: nn.Module) -> bool:
 
 @dataclass
 class Float32:
-    """Parts of a module that stay float32."""
-
     whole: set[tuple[nn.Module, str]] = field(default_factory=set)
     """Parameters that stay whole on each rank, by their module and name."""
     groups: set[nn.Module] = field(default_factory=set)
@@ -42,8 +40,8 @@ class Float32:
     def parameters(self, module: nn.Module) -> Iterator[Any]:
         """Yield the parameters within a module that stay whole on each rank."""
         for each in module.modules():
-            for name, parameter in each._parameters.items():
-                if parameter is not None and (each, name) in self.whole:
+            for name, parameter in each.named_parameters(recurse=False):
+                if (each, name) in self.whole:
                     yield parameter
 
 
@@ -55,9 +53,8 @@ def find_float32(module: nn.Module) -> Float32:
     """
     owners: dict[Tensor, list[nn.Module]] = {}
     for each in module.modules():
-        for parameter in each._parameters.values():
-            if parameter is not None:
-                owners.setdefault(parameter, []).append(each)
+        for parameter in each.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(each)
     found, done = Float32(), set[nn.Module]()
     for each in module.modules():
         if each in done or is_low(each):

@@ -12,15 +12,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.strategies.base import state_location
-from trainwright.strategies.group_view import GroupView
-from trainwright.strategies.used_parameters import UsedParameters
+from trainwright.strategies.optimizer_proxy import GroupView, UsedParameters
 
 
 class Shard(NamedTuple):
-    """This rank's shard of a parameter: one range of it, stored in a flat master.
+    """This rank's shard of a parameter: `numel` elements from `start` on, stored in a flat master from `offset` on.
 
-    The range of `numel` elements begins at `start` in the parameter and at `offset` in the master; `shape` is the whole
-    parameter's, and `first` the rank of its first element.
+    `shape` is the whole parameter's, and `first` the rank that holds its first element.
     """
 
     parameter: Tensor
@@ -58,10 +56,7 @@ class MasterOptimizer(Optimizer):
     """DeepSpeed's optimizer: its step lets the user's optimizer step views of the flat masters.
 
     Each parameter so has its own state and step count, as on one process, and unused parameters are left alone. Groups without
-    trained parameters are hidden from DeepSpeed.
-
-    Args:
-        own: the user's optimizer; after `attach` its groups hold this rank's views.
+    trained parameters are hidden from DeepSpeed. After `attach` the groups of the user's optimizer hold this rank's views.
     """
 
     def __init__(self, own: Optimizer) -> None:
@@ -69,12 +64,11 @@ class MasterOptimizer(Optimizer):
         self.defaults = own.defaults
         self.state = defaultdict(dict)  # DeepSpeed looks for state by flat master here, and finds none
         self.given: list[list[Any]] = [list(group["params"]) for group in own.param_groups]
-        views: list[Any] = [
-            MasterGroup(group, [p for p in given if p.requires_grad])
+        self.param_groups: list[Any] = [
+            MasterGroup(group, (p for p in given if p.requires_grad))
             for group, given in zip(own.param_groups, self.given, strict=True)
             if any(p.requires_grad for p in given)
         ]
-        self.param_groups = views
         self.views: dict[Tensor, MasterView] = {}
         """This rank's views by parameter."""
         self.rescale = 1.0
@@ -84,11 +78,7 @@ class MasterOptimizer(Optimizer):
         self._used = UsedParameters()
 
     def attach(self, shards: Iterable[Shard]) -> None:
-        """Give the user's optimizer views of DeepSpeed's masters, with the state that it had before.
-
-        Raises:
-            ValueError: its state belongs to parameters that an earlier run has left sharded.
-        """
+        """Give the user's optimizer views of DeepSpeed's masters, with the state that it had before."""
         for shard in shards:
             self._used.track([shard.parameter])
             if shard.numel:
@@ -131,7 +121,7 @@ class MasterOptimizer(Optimizer):
             for view in views:
                 view.tensor.grad = self._gradient(view)
             if views:
-                self._step_alone(group.data, [view.tensor for view in views])  # type: ignore[attr-defined]
+                self._step_alone(group.data, [view.tensor for view in views])
             for view in views:
                 view.tensor.grad = None
 
@@ -169,7 +159,6 @@ class MasterOptimizer(Optimizer):
         self.rescale, self.largest = 1.0, None
 
     def close(self) -> None:
-        """Stop tracking the parameters."""
         self._used.close()
 
 

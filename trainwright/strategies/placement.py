@@ -1,13 +1,17 @@
-"""Placement: moves a module to a device and keeps tied tensors tied."""
+"""Placement: moves modules to a device, and initialises those that were created on the meta device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+
+Occurrences = dict[Tensor, list[tuple[dict[str, Any], str]]]
+"""Where each tensor occurs: the tables of modules that hold it, and its names in them."""
 
 
 def move(module: nn.Module, device: torch.device, stays: Callable[[Tensor], bool] | None = None) -> None:
@@ -16,12 +20,13 @@ def move(module: nn.Module, device: torch.device, stays: Callable[[Tensor], bool
     Tied weights stay tied: torch moves a parameter in place only where the backend allows it (as CUDA does), and otherwise
     creates a new one for each occurrence, as it always does for buffers. Lazy tensors stay lazy.
     """
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    slots: dict[int, list[tuple[nn.Module, str]]] = {}
     kept = []  # keeps the ids unique
-    for owner, name, tensor in _tensors(module):
-        places.setdefault(id(tensor), []).append((owner, name))
-        kept.append(tensor)
-    lazy = [(place, tensor) for tensor in kept if is_lazy(tensor) for place in places[id(tensor)][:1]]
+    for owner in module.modules():
+        for _, name, tensor in _own_tensors(owner):
+            slots.setdefault(id(tensor), []).append((owner, name))
+            kept.append(tensor)
+    lazy = [(slots[id(tensor)][0], tensor) for tensor in kept if is_lazy(tensor)]
     if stays is None:
         module.to(device)
     else:
@@ -30,16 +35,88 @@ def move(module: nn.Module, device: torch.device, stays: Callable[[Tensor], bool
         if not is_lazy(getattr(owner, name)):
             kind: Any = type(tensor)
             setattr(owner, name, kind(requires_grad=tensor.requires_grad, device=device, dtype=tensor.dtype))
-    for first, *others in places.values():
+    for first, *others in slots.values():
         moved = getattr(*first)
         for owner, name in others:
             if getattr(owner, name) is not moved:
                 setattr(owner, name, moved)
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    for owner in module.modules():
-        for table in (owner._parameters, owner._buffers):
-            for name, tensor in table.items():
-                if tensor is not None:
-                    yield owner, name, tensor
+def materialize(module: nn.Module, parts: Sequence[nn.Module] | None = None) -> bool:
+    """Replace a module's meta tensors by real ones, initialised as its constructors would; return whether there were any.
+
+    Values are drawn on the host, in the order in which constructors run, as for a module that was created there. Other writes
+    than those of `reset_parameters` are lost, so they are refused: torch's count of in-place writes must equal that of the
+    reset. Tied tensors stay tied, with the values of the first module that has them. `parts` limits this to some submodules,
+    in that order; tied tensors are found in the whole module.
+    """
+    meta: Occurrences = {}
+    for each in module.modules():
+        for table, name, tensor in _own_tensors(each):
+            if tensor.is_meta and not isinstance(tensor, DTensor):
+                meta.setdefault(tensor, []).append((table, name))
+    if not meta:
+        return False
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}
+    with torch.no_grad():
+        for each in innermost_first(module) if parts is None else parts:
+            replaced.update((id(new), (old, new)) for old, new in _initialise(each, meta))
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if id(tensor) not in replaced:
+            continue
+        before, after = (each._version for each in replaced[id(tensor)])
+        if after == 0 or before != after:
+            how = "no reset_parameters sets it" if after == 0 else "it was set in other ways than by reset_parameters"
+            raise ValueError(
+                f"{name!r} of {type(module).__name__} was made on the meta device, where values are lost, and {how}. Give its "
+                "module a reset_parameters() that sets it, or make the module on a real device."
+            )
+    return True
+
+
+def _initialise(module: nn.Module, meta: Occurrences) -> list[tuple[Tensor, Tensor]]:
+    """Replace one module's own meta tensors wherever they occur, and reset it; return the old and new ones."""
+    made: list[tuple[Tensor, Tensor]] = []
+    others: list[tuple[dict[str, Any], str, Tensor]] = []
+    for table, name, tensor in list(_own_tensors(module)):
+        if tensor in meta:
+            made.append((tensor, _empty(tensor)))
+            for its_table, its_name in meta.pop(tensor):
+                its_table[its_name] = made[-1][1]
+        elif not any(tensor is new for _, new in made):
+            others.append((table, name, tensor))
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if made and callable(reset):
+        for table, name, tensor in others:  # real, or tied to an earlier module: discard what the reset draws
+            table[name] = _empty(tensor)
+        reset()
+        for table, name, tensor in others:
+            table[name] = tensor
+    return made
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="cpu")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    for table in (module._parameters, module._buffers):
+        for name, tensor in table.items():
+            if tensor is not None:
+                yield table, name, tensor
+
+
+def innermost_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and its submodules, children first, as their constructors finish."""
+    seen: set[nn.Module] = set()
+
+    def walk(each: nn.Module) -> Iterator[nn.Module]:
+        if each in seen:
+            return
+        seen.add(each)
+        for child in each.children():
+            yield from walk(child)
+        yield each
+
+    return walk(module)

@@ -43,11 +43,7 @@ def record_versions(group: Any) -> None:
 
 
 def write_back(group: Any) -> None:
-    """Copy what was written into a group's own gathered parameters into this rank's shards.
-
-    Raises:
-        RuntimeError: the parameter was gathered in a low precision.
-    """
+    """Copy what was written into a group's own gathered parameters into this rank's shards."""
     shards: list[Tensor] = []
     rows: list[Tensor] = []
     for part in _gathered(group):
@@ -68,15 +64,10 @@ def write_back(group: Any) -> None:
         with torch.no_grad():
             torch._foreach_copy_(shards, rows)
         record_versions(group)
-        if shards[0].device.type != "cpu":
-            _let_gathering_wait(group)
-
-
-def _let_gathering_wait(group: Any) -> None:
-    """Make FSDP's gathering stream wait until the group's shards are written."""
-    for parts in _groups(group):
-        event = parts._reshard_after_forward_event = parts.device_handle.Event()
-        event.record()
+        for parts in _groups(group) if shards[0].device.type != "cpu" else ():
+            # FSDP's gathering stream has to wait until the shards are written.
+            event = parts._reshard_after_forward_event = parts.device_handle.Event()
+            event.record()
 
 
 def _gather_into(part: Any, whole: Tensor, gathered: Tensor) -> None:
@@ -90,7 +81,7 @@ def _gather_into(part: Any, whole: Tensor, gathered: Tensor) -> None:
 
 
 def _own_rows(part: Any, whole: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
-    """Return this rank's rows of a parameter, in its shard and in the gathered whole, without the padding."""
+    """Return this rank's rows of a parameter, in its shard and in the gathered whole, without padding."""
     rank, numel = part.mesh_info.shard_mesh_rank, part.sharded_param._local_tensor.numel()
     mine = whole.detach().reshape(-1).narrow(0, shard.numel() * rank if numel else 0, numel)
     return shard.narrow(0, 0, numel), mine
@@ -140,18 +131,16 @@ def _refuse_low(part: Any, is_elsewhere: bool, mine: Tensor, shard: Tensor) -> N
 
 def _gathered(group: Any) -> Iterator[Any]:
     """Yield FSDP's record of each gathered parameter of a group's own."""
-    for parts in _groups(group):
-        if parts.is_unsharded:
-            yield from parts.fsdp_params
+    return (part for parts in _groups(group) if parts.is_unsharded for part in parts.fsdp_params)
 
 
 def _groups(group: Any) -> Iterator[Any]:
     """Yield FSDP's parameter groups of a module."""
     state = group._get_fsdp_state()
-    # torch 2.11 keeps at most one group per module; later versions keep a list, by mesh.
-    yield from (
-        state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else filter(None, [state._fsdp_param_group])
-    )
+    if hasattr(state, "_fsdp_param_groups"):
+        yield from state._fsdp_param_groups
+    elif state._fsdp_param_group is not None:  # torch 2.11 keeps at most one group per module
+        yield state._fsdp_param_group
 
 
 def _version(tensor: Tensor) -> int:

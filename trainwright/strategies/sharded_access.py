@@ -1,7 +1,7 @@
-"""Sharded access: which methods of sharded modules a step may call, and errors that name the parameter it touched.
+"""Sharded access: FSDP's root around a sharded module, which calls gather its parameters, and errors for other uses.
 
-FSDP2 gathers a group's parameters for its module's forward; this file does the same for its other public methods. Outside of
-both, a step cannot use a group's parameters.
+FSDP2 gathers a group's parameters for its module's forward; this file does the same for its other public methods, and for
+calls of the whole module outside a step. Anywhere else a step cannot use a group's parameters.
 """
 
 from __future__ import annotations
@@ -14,16 +14,86 @@ from functools import wraps
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from trainwright.strategies.base import StepForward
 from trainwright.strategies.shard_write_back import record_versions, write_back
 
+ROOT = "_fsdp_root"
+"""The attribute of a sharded module that keeps FSDP's root for its next run."""
 CHAIN = re.compile(r"\b([A-Za-z_]\w*)((?:\.\w+|\[\d+\])+)")
 PART = re.compile(r"\.(\w+)|\[(\d+)\]")
 NO_STEPS = ("reset_parameters", "configure_optimizers")
 """Public methods that no step calls."""
+
+
+class Root(StepForward):
+    """FSDP's root: its forward runs a step of the module, which keeps its class and attributes.
+
+    `dtype` is what parameters are gathered in; None for their own.
+    """
+
+    depth = 0
+    """Positive while a step runs."""
+    is_called_alone = False
+    """Whether the module is called outside a step."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+        super().__init__(module)
+        self.dtype = dtype
+
+    def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        self.depth += 1
+        record_versions(self)
+        try:
+            output = super().forward(name, *args, **kwargs)
+            write_back(self)
+            return output
+        finally:
+            self.depth -= 1
+
+    def begin_call(self) -> None:
+        """Gather the root's own parameters for a call of the module outside a step. Collective."""
+        self.depth, self.is_called_alone = 1, True
+        self.unshard()  # type: ignore[operator] # which fully_shard adds
+        record_versions(self)
+
+    def end_call(self) -> None:
+        """Write back what the call wrote, and reshard."""
+        self.depth, self.is_called_alone = 0, False
+        write_back(self)
+        self.reshard()  # type: ignore[operator]
+
+
+def unshard_for_call(module: nn.Module, args: Any) -> None:
+    """Gather parameters for a call outside a step, such as after a fit; a forward pre-hook. Collective."""
+    root: Root | None = module.__dict__.get(ROOT)
+    if root is None or root.depth > 0:
+        return
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{type(module).__name__} is sharded by fsdp, and was called outside of a step with gradients, which would not be "
+            "reduced; call it under torch.no_grad(), on every rank, train it by a Trainer or an Accelerator, or take the whole "
+            "copy that tw.gather_module(module) gives."
+        )
+    root.begin_call()
+
+
+def reshard_after_call(module: nn.Module, args: Any, output: Any) -> None:
+    root: Root | None = module.__dict__.get(ROOT)
+    if root is not None and root.is_called_alone:
+        root.end_call()
+
+
+def refuse_copy(module: nn.Module, memo: Any) -> None:
+    """Raise RuntimeError for a deep copy of a sharded module, or of one that holds a sharded one."""
+    raise RuntimeError(
+        "a module that fsdp has sharded cannot be copied: each rank holds a part of it. tw.gather_module(module), called on "
+        "all ranks, gives a whole, plain copy in host memory."
+    )
 
 
 def public_methods(kind: type[nn.Module]) -> Iterator[str]:
@@ -39,18 +109,16 @@ def public_methods(kind: type[nn.Module]) -> Iterator[str]:
                 yield name
 
 
-def open_methods(module: nn.Module, kind: type[nn.Module], is_within_step: Callable[[], bool]) -> list[str]:
-    """Let the public methods of a sharded module gather its parameters when a step calls them; return their names.
+def open_methods(module: nn.Module, kind: type[nn.Module], is_within_step: Callable[[], bool]) -> None:
+    """Let the public methods of a sharded module gather its parameters when a step calls them.
 
     `kind` is the class before sharding. Called from elsewhere, or from the module's own forward, they run unchanged.
     """
-    names = list(public_methods(kind))
-    for name in names:
+    for name in public_methods(kind):
         plain = getattr(module, name)
         setattr(module, name, _keeping(module, plain))
         register_fsdp_forward_method(module, name)
         setattr(module, name, _opening(module, plain, getattr(module, name), is_within_step))
-    return names
 
 
 def _keeping(module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,32 +147,34 @@ def explain(error: Exception, module: nn.Module) -> RuntimeError | None:
     """Return an error that names the sharded parameter that a step used outside its module; None for other errors."""
     if "mixed torch.Tensor and DTensor" not in str(error):
         return None
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return _refusal(module, list(_touched(error.__traceback__, names)))
+    return _refusal(module, list(_touched(error.__traceback__, _names_of_shards(module))))
 
 
 def refuse_sharded_loss(loss: Tensor, module: nn.Module | None) -> None:
     """Raise RuntimeError for a loss computed from sharded parameters directly, such as an L2 over parameters()."""
     if not isinstance(loss, DTensor):
         return
-    names = {id(parameter): name for name, parameter in module.named_parameters()} if module is not None else {}
-    found, waiting, seen = [], [loss.grad_fn], set()
+    names = {} if module is None else _names_of_shards(module)
+    found: list[str] = []
+    waiting, seen = [loss.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, DTensor) and id(variable) in names:
-            found.append(names[id(variable)])
-        waiting += [next_node for next_node, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            found += [names[key] for key in [id(getattr(node, "variable", None))] if key in names]
+            waiting += [following for following, _ in node.next_functions]
     raise _refusal(module, found)
 
 
+def _names_of_shards(module: nn.Module) -> dict[int, str]:
+    return {id(each): name for name, each in module.named_parameters() if isinstance(each, DTensor)}
+
+
 def _refusal(module: nn.Module | None, names: list[str]) -> RuntimeError:
-    which = " and ".join(repr(name) for name in sorted(set(names))[:3]) or "a parameter"
+    names = sorted(set(names))
+    which = " and ".join(map(repr, names[:3])) or "a parameter"
     inside = f" of {type(module).__name__}" if module is not None else ""
-    called = _as_code(_group_of(module, sorted(names)[0])) if module is not None and names else "its module"
+    called = _group_of(module, names[0]) if module is not None and names else "its module"
     return RuntimeError(
         f"the step used {which}{inside} itself, but under fsdp each rank holds a part of it, and the whole is there only while "
         f"{called} is called. Call {called}, or a method of it that uses the parameter; for a penalty on weights use the "
@@ -113,16 +183,12 @@ def _refusal(module: nn.Module | None, names: list[str]) -> RuntimeError:
 
 
 def _group_of(module: nn.Module, parameter_name: str) -> str:
-    """Return the innermost submodule whose call gathers this parameter."""
-    name = parameter_name.rpartition(".")[0]
+    """Return the call that gathers this parameter, as code: self.blocks[1](...)."""
+    name = owner = parameter_name.rpartition(".")[0]
     while name and not isinstance(module.get_submodule(name), FSDPModule):
         name = name.rpartition(".")[0]
-    return name or parameter_name.rpartition(".")[0]
-
-
-def _as_code(name: str) -> str:
-    """Return a submodule's name as code: "blocks.1" is self.blocks[1](...)."""
-    return "self" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split(".")) + "(...)"
+    parts = (name or owner).split(".")
+    return "self" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts) + "(...)"
 
 
 def _touched(traceback: TracebackType | None, names: dict[int, str]) -> Iterator[str]:
@@ -131,13 +197,13 @@ def _touched(traceback: TracebackType | None, names: dict[int, str]) -> Iterator
         frame = traceback.tb_frame
         line = linecache.getline(frame.f_code.co_filename, traceback.tb_lineno)
         values = [_resolve(frame.f_locals.get(root), chain) for root, chain in CHAIN.findall(line)]
-        for value in (*values, *_flat(frame.f_locals.values())):
-            if isinstance(value, DTensor) and id(value) in names:
+        for value in (*values, *flat(frame.f_locals.values())):
+            if id(value) in names:
                 yield names[id(value)]
         traceback = traceback.tb_next
 
 
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
+def flat(values: Iterable[Any]) -> Iterator[Any]:
     """Yield values, and those in lists, as `torch._foreach_*` takes them."""
     for value in values:
         yield from value if isinstance(value, (list, tuple)) else (value,)

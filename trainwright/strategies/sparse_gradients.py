@@ -8,10 +8,7 @@ from torch import Tensor, nn
 
 
 def sparse_weights(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Yield the name, the embedding and its weight for each weight with sparse gradients.
-
-    A weight tied to another layer is left out, because a sparse and a dense gradient add up to a dense one.
-    """
+    """Yield the name, the embedding and its weight for each weight with sparse gradients."""
     embeddings: list[tuple[str, nn.Module, Tensor]] = []
     elsewhere: set[Tensor] = set()
     for module in modules:
@@ -20,6 +17,7 @@ def sparse_weights(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Modul
                 embeddings.append((name, layer, layer.weight))
             else:
                 elsewhere.update(layer.parameters(recurse=False))
+    # A sparse and a dense gradient of a tied weight add up to a dense one.
     yield from (each for each in embeddings if each[2] not in elsewhere)
 
 
@@ -29,5 +27,5 @@ def refuse_sparse_weights(module: nn.Module, name: str, is_trained: object) -> N
         if weight.requires_grad:
             raise ValueError(
                 f"{layer_name!r} of {type(module).__name__} is an {type(layer).__name__} with sparse=True, and "
-                f"strategy={name!r} reduces dense gradients alone. Leave sparse out, or choose strategy='ddp'."
+                f"strategy={name!r} only reduces dense gradients. Leave sparse out, or choose strategy='ddp'."
             )

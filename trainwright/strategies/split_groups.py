@@ -22,22 +22,18 @@ def split_groups(optimizer: Optimizer) -> Iterator[None]:
     if not any(map(_is_mixed, optimizer.param_groups)):
         yield
         return
-    split = _Split(optimizer)
-    if not hasattr(optimizer, "_optimizer_step_post_hooks"):  # it has never called torch's constructor
+    split, handles = _Split(optimizer), []
+    if hasattr(optimizer, "_optimizer_step_post_hooks"):
+        handles = [optimizer.register_step_pre_hook(split.part), optimizer.register_step_post_hook(split.join)]
+        optimizer._optimizer_step_post_hooks.move_to_end(handles[1].id, last=False)  # type: ignore[attr-defined]
+    else:  # it has never called torch's constructor
         split.part()
-        try:
-            yield
-        finally:
-            split.end()
-        return
-    before, after = optimizer.register_step_pre_hook(split.part), optimizer.register_step_post_hook(split.join)
-    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined] # an OrderedDict
     try:
         yield
     finally:
-        before.remove()
-        after.remove()
-        split.end()  # of a step that has raised
+        for handle in handles:
+            handle.remove()
+        split.end()  # of a step that has raised, or that has no hooks
 
 
 class _Split:
@@ -69,10 +65,8 @@ class _Split:
 
 def _is_mixed(group: dict[str, Any]) -> bool:
     """Return whether a group holds both kinds, and a foreach or fused kernel may step it."""
-    parameters = group["params"]
-    return len({isinstance(each, DTensor) for each in parameters}) > 1 and bool(
-        group.get("foreach") or group.get("fused") or any(each.device.type != "cpu" for each in parameters)
-    )
+    is_foreach = group.get("foreach") or group.get("fused") or any(p.device.type != "cpu" for p in group["params"])
+    return bool(is_foreach) and len(by_kind(group["params"])) > 1
 
 
 def by_kind(parameters: list[Any]) -> list[list[Any]]:

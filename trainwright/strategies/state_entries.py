@@ -20,19 +20,12 @@ if TYPE_CHECKING:
 
 
 def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a module's state_dict by name, as the tensors in use, which a load may write into.
-
-    Computed entries come unchanged; lazy ones, which have no shape, are left out (see engine/lazy_tensors.py).
-    """
+    """Yield the tensors of a module's state_dict by name: those in use, which a load may write into, and computed ones."""
     yield from ((name, value) for name, value, _ in _entries(module))
 
 
 def computed_entries(strategy: Strategy, module: nn.Module) -> list[str]:
-    """Return the names of computed state_dict entries, which no load can write into.
-
-    Raises:
-        CheckpointError: there are some, and the module is sharded.
-    """
+    """Return the names of computed state_dict entries, which no load can write into; raise CheckpointError if sharded."""
     names = [clean_name(name) for name, _, is_in_use in _entries(module) if not is_in_use]
     if names and not strategy.holds_modules:
         raise CheckpointError(
@@ -52,12 +45,12 @@ def _entries(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
     for name, value in state.items():
         if not isinstance(value, Tensor) or is_extra_state(name) or is_lazy(value):
             continue
-        if value not in in_use and (known := in_use.get(_memory(value))) is not None:
-            value = known  # by other means, such as .data
         if value not in in_use:
-            place, _, leaf = name.rpartition(".")
+            value = in_use.get(_memory(value), value)  # the same tensor by other means, such as .data
+        if value not in in_use:
+            path, _, leaf = name.rpartition(".")
             with suppress(AttributeError):
-                own = module.get_submodule(place).__dict__.get(leaf)
+                own = module.get_submodule(path).__dict__.get(leaf)
                 if isinstance(own, Tensor) and own.shape == value.shape:  # a Metric puts copies of its states there
                     yield name, own, True
                     continue

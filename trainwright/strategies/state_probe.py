@@ -15,29 +15,27 @@ from torch.optim import Optimizer
 from trainwright.strategies.step_probe import set_apart, twin_of
 
 LARGEST = 1 << 18
-"""Elements of a parameter up to which one of its shape is tried: some optimizers keep large ones in another way."""
+"""The most elements of a parameter that is tried; some optimizers store the state of large ones differently."""
 MOST_HELD = 100_000
-"""Objects of an optimizer that are looked at before it is copied; one with more is not tried."""
+"""The most objects of an optimizer that is tried."""
 CODE = (type, FunctionType, BuiltinFunctionType, ModuleType, weakref.ref)
 WHOLE = (*CODE, int, float, complex, str, bytes, type(None), type(...))
 """Types that a deep copy does not enter."""
 
 
 def state_of_a_step(optimizer: Optimizer, sparse: Collection[int] = ()) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that the optimizer's state has after a step, by their keys; none where it cannot be tried.
+    """Yield the tensors that the optimizer's state has after a step, by their keys; none if it cannot be tried.
 
-    It is not tried where the copy would take along a module, or large tensors that are no parameters.
-
-    Of each group the largest parameter that is trained, of those that are not too large to be tried, stands for all; and of
-    those that get sparse gradients, of which `sparse` has the ids, another one.
+    The largest parameter of each group that can be tried represents the others, and so does the largest of those with sparse
+    gradients, whose ids are `sparse`.
     """
     try:
         _refuse_costly(optimizer)
-        tensors = [_stand_ins(group["params"], sparse) for group in optimizer.param_groups]
+        tensors = [list(_stand_ins(group["params"], sparse)) for group in optimizer.param_groups]
         with set_apart():
             twin = twin_of(optimizer, tensors)
             type(twin).step(twin)
-    except Exception:  # its own first step will tell
+    except Exception:  # its own first step will show
         return
     for state in twin.state.values():
         for key, value in state.items() if isinstance(state, dict) else ():
@@ -45,37 +43,27 @@ def state_of_a_step(optimizer: Optimizer, sparse: Collection[int] = ()) -> Itera
                 yield str(key), value
 
 
-def _stand_ins(parameters: Iterable[Tensor], sparse: Collection[int]) -> list[nn.Parameter]:
+def _stand_ins(parameters: Iterable[Tensor], sparse: Collection[int]) -> Iterator[nn.Parameter]:
     fitting = [each for each in parameters if each.requires_grad and 0 < each.numel() <= LARGEST]
-    found = []
     for is_sparse in (False, True):
-        alike = [each for each in fitting if (id(each) in sparse) is is_sparse]
-        if alike:
-            found.append(_like(max(alike, key=Tensor.numel), is_sparse))
-    return found
-
-
-def _like(parameter: Tensor, is_sparse: bool) -> nn.Parameter:
-    made = nn.Parameter(torch.zeros(tuple(parameter.shape), dtype=parameter.dtype, device=parameter.device))
-    made.grad = torch.zeros_like(made.detach()).to_sparse(1) if is_sparse else torch.zeros_like(made)
-    return made
-
-
-class Costly(Exception):
-    """A copy of an optimizer would be a large one."""
+        if same := [each for each in fitting if (id(each) in sparse) is is_sparse]:
+            largest = max(same, key=Tensor.numel)
+            made = nn.Parameter(torch.zeros(tuple(largest.shape), dtype=largest.dtype, device=largest.device))
+            made.grad = torch.zeros_like(made.detach()).to_sparse(1) if is_sparse else torch.zeros_like(made)
+            yield made
 
 
 def _refuse_costly(optimizer: Optimizer) -> None:
-    """Refuse to copy an optimizer that holds a module, or more than a large tensor beside its parameters (Costly)."""
+    """Raise ValueError for an optimizer whose copy would include a module, or large tensors besides its parameters."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     seen, size = {id(each) for each in parameters}, 0
-    left = [value for each in _nested(optimizer) for value in _attributes(each)]
+    left = _attributes(optimizer)
     for group in optimizer.param_groups:
         made = next((each for each in group["params"] if optimizer.state.get(each)), None)
         if made is not None:
             state = optimizer.state[made].values()
             left += [each for each in state if not (isinstance(each, Tensor) and each.shape == made.shape)]
-    kept = []  # so that no id is given again
+    kept = []  # so that no id is reused
     while left:
         value = left.pop()
         if isinstance(value, WHOLE) or id(value) in seen:
@@ -84,31 +72,21 @@ def _refuse_costly(optimizer: Optimizer) -> None:
         kept.append(value)
         size += getattr(value, "nbytes", 0)
         if isinstance(value, nn.Module) or size > LARGEST * 4 or len(kept) > MOST_HELD:
-            raise Costly
+            raise ValueError
         left += [] if isinstance(value, Tensor) else _parts(value)
 
 
-def _nested(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizer and those that it is around."""
-    found = [optimizer]
-    for each in found:
-        found += [
-            value
-            for value in vars(each).values()
-            if isinstance(value, Optimizer) and not any(value is one for one in found)
-        ]
-    return found
-
-
 def _attributes(optimizer: Optimizer) -> list[Any]:
-    """Return the attributes that a copy has copies of."""
-    return [
-        value
-        for name, value in vars(optimizer).items()
-        if name not in ("step", "state")
-        and not isinstance(value, Optimizer)
-        and not (isinstance(value, OrderedDict) and name.endswith("_hooks"))
-    ]
+    """Return the attributes that `twin_of` copies, also those of optimizers inside this one."""
+    found: list[Any] = []
+    optimizers = [optimizer]
+    for each in optimizers:  # which grows on the way
+        for name, value in vars(each).items():
+            if isinstance(value, Optimizer):
+                optimizers += [] if any(value is one for one in optimizers) else [value]
+            elif name not in ("step", "state") and not (isinstance(value, OrderedDict) and name.endswith("_hooks")):
+                found.append(value)
+    return found
 
 
 def _parts(value: Any) -> list[Any]:

@@ -1,7 +1,7 @@
-"""Step probe: whether an optimizer steps shards of the parameters as it steps all of them.
+"""Step probe: whether an optimizer steps shards of the parameters as it steps whole ones.
 
-torch's optimizers are known. Others are tried: one copy steps small tensors, two copies step a shard of them each, as two ranks
-would, and the results are compared. The parameters themselves are not touched.
+torch's optimizers are known. Others are tried: one copy steps small whole tensors, others step shards of these, and the results
+are compared. The parameters themselves are not touched.
 """
 
 from __future__ import annotations
@@ -10,25 +10,31 @@ import copy
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from trainwright.data.seeding import isolate_rng
+from trainwright.distributed import collectives
 
 KNOWN = (SGD, Adam, Adagrad, NAdam, RAdam, Adamax, ASGD, Rprop, RMSprop, Adadelta)  # AdamW is an Adam
 """torch's optimizers that step each element independently."""
 KNOWN_OF_DEEPSPEED = ("FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad")
 STEPS = 8
 TOLERANCE = 1e-4
-"""The largest difference between the two, relative to the distance moved."""
+"""The largest accepted difference between the results, relative to the distance moved."""
 LARGEST = {0: 1, 1: 4096, 2: 128}
 """The largest size per dimension, by number of dimensions (optimizers may step small tensors differently)."""
+
+Groups = Sequence[Sequence[Tensor]]
 
 
 class Untried(Exception):
@@ -38,16 +44,12 @@ class Untried(Exception):
 def refuse_uneven_steps(optimizer: Optimizer, device: torch.device, strategy: str, *, flat: bool) -> None:
     """Raise ValueError for an optimizer that steps a rank's shard of the parameters differently than all of them.
 
-    Args:
-        optimizer: the user's, which is not changed.
-        device: where it will step.
-        strategy: the strategy that shards the parameters.
-        flat: whether a shard is flat pieces of each group's parameters, or some whole parameters.
+    A shard consists of `flat` pieces of each group's parameters, or else of some whole parameters.
     """
     if steps_elements(optimizer):
         return
     name = type(optimizer).__name__
-    share = "flat pieces of parameters" if flat else "some of the parameters"
+    shard = "flat pieces of parameters" if flat else "some of the parameters"
     instead = (
         f"Choose strategy='ddp'{', or ddp_sharded, which keeps tensors whole' if flat else ''}, or another optimizer."
     )
@@ -56,47 +58,69 @@ def refuse_uneven_steps(optimizer: Optimizer, device: torch.device, strategy: st
     except Untried as error:
         if not flat:
             return  # it will step whole tensors, as usual
-        if _needs_closure(optimizer):
+        closure = [*inspect.signature(type(optimizer).step).parameters.values()][1:2]
+        if any(each.name == "closure" and each.default is inspect.Parameter.empty for each in closure):
             raise ValueError(
                 f"{name} computes the loss in its step, which strategy={strategy!r} does not let it. {instead}"
             ) from None
         raise ValueError(
-            f"{name} cannot be tried on small tensors ({error}), so it is not known whether it steps {share} as all of them, "
+            f"{name} cannot be tried on small tensors ({error}), so it is not known whether it steps {shard} as all of them, "
             f"and strategy={strategy!r} gives each rank no more. {instead}"
         ) from error
     except Exception as error:
         raise ValueError(
-            f"{name} cannot step {share} ({type(error).__name__}: {error}), and strategy={strategy!r} gives each rank no more. "
+            f"{name} cannot step {shard} ({type(error).__name__}: {error}), and strategy={strategy!r} gives each rank no more. "
             f"{instead}"
         ) from error
     if not distance <= TOLERANCE:
         raise ValueError(
-            f"{name} steps an element by others too, and strategy={strategy!r} gives each rank {share} alone: the weights "
+            f"{name} steps an element by others too, and strategy={strategy!r} gives each rank {shard} alone: the weights "
             f"would not be those of one process. {instead}"
         )
 
 
+def refuse_sharded_steps(optimizer: Optimizer, mesh: DeviceMesh) -> None:
+    """Raise ValueError for an optimizer that steps DTensors sharded by rows differently than whole tensors. Collective."""
+    if steps_elements(optimizer):
+        return
+    distance, reason = 0.0, ""  # some take the local shard for the whole, as float(gradient.sum()) does
+    try:
+        distance = _distance_of_rows(optimizer, mesh)
+    except Untried:  # its first step will show
+        pass
+    except Exception as error:
+        distance, reason = math.inf, f" ({type(error).__name__}: {str(error).partition(chr(10))[0][:200]})"
+    found = collectives.gather_object([distance if math.isfinite(distance) else None, reason])
+    if any(each is None or each > TOLERANCE for each, _ in found):
+        raise ValueError(no_shards(optimizer, next((f" as on whole ones{each}" for _, each in found if each), "")))
+
+
+def no_shards(optimizer: Optimizer, reason: str = "") -> str:
+    return (
+        f"{type(optimizer).__name__} does not compute on the sharded parameters (DTensors) that strategy='fsdp' "
+        f"gives it{reason}. Use another optimizer, such as AdamW, or strategy='ddp' or 'ddp_sharded', where a parameter is "
+        "stepped whole."
+    )
+
+
 def steps_elements(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is known to step each element independently, or inherits such a step."""
-    if type(optimizer).__module__.startswith("deepspeed.ops.") and type(optimizer).__name__ in KNOWN_OF_DEEPSPEED:
+    own = type(optimizer)
+    if own.__module__.startswith("deepspeed.ops.") and own.__name__ in KNOWN_OF_DEEPSPEED:
         return True
-    for kind in KNOWN:
-        names = ("step", "_init_group") if hasattr(kind, "_init_group") else ("step",)
-        own = type(optimizer)
-        if isinstance(optimizer, kind) and all(
-            inspect.unwrap(getattr(own, name)) is inspect.unwrap(getattr(kind, name)) for name in names
-        ):
-            return True
-    return False
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    first = next(iter(list(inspect.signature(type(optimizer).step).parameters.values())[1:]), None)
-    return first is not None and first.name == "closure" and first.default is inspect.Parameter.empty
+    return any(
+        all(
+            inspect.unwrap(getattr(own, name)) is inspect.unwrap(getattr(kind, name))
+            for name in ("step", "_init_group")
+            if hasattr(kind, name)
+        )
+        for kind in KNOWN
+        if isinstance(optimizer, kind)
+    )
 
 
 def _distance(optimizer: Optimizer, device: torch.device, flat: bool) -> float:
-    """Return how far shards end up from whole tensors, relative to the distance moved."""
+    """Return how far two ranks' shards end up from whole tensors."""
     try:
         return _tried(optimizer, device, flat, torch.float64)
     except Exception:  # float32 kernels
@@ -104,35 +128,76 @@ def _distance(optimizer: Optimizer, device: torch.device, flat: bool) -> float:
 
 
 def _tried(optimizer: Optimizer, device: torch.device, flat: bool, dtype: torch.dtype) -> float:
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(shape: Sequence[int]) -> Tensor:
-        return torch.randn(tuple(shape), generator=generator, dtype=dtype).to(device)
-
-    starts = [[drawn(shape) for shape in shapes_of(group)] for group in optimizer.param_groups]
-    gradients = [[[drawn(each.shape) * 0.1 for each in group] for group in starts] for _ in range(STEPS)]
+    starts, gradients = _drawn(optimizer, device, dtype)
     with set_apart():
-        whole = stepped_whole(optimizer, starts, gradients)
-        shares = [
-            stepped(
+        whole = _stepped_whole(optimizer, starts, gradients)
+        shards = [
+            _stepped(
                 optimizer,
-                [_share(group, rank, flat) for group in starts],
-                [[_share(group, rank, flat) for group in step] for step in gradients],
+                [_shard(group, rank, flat) for group in starts],
+                [[_shard(group, rank, flat) for group in step] for step in gradients],
                 one_by_one=flat,
             )
             for rank in (0, 1)
         ]
+    return _relative(
+        triple
+        for rank in (0, 1)
+        for before, after, found in zip(starts, whole, shards[rank], strict=True)
+        for triple in zip(_shard(before, rank, flat), _shard(after, rank, flat), found, strict=True)
+    )
+
+
+def _distance_of_rows(optimizer: Optimizer, mesh: DeviceMesh) -> float:
+    """Return how far this rank's rows of DTensors end up from those of whole tensors."""
+
+    def rows(tensor: Tensor) -> Tensor:
+        return tensor.chunk(mesh.size())[dist.get_rank()] if tensor.dim() else tensor
+
+    def sharded(group: Sequence[Tensor]) -> list[Tensor]:
+        # Every rank has drawn the same, so nothing is sent.
+        return [
+            DTensor.from_local(rows(each).clone(), mesh, [Shard(0)], run_check=False) if each.dim() else each
+            for each in group
+        ]
+
+    starts, gradients = _drawn(optimizer, torch.device(mesh.device_type), None, mesh.size())
+    with set_apart():
+        whole = _stepped_whole(optimizer, starts, gradients)
+        parts = _stepped(optimizer, list(map(sharded, starts)), [list(map(sharded, step)) for step in gradients])
+    return _relative(
+        (rows(before), rows(after), part.to_local() if isinstance(part, DTensor) else part)
+        for groups in zip(starts, whole, parts, strict=True)
+        for before, after, part in zip(*groups, strict=True)
+    )
+
+
+def _relative(triples: Iterable[tuple[Tensor, Tensor, Tensor]]) -> float:
+    """Return the largest difference of (start, expected, found), relative to the distance moved."""
     moved = distance = 0.0
-    for number, before in enumerate(starts):
-        for rank in (0, 1):
-            expected, begun = _share(whole[number], rank, flat), _share(before, rank, flat)
-            for found, after, start in zip(shares[rank][number], expected, begun, strict=True):
-                moved = max(moved, float((after - start).abs().max()))
-                distance = max(distance, float((after - found).abs().max()))
-    return distance / moved if moved else 0.0
+    for start, expected, found in triples:
+        moved = max(moved, float((expected - start).abs().max()))
+        distance = max(distance, float((expected - found).abs().max()))
+    return distance / moved if moved else distance
 
 
-def shapes_of(group: dict[str, Any]) -> list[tuple[int, ...]]:
+def _drawn(
+    optimizer: Optimizer, device: torch.device, dtype: torch.dtype | None, ranks: int = 1
+) -> tuple[Groups, Sequence[Groups]]:
+    """Draw start values and gradients, with equal numbers of rows for each rank, so that all ranks fail or none."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [
+        [(-(-shape[0] // ranks) * ranks, *shape[1:]) if shape else shape for shape in _shapes_of(group)]
+        for group in optimizer.param_groups
+    ]
+
+    def draw() -> Groups:
+        return [[torch.randn(each, generator=generator, dtype=dtype).to(device) for each in group] for group in shapes]
+
+    return draw(), [[[each * 0.1 for each in group] for group in draw()] for _ in range(STEPS)]
+
+
+def _shapes_of(group: dict[str, Any]) -> list[tuple[int, ...]]:
     """Return two reduced copies of the group's largest shape for each number of dimensions."""
     largest: dict[int, tuple[int, ...]] = {}
     for parameter in group["params"]:
@@ -143,48 +208,33 @@ def shapes_of(group: dict[str, Any]) -> list[tuple[int, ...]]:
     return [shape for shape in small if math.prod(shape) for _ in range(2)]
 
 
-def _share(tensors: Sequence[Tensor], rank: int, flat: bool) -> list[Tensor]:
+def _shard(tensors: Sequence[Tensor], rank: int, flat: bool) -> list[Tensor]:
     """Return one of two ranks' shard of a group: every second tensor, or a range of all of them flattened."""
     if not flat:
         return list(tensors[rank::2])
     size = sum(each.numel() for each in tensors)
     start, stop = ((0, size - size // 3), (size - size // 3, size))[rank]
-    pieces, place = [], 0
+    pieces, offset = [], 0
     for each in tensors:
-        first, last = max(start - place, 0), min(stop - place, each.numel())
-        if first < last:
-            pieces.append(each.reshape(-1)[first:last])
-        place += each.numel()
+        piece = each.reshape(-1)[max(start - offset, 0) : max(stop - offset, 0)]
+        pieces += [piece] if piece.numel() else []
+        offset += each.numel()
     return pieces
 
 
-def stepped_whole(
-    optimizer: Optimizer, starts: Sequence[Sequence[Tensor]], gradients: Sequence[Sequence[Sequence[Tensor]]]
-) -> list[list[Tensor]]:
-    """Return whole tensors after the steps of a copy of the optimizer.
-
-    Raises:
-        Untried: it cannot be copied, or its steps fail or move nothing.
-    """
+def _stepped_whole(optimizer: Optimizer, starts: Groups, gradients: Sequence[Groups]) -> Groups:
+    """Return whole tensors after a copy's steps, or raise Untried if it cannot be copied or its steps move nothing."""
     try:
-        whole = stepped(optimizer, starts, gradients)
+        whole = _stepped(optimizer, starts, gradients)
     except Exception as error:
         raise Untried(f"{type(error).__name__}: {error}") from error
-    if any(starts) and all(
-        torch.equal(before, after)
-        for group, left in zip(starts, whole, strict=True)
-        for before, after in zip(group, left, strict=True)
-    ):
+    pairs = [pair for groups in zip(starts, whole, strict=True) for pair in zip(*groups, strict=True)]
+    if any(starts) and all(torch.equal(before, after) for before, after in pairs):
         raise Untried("its steps move nothing")
     return whole
 
 
-def stepped(
-    optimizer: Optimizer,
-    starts: Sequence[Sequence[Tensor]],
-    gradients: Sequence[Sequence[Sequence[Tensor]]],
-    one_by_one: bool = False,
-) -> list[list[Tensor]]:
+def _stepped(optimizer: Optimizer, starts: Groups, gradients: Sequence[Groups], one_by_one: bool = False) -> Groups:
     """Return each group's tensors after the steps of a copy of the optimizer; `one_by_one` steps a group at a time."""
     tensors = [[nn.Parameter(each.clone()) for each in group] for group in starts]
     twin = twin_of(optimizer, tensors)
@@ -204,9 +254,7 @@ def stepped(
 @contextmanager
 def set_apart() -> Iterator[None]:
     """Isolate the steps of copies: restore all generators, and disable torch's global step hooks."""
-    kept: list[tuple[Any, Any]] = [
-        (hooks, dict(hooks)) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-    ]
+    kept: list[Any] = [(hooks, dict(hooks)) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
     with isolate_rng(), torch.compiler.set_stance("force_eager"):
         try:
             for hooks, _ in kept:
@@ -227,7 +275,9 @@ def twin_of(optimizer: Optimizer, tensors: Sequence[Sequence[nn.Parameter]]) -> 
     for group, own, theirs in zip(twin.param_groups, tensors, optimizer.param_groups, strict=True):
         for made in [p for p in theirs["params"] if optimizer.state.get(p)][:1]:  # some create state in the constructor
             for tensor in own:
-                twin.state[tensor] = {key: _alike(value, made, tensor) for key, value in optimizer.state[made].items()}
+                twin.state[tensor] = {
+                    key: _state_like(value, made, tensor) for key, value in optimizer.state[made].items()
+                }
         group["params"] = list(own)
         if isinstance(group.get("lr"), (float, int)):
             group["lr"] = 0.01  # a warm-up starts at 0
@@ -239,7 +289,7 @@ def twin_of(optimizer: Optimizer, tensors: Sequence[Sequence[nn.Parameter]]) -> 
     return twin
 
 
-def _alike(value: Any, parameter: Tensor, tensor: Tensor) -> Any:
+def _state_like(value: Any, parameter: Tensor, tensor: Tensor) -> Any:
     """Return a parameter's state as that of another tensor."""
     if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
         first = float(value.detach().reshape(-1)[0]) if value.numel() else 0.0

@@ -13,17 +13,14 @@ BROADCAST_BYTES = 32 * 1024 * 1024
 
 
 class SyncedBuffers:
-    """Broadcasts rank 0's buffers before the first training forward after a backward that ended a window.
+    """Broadcasts rank 0's buffers before the first training forward of each window, for modules that train parameters.
 
-    It does not do so before every forward: two forwards may share one backward, which fails if a buffer changed in between.
-    Modules without buffers or without trained parameters send nothing.
+    Not before every forward: two forwards may share one backward, which fails if a buffer changed in between.
     """
 
     def __init__(self) -> None:
         self._slots: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         self._due: set[nn.Module] = set()
-        self.ends_window = True
-        """Whether the backward that follows ends an accumulation window."""
 
     def track(self, module: nn.Module, left_out: Collection[str] = ()) -> None:
         """Broadcast a module's buffers from its next step on, except those in `left_out`; call again after changes."""
@@ -32,7 +29,7 @@ class SyncedBuffers:
             (owner, name)
             for path, owner in module.named_modules()
             for name in owner._buffers
-            if (f"{path}.{name}" if path else name) not in left_out
+            if f"{path}.{name}".removeprefix(".") not in left_out
         ]
         self._slots.pop(module, None)
         self._due.discard(module)
@@ -48,16 +45,13 @@ class SyncedBuffers:
         present = (owner._buffers.get(name) for owner, name in self._slots[module])
         broadcast_tensors(each for each in present if isinstance(each, Tensor) and not is_lazy(each))
 
-    def end_backward(self) -> None:
-        """Note a backward, after which a broadcast may be due."""
-        if self.ends_window:
-            self._due.update(self._slots)
+    def end_window(self) -> None:
+        """Broadcast before the next step."""
+        self._due.update(self._slots)
 
     def clear(self) -> None:
-        """Stop broadcasting."""
         self._slots.clear()
         self._due.clear()
-        self.ends_window = True
 
 
 def broadcast_tensors(tensors: Iterable[Tensor]) -> None:

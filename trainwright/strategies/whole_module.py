@@ -33,20 +33,20 @@ ADDED = (
 def gather_module(module: nn.Module, *, all_ranks: bool = False) -> nn.Module | None:
     """Return a whole, plain copy of a module in host memory, on rank 0 alone or on all ranks. Collective: call on every rank.
 
-    It is a copy under every strategy, so that a script's last lines, `torch.save`, `copy.deepcopy` or an export, are the same
-    under all. The module itself stays as it is, to be trained on.
+    It is a copy under every strategy, so that a script may end in `torch.save`, `copy.deepcopy` or an export under each. The
+    module itself is unchanged, and can be trained further.
 
     Args:
         module: as a run has left it; of a prepared model, `accelerator.unwrap_model(model)`.
-        all_ranks: return the copy on every rank; else the others return None.
+        all_ranks: return the copy on every rank; otherwise the others return None.
 
     Raises:
-        RuntimeError: it is sharded, and the processes of that run are not connected any more.
+        RuntimeError: it is sharded, and the processes of that run are no longer connected.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if not dist.is_initialized() and any(map(_is_sharded, module.parameters())):
+    if not dist.is_initialized() and any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters()):
         raise RuntimeError(
-            f"{type(module).__name__} is sharded over processes that are not connected any more; read it from a checkpoint: "
+            f"{type(module).__name__} is sharded over processes that are no longer connected; read it from a checkpoint: "
             f"{type(module).__name__}.load_from_checkpoint(path)."
         )
     wanted = all_ranks or rank == 0
@@ -69,36 +69,28 @@ def gather_module(module: nn.Module, *, all_ranks: bool = False) -> nn.Module | 
     return _copied(module, memo)
 
 
-def _is_sharded(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
-
-
 def _gathered(parameter: Any) -> Tensor:
     """Return a parameter's whole value. Collective where it is sharded."""
-    if isinstance(parameter, DTensor):
-        full: Tensor = parameter.detach().full_tensor()  # type: ignore[attr-defined]
-        return full
+    whole: Tensor = parameter.detach()
+    if isinstance(whole, DTensor):
+        return whole.full_tensor()
     if not hasattr(parameter, "ds_id"):
-        own: Tensor = parameter.detach()
-        return own
+        return whole
     part = parameter.ds_tensor.detach().to(parameter.device)
-    gathered = part.new_empty(part.numel() * dist.get_world_size(parameter.ds_process_group))
+    gathered: Tensor = part.new_empty(part.numel() * dist.get_world_size(parameter.ds_process_group))
     dist.all_gather_into_tensor(gathered, part.contiguous(), group=parameter.ds_process_group)
-    whole: Tensor = gathered[: parameter.ds_numel].view(parameter.ds_shape)
-    return whole
+    return gathered[: parameter.ds_numel].view(parameter.ds_shape)
 
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a copy of a module tree as the user made it, with the tensors that the memo has in place of its own."""
+    """Return a copy of a module tree as the user made it, with the memo's tensors."""
     members = list(module.modules())
     for each in members:
-        kind = type(each)
-        plain: Any = (
-            kind.__bases__[1] if isinstance(each, FSDPModule) else kind
-        )  # fully_shard has made (FSDPModule, kind)
+        # fully_shard has replaced the class by one of (FSDPModule, class).
+        plain: Any = type(each).__bases__[1] if isinstance(each, FSDPModule) else type(each)
         memo[id(each)] = plain.__new__(plain)
     for each in members:
-        # A parametrized module refuses to tell its state, and can be copied all the same.
+        # A parametrized module refuses __getstate__, but can be copied.
         state: Any = each.__dict__ if is_parametrized(each) else each.__getstate__()  # type: ignore[no-untyped-call]
         kept: dict[str, Any] = {}
         for name, value in state.items():
@@ -120,17 +112,12 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _is_engines(value: Any) -> bool:
     """Return whether this is a function of a strategy or of its engine, and no attribute or hook of the user's."""
-    while (inner := _inner(value)) is not None:
+    inner = value
+    while inner is not None:  # a partial, a bound method, or torch's wrapper of a hook
         value = inner
+        inner = value.func if isinstance(value, partial) else getattr(value, "__func__", getattr(value, "hook", None))
     if not isinstance(value, FunctionType):
         return False
-    # A decorated function tells its own module, and a method that a strategy has opened the user's: its code is looked at too.
+    # A method that a strategy has wrapped names the user's module, so its code's file counts too.
     home = f"{value.__module__}."
     return home.startswith(PACKAGES) or value.__code__.co_filename.startswith(ENGINES) or value is checkpoint
-
-
-def _inner(value: Any) -> Any:
-    """Return the function in a partial, a bound method or torch's wrapper of a hook."""
-    if isinstance(value, partial):
-        return value.func
-    return getattr(value, "__func__", None) or getattr(value, "hook", None)

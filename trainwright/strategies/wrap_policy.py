@@ -32,7 +32,7 @@ def choose_groups(
         for parameter in each.parameters(recurse=False):
             owners.setdefault(parameter, set()).add(each)
     if policy is None:
-        return list(_by_size(module, owners, min_parameters, {}))
+        return list(_by_size(module, owners, min_parameters, set()))
     is_wanted = policy if callable(policy) and not isinstance(policy, type) else _is_one_of(policy)
     modules = list(module.modules())
     # Attention reads the weight of its out_proj, a Linear by class, but never calls it.
@@ -63,26 +63,22 @@ def _is_one_of(policy: object) -> Callable[[nn.Module], bool]:
     kinds = tuple(policy) if isinstance(policy, Iterable) else (policy,)
     if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
         raise TypeError(
-            f"auto_wrap_policy={policy!r} is no policy; pass Module classes such as {{Block}}, a function from a module to a "
-            "bool, or None to choose by size."
+            f"auto_wrap_policy={policy!r} is not a policy; pass Module classes such as {{Block}}, a function from a module to "
+            "a bool, or None to choose by size."
         )
     return lambda module: isinstance(module, kinds)
 
 
 def _by_size(
-    module: nn.Module, owners: dict[Tensor, set[nn.Module]], least: int, taken: dict[Tensor, None]
+    module: nn.Module, owners: dict[Tensor, set[nn.Module]], least: int, taken: set[Tensor]
 ) -> Iterator[nn.Module]:
     for child in module.children():
-        if isinstance(child, WHOLE):
-            inner: list[nn.Module] = []
-        else:
-            inner = list(_by_size(child, owners, least, taken))
-        yield from inner
-        if next(child.children(), None) is None or not has_forward(child):
-            continue
+        if not isinstance(child, WHOLE):
+            yield from _by_size(child, owners, least, taken)
         rest = [parameter for parameter in child.parameters() if parameter not in taken]
-        if sum(parameter.numel() for parameter in rest) >= least and not _tied(child, owners):
-            taken.update(dict.fromkeys(rest))
+        is_block = has_forward(child) and any(True for _ in child.children())
+        if is_block and sum(map(Tensor.numel, rest)) >= least and not _tied(child, owners):
+            taken.update(rest)
             yield child
 
 

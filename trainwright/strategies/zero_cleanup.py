@@ -14,15 +14,11 @@ ADDED_LATER = ("pre_bwd_fn", "post_bwd_fn", "ds_grads_remaining", "applied_pre_b
 
 
 class AddedAttributes:
-    """Records, as a context around the creation of an engine, which attributes it adds, to remove them later.
+    """Records, as a context around the creation of an engine, which attributes it adds to modules, to remove them later."""
 
-    Args:
-        modules: the modules that the engine will own.
-    """
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        members = dict.fromkeys(each for module in modules for each in module.modules())
-        parameters = dict.fromkeys(p for each in members for p in each._parameters.values() if p is not None)
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        members = [each for module in modules for each in module.modules()]
+        parameters = [p for each in members for p in each._parameters.values() if p is not None]
         self._modules: dict[Any, set[str]] = {each: set(each.__dict__) for each in members}
         self._parameters: dict[Any, set[str]] = {each: set(each.__dict__) for each in parameters}
 
@@ -61,8 +57,8 @@ class Bottom(nn.Module):
 def release_module(module: nn.Module) -> None:
     """Remove a module tree from DeepSpeed's process-wide state; the module can still be called.
 
-    Stage 3 never takes an engine's module off its stack of running forwards, a failed forward leaves its modules there, and a
-    cache holds the engine, so the module, the engine and its buffers would stay in memory until the process ends.
+    Stage 3's stack of running forwards keeps an engine's module, and those of a failed forward, and a cache keeps the engine:
+    all of them would stay in memory until the process ends.
     """
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -91,7 +87,6 @@ def end_training(engines: Iterable[Sequence[Any]]) -> None:
 
 
 def destroy(engines: Iterable[Sequence[Any]]) -> None:
-    """Destroy engines."""
     for engine in _each(engines):
         engine.destroy()
         release_module(engine.module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.precision.base import Precision, Sender
+from trainwright.strategies.base import parameters_of
 from trainwright.strategies.master_optimizer import MasterOptimizer, StateByParameter
 from trainwright.strategies.optimizer_proxy import OptimizerProxy
 from trainwright.strategies.zero_write_back import paused
@@ -25,18 +26,13 @@ class Part(nn.Module):
         self.strays = nn.ParameterList(strays)
 
     def forward(self, step: Callable[[], Any]) -> Any:
-        """Run the step."""
         return step()
 
 
 class ZeroOptimizer(OptimizerProxy):
-    """Shows the module's own parameters, while DeepSpeed steps flat masters.
+    """Shows the module's own parameters, while DeepSpeed's engine steps flat masters.
 
-    Args:
-        master: the optimizer that the engine steps.
-        engine: DeepSpeed's engine.
-        write_back: updates the masters from the weights.
-        refresh: updates the weights from the masters. Collective.
+    `write_back` updates the masters from the weights, and `refresh` the weights from the masters (collective).
     """
 
     def __init__(
@@ -48,7 +44,6 @@ class ZeroOptimizer(OptimizerProxy):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Return this rank's state by parameter."""
         return StateByParameter(self.master)
 
     def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -82,37 +77,20 @@ class ZeroOptimizer(OptimizerProxy):
 class ZeroPrecision(Precision):
     """The precision of DeepSpeed engines, which keep float32 masters and scale losses themselves.
 
-    Args:
-        inner: converts modules and batches, and provides the contexts.
-        scalers: returns the engines' loss scalers.
+    Conversions and contexts are those of `inner`; `scalers` returns the engines' loss scalers.
     """
 
     takes_closure = False
 
     def __init__(self, inner: Precision, scalers: Callable[[], list[Any]]) -> None:
-        self._inner, self._scalers = inner, scalers
+        self._scalers = scalers
         self.name = inner.name
         self.param_dtype, self.autocast_dtype = inner.param_dtype, inner.autocast_dtype
         self.has_scaler = self.compute_dtype == torch.float16
         self.converts_batch = inner.converts_batch
-
-    def convert_module(self, module: nn.Module) -> None:
-        self._inner.convert_module(module)
-
-    def convert_batch(self, batch: Any) -> Any:
-        return self._inner.convert_batch(batch)
-
-    def init_context(self) -> AbstractContextManager[Any]:
-        return self._inner.init_context()
-
-    def forward_context(self) -> AbstractContextManager[Any] | None:
-        return self._inner.forward_context()
-
-    def backward_context(self) -> AbstractContextManager[Any] | None:
-        return self._inner.backward_context()
-
-    def step_context(self) -> AbstractContextManager[Any]:
-        return self._inner.step_context()
+        contexts = ("init_context", "forward_context", "backward_context", "step_context")
+        for method in ("convert_module", "convert_batch", *contexts):
+            setattr(self, method, getattr(inner, method))
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         with self.backward_context() or nullcontext():
@@ -142,20 +120,18 @@ class ZeroPrecision(Precision):
                 scaler.cur_hysteresis = int(state.get("hysteresis", scaler.cur_hysteresis))
 
 
-def part_of(optimizer: Optimizer, own: set[Tensor], owners: Sequence[nn.Module], least: int) -> Part:
-    """Return the part of the modules that one of several stage 3 engines owns.
-
-    Raises:
-        ValueError: a parameter of more than `least` elements, which does not stay gathered, shares its module with others.
-    """
+def part_of(optimizer: Optimizer, owners: Sequence[nn.Module], least: int) -> Part:
+    """Return the part of the modules that one of several stage 3 engines owns; parameters up to `least` stay gathered."""
     # ZeRO-3 hooks modules, and two engines cannot both fetch and release one module's parameters.
+    own: set[Tensor] = set(parameters_of(optimizer))
     members = [member for module in owners for member in _owned(module, own)]
     inside = {p for member in members for p in member.parameters()}
-    strays = [p for group in optimizer.param_groups for p in group["params"] if p not in inside]
-    if any(stray.numel() > least for stray in strays):
+    strays = [p for p in parameters_of(optimizer) if p not in inside]
+    largest = max(map(Tensor.numel, strays), default=0)
+    if largest > least:
         raise ValueError(
             "under ZeRO stage 3 each of several optimizers needs whole submodules of its own, but one of these holds a "
-            f"parameter of {max(stray.numel() for stray in strays)} elements that shares its module with others. Put it "
+            f"parameter of {largest} elements that shares its module with others. Put it "
             "into a submodule, or choose stage 2."
         )
     return Part(members, strays)

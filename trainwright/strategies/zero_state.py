@@ -1,17 +1,22 @@
-"""ZeRO's state as pieces: a rank's shard of a parameter is one range of it, stored in a flat float32 master."""
+"""ZeRO's state: this rank's shards of masters, optimizer state and gradients, inside DeepSpeed's optimizers.
+
+A rank's shard of a parameter is one range of it, stored in a flat float32 master.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainwright.checkpoint.contents import placed
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import by_parameter, new_state
+from trainwright.strategies.base import Clipping, by_parameter, new_state
 from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
 
 
@@ -69,7 +74,7 @@ def allocate(master: MasterOptimizer, names: Mapping[Tensor, str], entries: Mapp
                 state[key] = new_state(view.tensor, key, entry, group, is_part)
 
 
-def place_plain(master: MasterOptimizer) -> None:
+def move_plain(master: MasterOptimizer) -> None:
     """Move tensors inside non-tensor state, such as lists of them, to the masters' device and dtype after a load."""
     for parameter, view in master.views.items():
         state = master.own.state.get(view.tensor, {})
@@ -79,7 +84,7 @@ def place_plain(master: MasterOptimizer) -> None:
 
 
 def warn_of_shards(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
-    """Warn that a state_dict lacks what stage 3 has sharded, as a hook of the user's `state_dict` calls."""
+    """Warn of a user's `state_dict` call that lacks what stage 3 has sharded."""
     if any(isinstance(value, nn.Parameter) for value in state.values()):
         return  # called with keep_vars, as the framework does
     lost = [name for name, p in module.named_parameters() if getattr(p, "ds_numel", 0) > 0 and p.numel() == 0]
@@ -92,7 +97,7 @@ def warn_of_shards(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
         )
 
 
-def refresh(parameters: Sequence[Any]) -> None:
+def refresh(parameters: Iterable[Any]) -> None:
     """Gather parameters without a master again after a load has written their partitions."""
     for parameter in parameters:
         if hasattr(parameter, "ds_tensor") and parameter.ds_status.name == "AVAILABLE":
@@ -110,3 +115,54 @@ def refresh_from_masters(zero: Any, stage: int) -> None:
         zero._reassign_or_swap_out_partitioned_parameters(group)
     if zero.persistent_parameters:
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def fill_missing_gradients(zero: Any, stage: int) -> None:
+    """Allow a step without a backward, with zero gradients; DeepSpeed assumes that there was one."""
+    if stage == 3:
+        partitions = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        for index, group in enumerate(zero.fp16_groups if not zero.offload_optimizer else []):
+            if zero.averaged_gradients.get(index) is None:
+                zero.averaged_gradients[index] = [partitions[parameter.ds_id] for parameter in group]
+        return
+    if stage == 1:
+        zero.setup_buckets()  # which the backward creates, and the step reduces through
+        return
+    for index, owned in enumerate(zero.params_in_partition if not zero.cpu_offload else []):
+        if zero._use_compact_grad_partition_buffer(index):
+            continue  # its step makes what is missing
+        if zero.all_grad_tensors.get(index) is None:
+            zero.all_grad_tensors[index] = zero.get_all_grad_tensors(owned, zero.gradient_accumulation_dtype)
+
+
+def finalize_gradients(engine: Any, stage: int) -> None:
+    """Average the gradients of the window over the ranks, as the step would do first. Collective."""
+    zero = engine.optimizer
+    fill_missing_gradients(zero, stage)
+    if stage == 1:
+        engine._running_engine_step = True  # DeepSpeed only reduces at the boundary of a window
+        engine.allreduce_gradients()
+        engine._running_engine_step = False
+    elif stage == 2:
+        # The step does this first: it takes views of this rank's shard, so that clipping them lasts.
+        kept = dict(zero.all_grad_tensors)
+        zero.finalize_gradient_accumulation_boundary()
+        zero.all_grad_tensors = kept
+
+
+def clip_gradients(zero: Any, clipping: Clipping, device: torch.device) -> Tensor | None:
+    """Clip this rank's shard of the finalized gradients, in the views that the step uses; return the total norm. Collective."""
+    gradients = [each for group in zero.averaged_gradients.values() if group is not None for each in group]
+    loss_scale = float(zero.loss_scale)
+    for gradient in gradients:
+        gradient.mul_(clipping.scale)
+        if clipping.value is not None:
+            gradient.clamp_(-clipping.value * loss_scale, clipping.value * loss_scale)
+    if clipping.norm is None:
+        return None
+    total = sum((each.float().square().sum() for each in gradients), torch.zeros((), device=device))
+    dist.all_reduce(total)
+    total = torch.sqrt(total) / loss_scale
+    for gradient in gradients:
+        gradient.mul_((clipping.norm / (total + 1e-6)).clamp(max=1.0))
+    return total

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from trainwright.strategies.master_optimizer import Shard
 
@@ -51,14 +52,9 @@ class ZeroWriteBack:
         self._flats: list[tuple[Any, Any]] = []
 
     def track(self, zero: Any, stage: int, rank: int, part: nn.Module, modules: Iterable[nn.Module]) -> None:
-        """Track an engine's parameters.
+        """Track the parameters of an engine that owns `part`; `zero` is its optimizer, or a substitute if nothing is trained.
 
-        Args:
-            zero: the engine's optimizer, or its substitute if nothing is trained.
-            stage: ZeRO's stage.
-            rank: this process's rank.
-            part: the modules that the engine owns.
-            modules: the user's modules, for the parameters' names.
+        `modules` are the user's, which name the parameters.
         """
         if stage < 3:
             self._views += [FlatView(each) for group in zero.bit16_groups for each in group]
@@ -81,9 +77,9 @@ class ZeroWriteBack:
         if refuses:
             self.check()
         is_written = False
-        for each in self._kept:
-            each.write_back()
-            is_written |= each.pop_written()
+        for kept in self._kept:
+            kept.write_back()
+            is_written |= kept.pop_written()
         for view in self._views:
             is_written |= view.write_back()
         for low, master in self._flats:
@@ -92,10 +88,8 @@ class ZeroWriteBack:
                 update_master(master.detach(), low)
 
     def clear(self) -> None:
-        """Stop tracking."""
-        self._kept.clear()
-        self._views.clear()
-        self._flats.clear()
+        for tracked in (self._kept, self._views, self._flats):
+            tracked.clear()
 
 
 def update_master(master: Tensor, low: Tensor) -> None:
@@ -112,9 +106,8 @@ def update_master(master: Tensor, low: Tensor) -> None:
 def update_masters(shards: Iterable[Shard]) -> None:
     """Update masters from parameters that were taken off their engine."""
     for shard in shards:
-        whole = shard.parameter.detach().reshape(-1)
-        master = shard.flat.detach().narrow(0, shard.offset, shard.numel)
-        update_master(master, whole.narrow(0, shard.start, shard.numel))
+        low = shard.parameter.detach().reshape(-1).narrow(0, shard.start, shard.numel)
+        update_master(shard.flat.detach().narrow(0, shard.offset, shard.numel), low)
 
 
 class FlatView:
@@ -126,8 +119,8 @@ class FlatView:
     def write_back(self) -> bool:
         """Move a replaced `.data` back into the flat weights; return whether the parameter was written since the last call."""
         parameter = self._parameter
-        is_elsewhere = parameter.data_ptr() != self._data.data_ptr()
-        if is_elsewhere:  # `.data = ...` has replaced its memory
+        is_elsewhere = parameter.data_ptr() != self._data.data_ptr()  # after `.data = ...`
+        if is_elsewhere:
             self._data.copy_(parameter.detach())
             parameter.data = self._data
         is_written, self._version = parameter._version != self._version, parameter._version
@@ -175,7 +168,7 @@ class NotGathered(Tensor):
         if getattr(func, "__name__", "") in ANSWERS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise next(each for each in _flat((*args, *(kwargs or {}).values())) if isinstance(each, NotGathered)).refusal()
+        raise next(each for each in tree_leaves((args, kwargs)) if isinstance(each, NotGathered)).refusal()
 
 
 class KeptShard:
@@ -214,7 +207,6 @@ class KeptShard:
                 shard[:numel].copy_(parameter.detach().reshape(-1)[start : start + numel])
 
     def pop_written(self) -> bool:
-        """Return whether the parameter was written since the last call."""
         is_written, self._is_written = self._is_written, False
         return is_written
 
@@ -234,7 +226,7 @@ class KeptShard:
 
 
 def kept_shard(parameter: Any, name: str) -> KeptShard:
-    """Write back writes into a stage 3 parameter from now on, and return what does it."""
+    """Keep what is written into a stage 3 parameter from now on, and return what does it."""
     if not isinstance(parameter.partition, KeptShard):
         parameter.partition = KeptShard(parameter, name)
         parameter.all_gather = _checked(parameter, parameter.all_gather)
@@ -258,10 +250,4 @@ def _checked(parameter: Any, gather: Callable[..., Any]) -> Callable[..., Any]:
 
 def _calling_package() -> str:
     """Return the package whose code uses the calling property."""
-    home: str = sys._getframe(2).f_globals.get("__name__", "")
-    return home.partition(".")[0]
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        yield from value if isinstance(value, (list, tuple)) else (value,)
+    return str(sys._getframe(2).f_globals.get("__name__", "")).partition(".")[0]

@@ -1,0 +1,75 @@
+"""A closure given to a step of manual optimization, under strategies and precisions whose step cannot call it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract_job import quiet
+from jobs import run_job
+from small import QUIET
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import trainwright as tw
+
+
+class Closes(tw.Module):
+    """Steps by a closure that clips, or calls it before the step; one of its parameters has no dimensions."""
+
+    def __init__(self, closes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.scale = nn.Linear(4, 1), nn.Parameter(torch.tensor(1.0))
+        self.automatic_optimization = False
+        self.closes, self.calls = closes, 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            self.calls += 1
+            optimizer.zero_grad()
+            loss = 0.1 * (self.net(batch) * self.scale).square().mean()
+            self.manual_backward(loss)
+            if batch_idx % 2:
+                self.clip_gradients(optimizer, gradient_clip_val=0.1)
+            return loss
+
+        if self.closes:
+            assert optimizer.step(closure) is not None
+        else:
+            closure()
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def closed(folder: Path) -> dict[str, list[Tensor]]:
+    """Return the weights without a closure, and with one, of each strategy and precision."""
+    quiet()
+    found: dict[str, list[Tensor]] = {}
+    data = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    for strategy in ("ddp", "ddp_sharded", "fsdp", "deepspeed_stage_2"):
+        for precision in ("32-true", "16-mixed"):
+            for closes in (False, True):
+                module = Closes(closes)
+                settings = {**QUIET, "devices": 2, "strategy": strategy, "precision": precision}
+                tw.Trainer(max_epochs=1, **settings).fit(module, DataLoader(data, batch_size=4))
+                assert module.calls == 2
+                whole = tw.gather_module(module, all_ranks=True)
+                assert whole is not None
+                weights_of = torch.cat([each.detach().reshape(-1) for each in whole.parameters()])
+                found.setdefault(f"{strategy} {precision}", []).append(weights_of)
+    return found
+
+
+@pytest.mark.host
+def test_a_closure_of_a_manual_step_is_called_under_every_strategy(tmp_path: Path) -> None:
+    one, other = run_job(closed, 2, tmp_path)
+    for name, (plain, by_closure) in one.items():
+        assert torch.equal(plain, by_closure), name
+        assert torch.equal(by_closure, other[name][1]), name
