@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 import trainwright as tw
-from trainwright.callbacks.trainer_protocol import Counters, SavingEngine, TrainerProtocol
+from trainwright.callbacks.trainer_protocol import Counters, Metrics, RunProgress, SavingEngine, TrainerProtocol
 
 NAMES = """Accelerator AdvancedProfiler BasePredictionWriter CSVLogger Callback CheckpointError CombinedLoader DDPStrategy
     DataModule DeepSpeedStrategy EarlyStopping Engine FSDPStrategy GradientAccumulationScheduler LambdaCallback
@@ -34,21 +34,21 @@ METHODS = {
         refresh_trainable release resolve run setup_module setup_optimizers step sync_gradients""",
     tw.Precision: """backward backward_context check convert_batch convert_module forward_context init_context
         load_state_dict release reset state_dict step step_context track unscale""",
-    tw.Trainer: """fit init_module is_outdated monitored predict print record_metrics save_checkpoint stop_soon sync_point
-        test validate""",
+    tw.Trainer: """fit init_module predict print save_checkpoint stop_soon test validate""",
     tw.DataModule: """load_state_dict on_after_batch_transfer on_before_batch_transfer on_exception predict_dataloader
         prepare_data setup state_dict teardown test_dataloader train_dataloader transfer_batch_to_device
         val_dataloader""",
     tw.Logger: """close finalize flush load_state_dict log_graph log_hyperparams log_metrics save start state_dict""",
 }
 CALLBACKS_MAY_USE = """accumulate_grad_batches batch_indices callback_metrics callbacks current_epoch default_root_dir
-    enable_validation engine fast_dev_run global_rank global_step is_dummy_batch is_global_zero
-    is_mid_epoch_validation is_outdated is_within_window log_dir log_every_n_steps loggers
-    lr_scheduler_configs monitored num_predict_batches num_sanity_val_batches num_test_batches
-    num_training_batches num_val_batches optimizers print progress_bar_metrics ranks record_metrics
-    resume_source sanity_checking save_checkpoint should_stop state stop_soon strategy sync_point world_size"""
+    enable_validation engine fast_dev_run global_rank global_step is_dummy_batch is_global_zero log_dir log_every_n_steps
+    loggers lr_scheduler_configs metrics num_predict_batches num_sanity_val_batches num_test_batches num_training_batches
+    num_val_batches optimizers print progress_bar_metrics resume_source sanity_checking save_checkpoint should_stop state
+    stop_soon strategy world_size"""
 COUNTERS = "batch batches_that_stepped epoch_ended is_where progress total_batches validated_at validations"
-SAVING = "finish_save finiteness writer"
+SAVING = "connection finish_save finiteness ranks writer"
+METRICS = "is_outdated monitored record"
+PROGRESS = "is_mid_epoch_validation is_within_window obstacle"
 LOG = """name value prog_bar logger on_step on_epoch reduce_fx enable_graph sync_dist sync_dist_group add_dataloader_idx
     batch_size metric_attribute rank_zero_only"""
 
@@ -80,7 +80,14 @@ def test_methods(kind: type) -> None:
 
 
 @pytest.mark.parametrize(
-    ("protocol", "names"), [(TrainerProtocol, CALLBACKS_MAY_USE), (Counters, COUNTERS), (SavingEngine, SAVING)]
+    ("protocol", "names"),
+    [
+        (TrainerProtocol, CALLBACKS_MAY_USE),
+        (Counters, COUNTERS),
+        (SavingEngine, SAVING),
+        (Metrics, METRICS),
+        (RunProgress, PROGRESS),
+    ],
 )
 def test_what_callbacks_may_use(protocol: type, names: str) -> None:
     members = {**vars(protocol), **protocol.__annotations__}

@@ -15,13 +15,14 @@ from package import ROOT, tree_of
 from small import QUIET
 
 import trainwright as tw
-from trainwright.callbacks.trainer_protocol import Counters, RunProgress, SavingEngine, TrainerProtocol
+from trainwright.callbacks.trainer_protocol import Counters, Metrics, RunProgress, SavingEngine, TrainerProtocol
 
 FILES = sorted((ROOT / "callbacks").glob("*.py"))
 PROTOCOLS = {
     "trainer": TrainerProtocol,
     "trainer.state": Counters,
     "trainer.state.progress": RunProgress,
+    "trainer.metrics": Metrics,
     "trainer.engine": SavingEngine,
 }
 
@@ -62,11 +63,11 @@ from trainwright.callbacks import TrainerProtocol
 
 class Wide(tw.Callback):
     def on_train_start(self, trainer: tw.Trainer, module: tw.Module) -> None:
-        trainer.print(trainer.global_step, trainer.settings)
+        trainer.print(trainer.global_step, trainer.profiler)
 
 class Narrow(tw.Callback):
     def on_train_start(self, trainer: TrainerProtocol, module: tw.Module) -> None:
-        trainer.should_stop = trainer.ranks.decide(lambda: trainer.current_epoch > 3, "a stop")
+        trainer.should_stop = trainer.engine.ranks.decide(lambda: trainer.current_epoch > 3, "a stop")
 
 class Bar(tw.TQDMProgressBar):
     def get_metrics(self, trainer: tw.Trainer, module: tw.Module) -> dict[str, object]:
@@ -80,7 +81,7 @@ given: TrainerProtocol = tw.Trainer()
 """
 REACHES = """
     def on_train_end(self, trainer: TrainerProtocol, module: tw.Module) -> None:
-        trainer.logbook
+        trainer.run
 """
 
 
@@ -97,5 +98,5 @@ def test_annotations_of_a_users_callbacks_fit(tmp_path: Path) -> None:
 
     assert "Success: no issues found" in check(USERS)
     found = check(USERS.replace("\nclass Bar", REACHES + "\nclass Bar"))
-    assert '"TrainerProtocol" has no attribute "logbook"' in found
+    assert '"TrainerProtocol" has no attribute "run"' in found
     assert "Found 1 error" in found

@@ -189,7 +189,7 @@ def test_saves_around_a_validation_within_an_epoch(tmp_path: Path) -> None:
 
     class Save(tw.Callback):
         def save(self, trainer: Any, name: str) -> None:
-            if trainer.current_epoch == 1 and trainer.is_mid_epoch_validation:
+            if trainer.current_epoch == 1 and trainer.state.progress.is_mid_epoch_validation:
                 trainer.save_checkpoint(tmp_path / f"{name}-{trainer.global_step}.ckpt")
 
         def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:

@@ -62,7 +62,7 @@ def name_values(trainer: TrainerProtocol, monitor: str | None, template: str) ->
     With a monitor, a metric of earlier weights is NaN; until the monitor is logged, every other field is NaN too.
     """
     values: dict[str, Any] = {
-        name: math.nan if monitor is not None and trainer.is_outdated(name) else float(value)
+        name: math.nan if monitor is not None and trainer.metrics.is_outdated(name) else float(value)
         for name, value in trainer.callback_metrics.items()
     }
     values.update(epoch=trainer.current_epoch, step=trainer.global_step)
@@ -223,7 +223,7 @@ class PendingSave:
             if self.is_committed and self.written_to != self.path:
                 # As a decision, so that no rank looks for the path before rank 0 has renamed it.
                 rename = partial(replace_checkpoint, self.written_to, self.path)
-                trainer.ranks.decide(rename, "a save of ModelCheckpoint")
+                trainer.engine.ranks.decide(rename, "a save of ModelCheckpoint")
                 self.written_to = self.path
         except BaseException:
             self.put_back()

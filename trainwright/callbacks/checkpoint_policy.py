@@ -133,10 +133,10 @@ class MonitoredScore:
         if self.monitor is None:
             return None
         if self.monitor in trainer.callback_metrics:
-            value = float(trainer.monitored(self.monitor, "ModelCheckpoint"))
-            return math.nan if trainer.is_outdated(self.monitor) else value
+            value = float(trainer.metrics.monitored(self.monitor, "ModelCheckpoint"))
+            return math.nan if trainer.metrics.is_outdated(self.monitor) else value
         if trainer.state.epoch_ended and (has_validated or not trainer.enable_validation):
-            return float(trainer.monitored(self.monitor, "ModelCheckpoint"))  # raises, and lists the metrics
+            return float(trainer.metrics.monitored(self.monitor, "ModelCheckpoint"))  # raises, and lists the metrics
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -150,7 +150,7 @@ class MonitoredScore:
         """Return whether the next validation may score the present weights, which have no score yet."""
         if self.monitor is None or not trainer.enable_validation:
             return False
-        return self.monitor not in trainer.callback_metrics or trainer.is_outdated(self.monitor)
+        return self.monitor not in trainer.callback_metrics or trainer.metrics.is_outdated(self.monitor)
 
     def warn_of_value(self, trainer: TrainerProtocol, score: float | None, is_awaited: bool) -> None:
         """Warn that the value is not finite, or that earlier weights got it and no validation of these is awaited."""
@@ -160,7 +160,7 @@ class MonitoredScore:
         problem = (
             "but the latest validation was of earlier weights; such a checkpoint does not count among the best, and only the "
             "newest of them is kept. Save after validations (leave save_on_train_epoch_end out), or validate where it saves."
-            if trainer.is_outdated(self.monitor)
+            if trainer.metrics.is_outdated(self.monitor)
             else f"which is {score}, not finite; until it is finite, only the newest checkpoint is kept, to resume from, and "
             "none counts as the best."
         )

@@ -149,7 +149,7 @@ class EarlyStopping(Callback):
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         if not self._is_fitting or trainer.sanity_checking or self.check_on_train_epoch_end:
             return
-        if self.check_on_train_epoch_end is None and not trainer.is_mid_epoch_validation:
+        if self.check_on_train_epoch_end is None and not trainer.state.progress.is_mid_epoch_validation:
             self._is_due = True  # the epoch's training metrics are still to come
         else:
             self._check(trainer)
@@ -166,7 +166,7 @@ class EarlyStopping(Callback):
         """Check by rank 0's value. Collective."""
         if trainer.fast_dev_run:
             return
-        score = trainer.ranks.decide(lambda: self._score(trainer), "the score of EarlyStopping")
+        score = trainer.engine.ranks.decide(lambda: self._score(trainer), "the score of EarlyStopping")
         if score is None:
             return
         reason, message = self._count(score)
@@ -185,7 +185,7 @@ class EarlyStopping(Callback):
     def _score(self, trainer: TrainerProtocol) -> float | None:
         """Return the metric's value; None if it was not logged and need not be. On rank 0: a step's value differs by rank."""
         if self.strict or self.monitor in trainer.callback_metrics:
-            return float(trainer.monitored(self.monitor, "EarlyStopping"))
+            return float(trainer.metrics.monitored(self.monitor, "EarlyStopping"))
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(

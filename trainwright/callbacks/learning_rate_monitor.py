@@ -104,7 +104,7 @@ class LearningRateMonitor(Callback):
                 self.last_momentum_values[name] = value
             else:
                 self.last_weight_decay_values[name] = value
-        trainer.record_metrics(values)
+        trainer.metrics.record(values)
         for logger in trainer.loggers if values and trainer.is_global_zero else ():
             logger.log_metrics({"epoch": trainer.current_epoch, **values}, trainer.state.batches_that_stepped)
 

@@ -237,12 +237,12 @@ class ModelCheckpoint(Callback):
             self._moments.note_step(trainer)
         if trainer.resume_source is not None:
             find = partial(found_again, self._kept, self._unrenamed, self._moments.steps, trainer.resume_source)
-            scores, last, replaced = trainer.ranks.decide(find, "the start of ModelCheckpoint")
+            scores, last, replaced = trainer.engine.ranks.decide(find, "the start of ModelCheckpoint")
             # A killed run may not have removed what its newest checkpoint replaces.
             replaced = remove_replaced(replaced, trainer.resume_source, trainer)
             self._keep({**self._kept, "scores": scores, "last": last, "replaced": replaced})
         if self.train_time_interval is not None and self._is_fitting:
-            self._sync_point = trainer.sync_point(self.state_key)
+            self._sync_point = trainer.engine.connection.sync_point(self.state_key)
 
     def _make_up(self, trainer: Trainer) -> None:
         """Make the save that was due when an earlier callback wrote the checkpoint that the run resumes from."""
@@ -260,11 +260,11 @@ class ModelCheckpoint(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._pending is not None and self._pending.dropped and self._pending.is_committed:
             self._pending.remove_dropped(trainer)  # what all ranks have to do waits for the next save
-        if self._is_deferred and not trainer.is_within_window:
+        if self._is_deferred and not trainer.state.progress.is_within_window:
             self._save(trainer)
         if self._watches_batches and self._moments.note_step(trainer) and self._is_fitting and self._is_due(trainer):
             self._awaits_score = self._score.is_pending(trainer)
-            self._is_deferred = trainer.is_within_window
+            self._is_deferred = trainer.state.progress.is_within_window
             if not self._is_deferred:
                 self._save(trainer)
 
@@ -286,7 +286,7 @@ class ModelCheckpoint(Callback):
         if not self._is_fitting or trainer.sanity_checking:
             return
         self._has_validated = True
-        self._follow_validation(trainer, is_within=trainer.is_mid_epoch_validation)
+        self._follow_validation(trainer, is_within=trainer.state.progress.is_mid_epoch_validation)
 
     def _follow_validation(self, trainer: Trainer, is_within: bool) -> None:
         """Save after a validation within an epoch; after one at its end, the epoch's end saves."""
@@ -329,7 +329,7 @@ class ModelCheckpoint(Callback):
         if not self.keeps_any:
             return
         self._conclude(trainer)
-        plan = trainer.ranks.decide(lambda: self._plan(trainer, may_repeat), "a save of ModelCheckpoint")
+        plan = trainer.engine.ranks.decide(lambda: self._plan(trainer, may_repeat), "a save of ModelCheckpoint")
         if plan is None or self._refuses_weights(trainer):
             return
         save = Save(*plan)
@@ -413,7 +413,7 @@ class ModelCheckpoint(Callback):
             if trainer.is_global_zero:
                 print(f"trainwright: {error}", file=sys.stderr, flush=True)
         find = partial(path_of_stop, trainer, self._kept, f"{self.dirpath}/{name}")
-        path, is_there = trainer.ranks.decide(find, "the save of a run that ends")
+        path, is_there = trainer.engine.ranks.decide(find, "the save of a run that ends")
         if is_there:
             return str(path)
         if self._refuses_weights(trainer):

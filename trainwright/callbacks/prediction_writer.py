@@ -151,7 +151,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         if trainer.is_global_zero:
             files.make_directories(path)
             is_taken = files.exists(f"{path}/{MANIFEST}")
-        self._run, is_taken = trainer.ranks.broadcast([uuid.uuid4().hex[:8], is_taken], "the start of predict")
+        self._run, is_taken = trainer.engine.ranks.broadcast([uuid.uuid4().hex[:8], is_taken], "the start of predict")
         if is_taken:
             raise FileExistsError(
                 f"{self.dirpath} holds the predictions of another run, which are not overwritten; choose another dirpath, or "
@@ -222,7 +222,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         """Write the remaining rows, then on rank 0 the manifest. Collective."""
         for stream in self._streams:
             self._write(trainer, stream)
-        ranks, call = trainer.ranks, "the end of predict"
+        ranks, call = trainer.engine.ranks, "the end of predict"
         written = ranks.exchange([[stream.nest, stream.files] for stream in self._streams], call)
         loaders = []
         for streams in zip(*written, strict=True):

@@ -136,7 +136,7 @@ class Timer(Callback):
 
     def _decide(self, trainer: TrainerProtocol) -> None:
         """Stop the run here if rank 0's time is up. Collective with a duration."""
-        if self._duration is not None and trainer.ranks.decide(self._is_used_up, "the look of Timer"):
+        if self._duration is not None and trainer.engine.ranks.decide(self._is_used_up, "the look of Timer"):
             trainer.should_stop = True
             self._note_end(trainer)
 

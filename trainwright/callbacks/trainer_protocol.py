@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from trainwright.callbacks.base import Callback
     from trainwright.checkpoint.store import CheckpointWriter
+    from trainwright.distributed.connection import Connection
     from trainwright.distributed.ranks import Ranks
-    from trainwright.distributed.sync_points import SyncPoint
     from trainwright.engine.finiteness import Finiteness
     from trainwright.engine.optimizers import SchedulerConfig
     from trainwright.loggers.base import Logger
@@ -64,9 +64,38 @@ class RunProgress(Protocol):
     def obstacle(self) -> str:
         """Why the failed run cannot be resumed exactly from here; "" if it can."""
 
+    @property
+    def is_mid_epoch_validation(self) -> bool:
+        """True during a validation within a training epoch."""
+
+    @property
+    def is_within_window(self) -> bool:
+        """True while gradients wait for a step, so that a save is put off."""
+
+
+class Metrics(Protocol):
+    """What a callback may do with the metrics of a run."""
+
+    def monitored(self, name: str, asker: str) -> float:
+        """Return a metric that `asker` follows; ValueError naming the logged ones if it was not logged."""
+
+    def record(self, values: Mapping[str, float]) -> None:
+        """Add values to callback_metrics; they must be the same on every rank."""
+
+    def is_outdated(self, name: str) -> bool:
+        """Return whether a metric is a validation's of earlier weights."""
+
 
 class SavingEngine(Protocol):
-    """What a callback that saves may use of the Engine."""
+    """What a callback may use of the Engine."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """What the ranks agree on small values with, such as a decision of rank 0."""
+
+    @property
+    def connection(self) -> Connection:
+        """The connection to the job; `sync_point(name)` is where all ranks meet at the same step."""
 
     @property
     def writer(self) -> CheckpointWriter:
@@ -102,10 +131,6 @@ class TrainerProtocol(Protocol):
     @property
     def is_global_zero(self) -> bool:
         """True on rank 0."""
-
-    @property
-    def ranks(self) -> Ranks:
-        """What the ranks agree on small values with, such as a decision of rank 0."""
 
     @property
     def strategy(self) -> Strategy:
@@ -152,10 +177,6 @@ class TrainerProtocol(Protocol):
         """True during the sanity check."""
 
     @property
-    def is_mid_epoch_validation(self) -> bool:
-        """True during a validation within a training epoch."""
-
-    @property
     def is_dummy_batch(self) -> bool:
         """True if the batch only keeps collectives in step with other ranks: discard its results."""
 
@@ -188,8 +209,8 @@ class TrainerProtocol(Protocol):
         """Optimizer steps of the run."""
 
     @property
-    def is_within_window(self) -> bool:
-        """True while gradients wait for a step, so that a save is put off."""
+    def metrics(self) -> Metrics:
+        """The metrics, to read one or to record another."""
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
@@ -198,15 +219,6 @@ class TrainerProtocol(Protocol):
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """The metrics logged with prog_bar=True. Reading them waits for the device."""
-
-    def monitored(self, name: str, asker: str) -> float:
-        """Return a metric that `asker` follows; ValueError naming the logged ones if it was not logged."""
-
-    def record_metrics(self, values: Mapping[str, float]) -> None:
-        """Add values to callback_metrics; they must be the same on every rank."""
-
-    def is_outdated(self, name: str) -> bool:
-        """Return whether a metric is a validation's of earlier weights."""
 
     @property
     def engine(self) -> SavingEngine:
@@ -229,9 +241,6 @@ class TrainerProtocol(Protocol):
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0, above a progress bar."""
-
-    def sync_point(self, name: str) -> SyncPoint:
-        """Return a request that all ranks meet at the same step. Collective."""
 
     def stop_soon(self) -> None:
         """Stop all ranks at the same optimizer step; call it on any rank and from any thread."""

@@ -156,7 +156,7 @@ def evaluate(
     if getattr(run.settings, LIMITS[stage]) == 0:
         return []
     engine.strategy.before_evaluation(engine.modules)
-    abandonment = run.stop.begin_evaluation(run.is_within_window)
+    abandonment = run.stop.begin_evaluation(run.state.progress.is_within_window)
     with (
         run.state.progress.during(phase),
         evaluation_mode(module, stage),

@@ -248,7 +248,7 @@ class Logbook:
             assert self.collector is not None
             self.collector.load_state_dict(state, self._engine.device)
 
-    def note(self, values: Mapping[str, float]) -> None:
+    def record(self, values: Mapping[str, float]) -> None:
         """Add a callback's values, the same on every rank, to the callback metrics."""
         self._callback.update(values)
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 
+from trainwright.engine.window import AccumulationWindow
+
 
 class Phase(Enum):
     """What a run is doing."""
@@ -42,6 +44,7 @@ class Progress:
         self.phase = Phase.OUTSIDE
         self.obstacle = ""
         """Why a failed run cannot be resumed exactly from here; "" if it can."""
+        self._window: AccumulationWindow | None = None
         self.is_last_batch = False
         """Whether the current training batch is the epoch's last."""
         self.batches_begun = 0
@@ -55,6 +58,15 @@ class Progress:
     def leave_batch(self) -> None:
         """Leave a training batch before its step."""
         self.batches_begun -= 1
+
+    def follow(self, window: AccumulationWindow | None) -> None:
+        """Know the window of the loop that runs; None once it has ended."""
+        self._window = window
+
+    @property
+    def is_within_window(self) -> bool:
+        """Return whether gradients wait for a step, in an accumulation window or after manual_backward."""
+        return self._window is not None and self._window.is_open
 
     def enter(self, phase: Phase) -> None:
         """Enter a phase."""

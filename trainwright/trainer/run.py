@@ -167,11 +167,6 @@ class Run:
         return self.choice.path
 
     @property
-    def is_within_window(self) -> bool:
-        """Return whether gradients wait for a step."""
-        return False
-
-    @property
     def enable_validation(self) -> bool:
         """Return whether the run is a fit that validates."""
         return False
@@ -373,6 +368,7 @@ class Run:
         self.stage, self.is_prepared = None, False
         self.logbook.stop_collecting()
         self.state.progress.enter(Phase.OUTSIDE)
+        self.state.progress.follow(None)
         detach(self.callbacks)
         if self.datamodule is not None:
             self.datamodule.trainer = None

@@ -16,13 +16,13 @@ from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumu
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.progress_bar import TQDMProgressBar
 from trainwright.data.datamodule import DataModule
-from trainwright.distributed.ranks import Ranks
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.loggers.base import Logger
 from trainwright.module import Module
 from trainwright.precision import Precision
 from trainwright.strategies import Strategy
+from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.run import Run
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.stage import Batches
@@ -67,7 +67,6 @@ class Status:
     local_rank = Forwarded[int]("engine.local_rank", "The number of this process on its node, from 0.")
     node_rank = Forwarded[int]("engine.environment.node_rank", "The number of this node in the job, from 0.")
     num_nodes = Forwarded[int]("engine.environment.num_nodes", "The nodes of the job.")
-    ranks = Forwarded[Ranks]("engine.ranks", "What the ranks agree on small values with.")
 
     @property
     def world_size(self) -> int:
@@ -210,12 +209,6 @@ class Status:
     current_epoch = Forwarded[int]("run.state.epoch", "The epoch's number, from 0; after fit, the epochs finished.")
     global_step = Forwarded[int]("run.state.step", "Optimizer steps made, of all optimizers under manual optimization.")
     sanity_checking = Forwarded[bool]("run.state.progress.is_sanity_check", "Whether the sanity check runs.")
-    is_mid_epoch_validation = Forwarded[bool](
-        "run.state.progress.is_mid_epoch_validation", "Whether a validation within a training epoch runs."
-    )
-    is_within_window = Forwarded[bool](
-        "run.is_within_window", "Whether gradients wait for a step, in an accumulation window or after manual_backward."
-    )
     is_dummy_batch = Forwarded[bool](
         "run.logbook.is_silenced", "Whether the batch only keeps collectives in step with other ranks."
     )
@@ -260,6 +253,7 @@ class Status:
 
     # -- the metrics -------------------------------------------------------------------------------------------------
 
+    metrics = Forwarded[Logbook]("run.logbook", "The metrics of the run, to read one or to record another.")
     callback_metrics = Forwarded[dict[str, Tensor]](
         "run.logbook.callback_metrics",
         "The latest value of every metric: over all ranks for an epoch, else this rank's for a step.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from datetime import timedelta
@@ -16,7 +16,6 @@ import torch
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
-from trainwright.distributed.sync_points import SyncPoint
 from trainwright.engine.engine import Engine
 from trainwright.loggers.base import Logger
 from trainwright.module import Module
@@ -338,10 +337,6 @@ class Trainer(Status):
         """
         self.run.stop.request_soon()
 
-    def sync_point(self, name: str) -> SyncPoint:
-        """Return a moment of this run that all ranks keep at the same step. Collective: make it on every rank."""
-        return self.engine.connection.sync_point(name)
-
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context that makes modules in the run's dtype and on its device, without values if `empty_init`."""
         return making_modules(self.engine, bool(empty_init))
@@ -351,18 +346,6 @@ class Trainer(Status):
         if self.is_global_zero:
             bar = self.progress_bar_callback if self.run.stage is not None else None
             (builtins.print if bar is None else bar.print)(*args, **kwargs)  # above a live bar, not through it
-
-    def monitored(self, name: str, asker: str) -> float:
-        """Return a metric that `asker` follows; ValueError naming the logged ones if it was not logged."""
-        return self.run.logbook.monitored(name, asker)
-
-    def record_metrics(self, values: Mapping[str, float]) -> None:
-        """Add values, the same on every rank, to callback_metrics."""
-        self.run.logbook.note(values)
-
-    def is_outdated(self, name: str) -> bool:
-        """Return whether a metric is a validation's of earlier weights."""
-        return self.run.logbook.is_outdated(name)
 
     @property
     def should_stop(self) -> bool:

@@ -60,12 +60,11 @@ class TrainingRun(Run):
         super().__init__(parts, "fit", module, datamodule, choice, previous)
         self.source = source
         self.validation = None if validation is None else Evaluation(self, module, "validation", validation)
-        self.progress = self.state.progress
         self.is_manual = not module.automatic_optimization
         self.own: dict[str, Any] = {}
         """The parts of a step that the module overrides (optimizer_step and so on), by name."""
         self.schedulers: list[SchedulerConfig] = []
-        self.window = AccumulationWindow()
+        self.window, self.progress = AccumulationWindow(), self.state.progress
         """The batches of the next optimizer step. Windows count from where the run resumes, since no checkpoint is saved
         within one."""
         self.uneven_round: UnevenRound | None = None
@@ -81,6 +80,7 @@ class TrainingRun(Run):
         self.waiting_saves: list[tuple[str, bool, bool, bool]] = []
         """Checkpoints requested within a window or an epoch's end, to be written after it: path, weights_only, blocking and
         overwrite."""
+        self.progress.follow(self.window)
         self.close_at_end(self._drop_batches)
 
     def _drop_batches(self) -> None:
@@ -233,11 +233,6 @@ class TrainingRun(Run):
     # -- the run -----------------------------------------------------------------------------------------------------
 
     @property
-    def is_within_window(self) -> bool:
-        """Return whether gradients wait for a step."""
-        return self.stage is not None and self.window.is_open
-
-    @property
     def enable_validation(self) -> bool:
         """Return whether this fit validates."""
         return self.stage is not None and self.validation is not None
@@ -251,7 +246,7 @@ class TrainingRun(Run):
     @property
     def is_done(self) -> bool:
         """Return whether no epoch is left to train, nor one that a stopped run was resumed within."""
-        last, is_stopped = self.settings.last_epoch, self.stop.is_due(self.is_within_window)
+        last, is_stopped = self.settings.last_epoch, self.stop.is_due(self.window.is_open)
         return (is_stopped and not self.state.is_unfinished) or (last is not None and self.state.epoch >= last)
 
     def may_save(self, weights_only: bool) -> bool:
