@@ -26,7 +26,7 @@ BEGINNINGS = {"_fsdp", "_ds_"}
 """What engines' names for what they put on a module begin with."""
 ENDINGS = re.compile(r"_(dataloader|dataset|model|batch|batches|epoch|step|hooks|start|end|next|eval|train|_)+")
 """Of hooks' and steps' names, which are joined to a stage's: `f"on_{stage}_batch_end"`."""
-MINE = {"_fsdp_root", "_running_module", "_has_warned_of_hyper_parameters", "_has_warned_of_its_state"}
+MINE = {"_fsdp_root", "_running_module", "_has_warned_of_its_state"}
 """Names that the package puts into other objects' `__dict__`."""
 
 

@@ -33,8 +33,6 @@ Places = dict[str, list[str]]
 
 MOST_FOREIGN_WRITES = 20  # goal: 30
 FOREIGN_WRITES: dict[str, int] = {
-    "engine/accelerator.py": 1,
-    "engine/prepared.py": 1,
     "trainer/optimization.py": 2,
     "trainer/remote_call.py": 3,
     "trainer/trainer.py": 1,

@@ -13,11 +13,7 @@ from trainwright.distributed.environment import Environment
 
 
 def device_numbers(devices: Any, device_type: str) -> list[int] | None:
-    """Return the GPUs of a list such as [0, 2] or a text such as "0,2"; None for any other setting.
-
-    Raises:
-        TypeError, ValueError: the list is not one of different GPUs that exist here.
-    """
+    """Return the GPUs of a list such as [0, 2] or a text such as "0,2", which must exist; None for any other setting."""
     if isinstance(devices, str) and "," in devices:
         parts = [part.strip() for part in devices.split(",") if part.strip()]
         devices = [int(part) if part.isdigit() else part for part in parts]

@@ -58,8 +58,8 @@ def restored(
         if lost := lost_devices(rng, device):
             warnings.warn(
                 f"{checkpoint.path}: the saved run also drew random numbers on {device.type} device(s) {', '.join(lost)}. This "
-                f"process computes on {device} and sees {count(device.type)} device(s), so it restores only the generator of "
-                "its own device.",
+                f"process computes on {device} and sees {count(device.type)} device(s), so it restores only the "
+                "generator of that device.",
                 stacklevel=2,
             )
         rng = taken_over(rng, device, derive_seed(*start))
