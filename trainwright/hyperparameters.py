@@ -329,7 +329,7 @@ def _with_attributes(value: Any) -> Any:
 
 
 def _without_attributes(value: Any) -> Any:
-    if type(value) in (dict, AttributeDict):
+    if type(value) in (dict, AttributeDict):  # a subclass of the user's stays, for a form of its kind
         return {key: _without_attributes(item) for key, item in value.items()}
     return value
 

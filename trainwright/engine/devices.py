@@ -75,7 +75,7 @@ def resolve_num_processes(devices: int | str | list[int], device_type: str, envi
             "GPUs, -1 for all, or 'auto'."
         )
     if devices == -1:
-        devices = launched or present or torch.get_num_threads()
+        devices = launched or present or torch.get_num_threads()  # torch's default is one thread per core
     if devices < 1:
         raise ValueError(f"devices={devices} is below 1; pass a number of devices, -1 for all, or 'auto'.")
     if present is not None and devices > present and not has_own:

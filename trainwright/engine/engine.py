@@ -105,6 +105,7 @@ class Engine:
         device_type = resolve_device_type(accelerator)
         num_processes = resolve_num_processes(devices, device_type, environment)
         alone = environment.launched_by == "single"
+        # Of the job that is about to be started, if this process was not launched in one.
         world_size = num_processes * max(num_nodes, 1) if alone else environment.world_size
         self.strategy = resolve_strategy(strategy, world_size)
         chosen_precision = resolve_precision(precision, device_type)
