@@ -156,12 +156,12 @@ def public_names() -> list[str]:
 # -- the floors of trainer/ ----------------------------------------------------------------------------------------------
 
 FLOORS = [
-    "checkpoint_choice clock inputs locks log_rules phase settings stage steps table",
+    "checkpoint_choice clock inputs locks log_rules phase settings stage steps",
     "logged_value parts state",
     "metric_objects stop",
     "metrics",
     "reduction uneven_round",
-    "logbook own_rounds",
+    "logbook",
     "hooks sources",
     "training_data",
     "run",
