@@ -89,5 +89,5 @@ def test_a_batch_reads_nothing_from_the_device(monkeypatch: Any) -> None:
     collector.batch, collector.hook = torch.zeros(4), "training_step"
     for _ in range(200):
         value = torch.zeros((), device="meta")
-        collector.log("x", value, False, True, True, True, "mean", False, False, None, True, None, None, False)
+        collector.log("x", value, (False, True, True, True, "mean", False, False, None, True, None, False))
     assert read == []

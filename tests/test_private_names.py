@@ -26,7 +26,7 @@ BEGINNINGS = {"_fsdp", "_ds_"}
 """What engines' names for what they put on a module begin with."""
 ENDINGS = re.compile(r"_(dataloader|dataset|model|batch|batches|epoch|step|hooks|start|end|next|eval|train|_)+")
 """Of hooks' and steps' names, which are joined to a stage's: `f"on_{stage}_batch_end"`."""
-MINE = {"_fsdp_root", "_running_module", "_has_warned_of_hyper_parameters", "_has_warned_of_its_state"}
+MINE = {"_fsdp_root", "_running_module", "_has_warned_of_its_state"}
 """Names that the package puts into other objects' `__dict__`."""
 
 
@@ -148,13 +148,23 @@ def own_names() -> set[str]:
     return {name for name in own if is_private(name)}
 
 
+@functools.cache
+def attributes_and_classes() -> tuple[frozenset[str], list[ast.ClassDef]]:
+    """Return the names of attributes of any object but `self`, and the package's classes."""
+    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    return (
+        frozenset(each.attr for each in attributes if getattr(each.value, "id", "") not in ("self", "cls")),
+        [node for node in nodes if isinstance(node, ast.ClassDef)],
+    )
+
+
 def within_reach(kinds: Sequence[type]) -> set[str]:
     """Return the private names that may be these classes': of any object but `self`, and of what has one as its base."""
-    bases, names = {kind.__name__ for kind in kinds}, set()
-    for node in (node for tree in trees().values() for node in ast.walk(tree)):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
-            names.add(node.attr)
-        elif isinstance(node, ast.ClassDef) and bases & {ast.unparse(each).rpartition(".")[2] for each in node.bases}:
+    attributes, classes = attributes_and_classes()
+    bases, names = {kind.__name__ for kind in kinds}, set(attributes)
+    for node in classes:
+        if bases & {ast.unparse(each).rpartition(".")[2] for each in node.bases}:
             names |= stored(node) | {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
     return {name for name in names if is_private(name)}
 

@@ -33,8 +33,6 @@ Places = dict[str, list[str]]
 
 MOST_FOREIGN_WRITES = 20  # goal: 30
 FOREIGN_WRITES: dict[str, int] = {
-    "engine/accelerator.py": 1,
-    "engine/prepared.py": 1,
     "trainer/optimization.py": 2,
     "trainer/remote_call.py": 3,
     "trainer/trainer.py": 1,
@@ -158,12 +156,12 @@ def public_names() -> list[str]:
 # -- the floors of trainer/ ----------------------------------------------------------------------------------------------
 
 FLOORS = [
-    "checkpoint_choice clock inputs locks log_rules phase settings stage steps table",
+    "checkpoint_choice clock inputs locks log_rules phase settings stage steps",
     "logged_value parts state",
     "metric_objects stop",
     "metrics",
     "reduction uneven_round",
-    "logbook own_rounds",
+    "logbook",
     "hooks sources",
     "training_data",
     "run",
@@ -251,8 +249,8 @@ def test_lines_of_the_package() -> None:
 
 # -- the walk of a checkpoint (that of a batch is test_call_budget.py's) ----------------------------------------------------
 
-MOST_CALLS_OF_A_SAVE = 900
-MOST_FILES_OF_A_SAVE = 35  # goal: 20
+MOST_CALLS_OF_A_SAVE = 880
+MOST_FILES_OF_A_SAVE = 32  # goal: 20
 
 
 def test_the_walk_of_a_checkpoint(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ class HyperParameters:
     _hparams_name: str | None = None
     """The argument whose content the hyper-parameters are; `AS_ARGUMENTS` if they are the arguments themselves."""
     _log_hyperparams: bool = False
+    _has_named_left_out: bool = False
 
     def save_hyperparameters(
         self,
@@ -155,11 +156,9 @@ def hyper_parameter_entries(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return a checkpoint's entries for an owner, and, at the first call only, the names that they leave out."""
     plain, forms = stored_hyper_parameters(owner, is_plain)
-    left_out = [name for name, form in forms.items() if form["form"] == LEFT_OUT]
-    if owner.__dict__.get("_has_warned_of_hyper_parameters"):
-        left_out = []
-    elif left_out:
-        owner.__dict__["_has_warned_of_hyper_parameters"] = True
+    left_out = [] if owner._has_named_left_out else [name for name, each in forms.items() if each["form"] == LEFT_OUT]
+    if left_out:
+        owner._has_named_left_out = True
     if not plain and not forms:
         return {}, left_out
     stored = {f"{prefix}hyper_parameters": plain, f"{prefix}hparams_name": owner._hparams_name}
@@ -330,7 +329,7 @@ def _with_attributes(value: Any) -> Any:
 
 
 def _without_attributes(value: Any) -> Any:
-    if type(value) in (dict, AttributeDict):
+    if type(value) in (dict, AttributeDict):  # a subclass of the user's stays, for a form of its kind
         return {key: _without_attributes(item) for key, item in value.items()}
     return value
 

@@ -162,12 +162,12 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             RuntimeError: called in a hook that cannot log.
             ValueError: an unknown reduce_fx, a tensor of several elements, a name logged in two different ways.
         """
-        arguments = (
-            name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
-            add_dataloader_idx, batch_size, metric_attribute, rank_zero_only,
+        settings = (
+            prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group, add_dataloader_idx,
+            metric_attribute, rank_zero_only,
         )  # fmt: skip
         if is_compiling():  # within a graph: break it once here, not at each thing that log does
-            _log_uncompiled(self, *arguments)
+            _log_uncompiled(self, name, value, settings, batch_size)
             return
         trainer = self._trainer
         if trainer is None:
@@ -183,7 +183,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
                 f"self.log({name!r}, ...) was called {_calling_hook()}where nothing is collected; log in a step, or in a hook "
                 "from the start of an epoch to its end."
             )
-        collector.log(*arguments)
+        collector.log(name, value, settings, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log each value of a flat dict, or each metric of a MetricCollection; the other arguments are those of `log`."""
@@ -447,8 +447,9 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _log_uncompiled(module: Module, *arguments: Any) -> None:
-    module.log(*arguments)
+def _log_uncompiled(module: Module, name: str, value: Any, settings: tuple[Any, ...], batch_size: Any) -> None:
+    arguments: Any = (*settings[:-2], batch_size, *settings[-2:])  # in the order of `Module.log`
+    module.log(name, value, *arguments)
 
 
 def _calling_hook() -> str:

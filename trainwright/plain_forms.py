@@ -178,11 +178,7 @@ def rebuild(form: Form, cls: type[Any]) -> Any:
 
 
 def path_of(value: Any) -> str:
-    """Return where a class or function is found, as "module:name".
-
-    Raises:
-        TypeError: it is not found there (a lambda, or one made within a function).
-    """
+    """Return where a class or function is found, as "module:name" (TypeError for a lambda, or one made in a function)."""
     path = _own_path(value)
     with suppress(LookupError):
         if look_up(path) is value:
@@ -198,11 +194,7 @@ def _own_path(value: Any) -> str:
 
 
 def look_up(path: str) -> Any:
-    """Return the class or function of that name in the modules that are imported.
-
-    Raises:
-        LookupError: it is not there, or that module has only imported it from another.
-    """
+    """Return the class or function of that name, which an imported module has to define itself (LookupError)."""
     module, _, names = path.partition(":")
     found: Any = sys.modules.get(module)
     if found is None:

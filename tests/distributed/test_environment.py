@@ -14,6 +14,7 @@ from deadlines import deadline
 
 from trainwright.distributed.connection import open_process_group, pick_backend
 from trainwright.distributed.environment import Environment, prepare_deterministic
+from trainwright.distributed.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = {
@@ -68,7 +69,7 @@ def test_one_process_opens_nothing() -> None:
     connection = open_process_group(environment, "gloo")
     assert connection.store is None
     assert not dist.is_initialized()
-    assert connection.channel.exchange(b"alone", call="a test", timeout_seconds=1) == [b"alone"]
+    assert Ranks(connection.channel).exchange("alone", "a test") == ["alone"]
     connection.close()
 
 

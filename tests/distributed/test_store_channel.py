@@ -175,8 +175,3 @@ def test_a_wait_can_be_given_up() -> None:
 def test_a_missing_rank_is_named() -> None:
     with pytest.raises(TimeoutError, match=r"rank 0 waited 0.05 s in a test for rank\(s\) \[1\] of 2"):
         StoreChannel(make_store(), 0, 2).exchange(b"", call="a test", timeout_seconds=0.05)
-
-
-def test_more_than_one_rank_needs_a_store() -> None:
-    with pytest.raises(ValueError, match="store=None with world_size=2"):
-        StoreChannel(None, 0, 2)

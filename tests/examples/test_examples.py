@@ -92,6 +92,7 @@ def test_gan(tmp_path: Path, options: str) -> None:
     assert int(said(output, "steps")) == 2 * 128 * (4 if "epochs" in options else 12)  # each optimizer's count
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("devices", ["devices=1", pytest.param("devices=2", marks=pytest.mark.slow)])
 def test_the_readmes_program(tmp_path: Path, devices: str) -> None:
     """It runs as it is printed there; and with two devices after the one change that the README promises."""

@@ -72,7 +72,7 @@ class Job(Started):
 
     def check_saved(self) -> str:
         """Return the checkpoint that it reports as saved, after checking it."""
-        (path,) = re.findall(r"it is saved as (\S+)\. The same command with ckpt_path=\"auto\"", self.stderr)
+        (path,) = re.findall(r"it is saved as (\S+)\. Run the same command with ckpt_path=\"auto\"", self.stderr)
         open_checkpoint(path)
         assert self.stderr.count("trainwright: ") == 1, self.stderr
         return str(path)

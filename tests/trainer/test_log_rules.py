@@ -99,7 +99,9 @@ def collector_in(hook: str, module: nn.Module | None = None, rank: int = 0) -> M
 
 
 def log(collector: MetricCollector, name: Any, value: Any, **settings: Any) -> LoggedValue | None:
-    collector.log(name, value, *{**DEFAULTS, **settings}.values())
+    given = {**DEFAULTS, **settings}
+    batch_size = given.pop("batch_size")
+    collector.log(name, value, tuple(given.values()), batch_size)
     return collector.values.get((collector.hook, name, collector.loader))
 
 

@@ -18,10 +18,9 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 import trainwright as tw
 from trainwright.distributed.connection import open_process_group
 from trainwright.distributed.environment import Environment
-from trainwright.trainer.logbook import Logbook
+from trainwright.trainer.logbook import Logbook, format_table
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.state import TrainerState
-from trainwright.trainer.table import format_table
 
 READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__")
 
@@ -57,11 +56,11 @@ def start(logbook: Logbook, hook: str, module: nn.Module | None = None) -> Metri
 def log(
     collector: MetricCollector, name: str, value: Any, *, on_step: Any = None, on_epoch: Any = None, **more: Any
 ) -> None:
-    collector.log(
-        name, value, more.get("prog_bar", False), more.get("logger"), on_step, on_epoch, more.get("reduce_fx", "mean"),
-        False, False, None, more.get("add_dataloader_idx", True), more.get("batch_size"), None,
-        more.get("rank_zero_only", False),
+    settings = (
+        more.get("prog_bar", False), more.get("logger"), on_step, on_epoch, more.get("reduce_fx", "mean"),
+        False, False, None, more.get("add_dataloader_idx", True), None, more.get("rank_zero_only", False),
     )  # fmt: skip
+    collector.log(name, value, settings, more.get("batch_size"))
 
 
 def finish(logbook: Logbook, num_loaders: int = 1) -> list[dict[str, float]]:

@@ -33,8 +33,8 @@ def collected(numbers: list[float], module: nn.Module) -> MetricCollector:
     for number in numbers:
         for name, reduce_fx in (("mean", "mean"), ("sum", "sum"), ("least", "min"), ("most", "max")):
             value = torch.tensor(number)
-            flags = (False, None, False, True)
-            collector.log(name, value, *flags, reduce_fx, name == "sum", False, None, True, int(number), None, False)
+            settings = (False, None, False, True, reduce_fx, name == "sum", False, None, True, None, False)
+            collector.log(name, value, settings, int(number))
     return collector
 
 

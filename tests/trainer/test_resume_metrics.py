@@ -284,7 +284,7 @@ def test_values_that_wait_on_the_device_go_on_waiting(reduce_fx: str, even: bool
 
     def log(collector: MetricCollector, value: Tensor, size: int) -> None:
         collector.hook = "training_step"
-        collector.log("x", value, False, True, False, True, reduce_fx, True, False, None, True, size, None, False)
+        collector.log("x", value, (False, True, False, True, reduce_fx, True, False, None, True, None, False), size)
 
     whole, part = (MetricCollector(torch.nn.Module()) for _ in range(2))
     for number, value in enumerate(values):

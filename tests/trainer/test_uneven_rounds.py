@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import trainwright as tw
 from trainwright.distributed import collectives
 from trainwright.trainer.metrics import MetricCollector
-from trainwright.trainer.own_rounds import OwnRounds
-from trainwright.trainer.uneven_round import Communication, UnevenRound
+from trainwright.trainer.uneven_round import Communication, OwnRounds, UnevenRound
 
 
 def numbers(count: int, size: int, first: int = 1, **options: Any) -> DataLoader[Any]:
@@ -534,32 +533,32 @@ class Traced(nn.Module):
         return sums, states, plain, str(self.synced.mean_value), [each._update_count for each in self.metrics.values()]
 
 
-@pytest.mark.parametrize("is_ghost", [False, True])
-def test_a_ghost_leaves_no_trace(is_ghost: bool) -> None:
+@pytest.mark.parametrize("is_dummy", [False, True])
+def test_a_dummy_batch_leaves_no_trace(is_dummy: bool) -> None:
     module, callback, follower = Traced(), Collecting(), Collecting()
     follower.counts_rounds = True
     module.leave()
     before, rows, nested = module.traces(), module.rows, module.nested
     collector = MetricCollector(module)
-    uneven = UnevenRound(collector, module, [callback, follower], is_ghost)
-    assert (collector.is_uneven, collector.silent) == (True, is_ghost)
+    uneven = UnevenRound(collector, module, [callback, follower], is_dummy)
+    assert (collector.is_uneven, collector.silent) == (True, is_dummy)
     for _ in range(2):  # in the step, and in the hooks after it
         module.leave()
         for each in (callback, follower):
             each.samples.append(1.0)
             each.seen += 2
         uneven.renew()
-        assert (module.traces() == before) is is_ghost
+        assert (module.traces() == before) is is_dummy
     uneven.put_back()
     module.rows.append(4)  # by the optimizer's step
     assert module.traces() != before
-    before = module.traces() if is_ghost else before
+    before = module.traces() if is_dummy else before
     uneven.end()
     assert (collector.is_uneven, collector.silent) == (False, False)
-    assert (module.traces() == before) is is_ghost
+    assert (module.traces() == before) is is_dummy
     assert module.rows is rows
     assert module.nested is nested
-    assert (callback.samples, callback.seen) == (([], 0) if is_ghost else ([1.0, 1.0], 4))
+    assert (callback.samples, callback.seen) == (([], 0) if is_dummy else ([1.0, 1.0], 4))
     assert follower.seen == 4
     assert module.steps >= 2, "a count of batches goes on"
     module.synced.update(torch.tensor([8.0]))

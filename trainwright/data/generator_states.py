@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.devices.generators import check_device_state, state_in
+from trainwright.devices.generators import check_device_state, is_generator_state, state_in
 from trainwright.errors import CheckpointError
 
-NAMES = frozenset({"python", "numpy", "torch"})
 DEVICE = "device"
 KEY_LENGTH = 624
 """The words of a Mersenne Twister."""
@@ -30,10 +29,6 @@ def check_generator_states(value: Any, path: str) -> None:
                     f"{path}: the state of the {name} generator is not valid ({error}). Use another checkpoint, or a good "
                     "copy of this one."
                 ) from error
-
-
-def is_generator_state(value: Any) -> bool:
-    return isinstance(value, Mapping) and value.keys() >= NAMES
 
 
 def _states_in(value: Any) -> Iterator[Mapping[str, Any]]:

@@ -11,6 +11,13 @@ from torch import Tensor
 
 from trainwright.devices import accelerator, cuda
 
+NAMES = frozenset({"python", "numpy", "torch"})
+"""The generators on the host: states with these names are those of a process's generators."""
+
+
+def is_generator_state(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.keys() >= NAMES
+
 
 def device_state() -> dict[str, Any] | None:
     """Return the states of the accelerator's generators; None where this process uses none.

@@ -44,7 +44,8 @@ class Connection:
 
     environment: Environment
     backend: str | None
-    channel: StoreChannel
+    channel: StoreChannel | None
+    """None for a process alone."""
     store: Store | None = None
     owns_group: bool = False
     """False if the user's script opened the group; then the script also closes it."""
@@ -85,7 +86,7 @@ class Connection:
         atexit.unregister(self.close)
         if _connection is self:
             _connection = None
-        if self._watch is None:
+        if self._watch is None or self.channel is None:
             return
         atexit.unregister(self._watch.stop)
         if self.owns_group and not self._watch.has_failed and not self._watch.has_said_goodbye:
@@ -129,7 +130,7 @@ def open_process_group(
                 dist.init_process_group(backend, store=stores().HashStore(), rank=0, world_size=1)
                 atexit.register(_destroy_group)
             _check_backends(device_types[:1])  # one process sends nothing that is elsewhere
-        return Connection(environment, None, StoreChannel(None, environment.rank, 1))
+        return Connection(environment, None, None)
     if _connection is not None:
         if _connection.environment != environment:
             raise RuntimeError(

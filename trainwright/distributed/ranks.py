@@ -6,7 +6,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from trainwright.distributed.rank_positions import Locate
@@ -21,21 +21,22 @@ class Ranks:
     """
 
     def __init__(self, channel: StoreChannel | None = None, timeout_seconds: float = 1800.0) -> None:
-        self._channel = StoreChannel(None, 0, 1) if channel is None else channel
+        self._channel = channel
         self.timeout_seconds = timeout_seconds
-        self.rank, self.world_size = self._channel.rank, self._channel.world_size
+        self.rank, self.world_size = (0, 1) if channel is None else (channel.rank, channel.world_size)
 
     def subchannel(self, name: str) -> Ranks:
         """Return ranks for a second thread, whose calls pair up by themselves. See `StoreChannel.subchannel`."""
-        return Ranks(self._channel.subchannel(name), self.timeout_seconds)
+        return Ranks(None if self._channel is None else self._channel.subchannel(name), self.timeout_seconds)
 
     def give_up(self) -> None:
         """Make the call that waits here in another thread raise, and every later one."""
-        self._channel.give_up()
+        if self._channel is not None:
+            self._channel.give_up()
 
     def located_by(self, locate: Locate) -> AbstractContextManager[None]:
         """See `RankPositions.located_by`."""
-        return self._channel.located_by(locate)
+        return nullcontext() if self._channel is None else self._channel.located_by(locate)
 
     def exchange(self, value: Any, call: str) -> list[Any]:
         """Return the values of all ranks, by rank."""
@@ -116,6 +117,8 @@ class Ranks:
                 self.wait(call)
 
     def _exchange(self, payload: bytes, call: str) -> list[bytes]:
+        if self._channel is None:
+            return [payload]
         return self._channel.exchange(payload, call=call, timeout_seconds=self.timeout_seconds)
 
 

@@ -25,22 +25,18 @@ LOOK_SECONDS = 0.5
 class StoreChannel:
     """Swaps payloads between all ranks, from any thread. Calls pair up by their order in one channel.
 
-    `store` is None in a job of one process, and `positions` is None for a channel of another thread than the main one.
+    `positions` is None for the channel of a thread that is not the main one.
     """
 
     def __init__(
         self,
-        store: Store | None,
+        store: Store,
         rank: int,
         world_size: int,
         *,
         name: str = "main",
         positions: RankPositions | None = None,
     ) -> None:
-        if store is None and world_size > 1:
-            raise ValueError(
-                f"store=None with world_size={world_size}; several ranks need a key-value store. Pass one."
-            )
         self.rank, self.world_size = rank, world_size
         self._store, self._name, self._positions = store, name, positions
         self._lock = threading.Lock()
@@ -74,8 +70,6 @@ class StoreChannel:
             RuntimeError: the ranks have met in different calls, or another rank has skipped this call or has exited.
             TimeoutError: a rank has not made it in time.
         """
-        if self._store is None:
-            return [payload]
         own = RankPosition() if self._positions is None else self._positions.now()
         header = json.dumps([call, own.text]).encode()
         with self._lock:  # if calls of two threads overlapped, the deletion below would be too early
@@ -95,15 +89,13 @@ class StoreChannel:
 
     def leave(self) -> None:
         """Post that this rank makes no more calls."""
-        if self._store is not None:
-            post(self._store, f"left/{self.rank}", b"")
+        post(self._store, f"left/{self.rank}", b"")
 
     def _key(self, call: int, rank: int) -> str:
         return f"exchange/{self._name}/{call}/{rank}"
 
     def _wait(self, keys: list[str], call: str, own: RankPosition, timeout_seconds: float) -> None:
         # Polls, because a blocking wait would hold the connection against other threads and delay signal handlers.
-        assert self._store is not None
         began = looked = time.monotonic()
         deadline = began + timeout_seconds
         missing = [] if self._store.check(keys) else list(reversed(keys))
@@ -128,7 +120,6 @@ class StoreChannel:
             time.sleep(min(max((now - began) * PAUSED_PART, SHORTEST_PAUSE), LONGEST_PAUSE))
 
     def _refuse_left(self, keys: list[str]) -> None:
-        assert self._store is not None
         for rank, key in enumerate(keys):
             # The key is checked again: the rank may have posted it and left between the first two checks.
             if not self._store.check([key]) and self._store.check([f"left/{rank}"]) and not self._store.check([key]):
@@ -142,7 +133,6 @@ class StoreChannel:
         """Raise if the rank that is waited for has reported a position beyond this call; request its position again."""
         if self._positions is None:
             return
-        assert self._store is not None
         other = self._positions.reported(self._store, rank)
         # A rank posts a call before it moves on, so a call that is still missing was skipped.
         if other is not None and other.order > own.order and not self._store.check([key]):

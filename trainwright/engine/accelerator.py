@@ -132,7 +132,7 @@ class Accelerator:
             if done.of(each) is None and each not in new[kind]:
                 new[kind].append(each)
         if not done.loaders:
-            self.engine.take_seed()
+            self.engine.take_seed()  # once: the loaders of a loop are shuffled from one seed
         # The strategy may replace parameters, so the models come before the optimizers that step them.
         done.models.extend(self._prepare_module(each) for each in new["module"])
         if new["optimizer"]:
@@ -155,7 +155,7 @@ class Accelerator:
             )
         is_mixed = self.engine.precision.forward_context() is not None
         if not is_mixed and module not in self.engine.strategy.wrapped:
-            return module
+            return module  # its own forward does all that a wrapper would
         return PreparedModule(self.engine, module, to_float32=is_mixed)
 
     def _prepare_optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -163,6 +163,7 @@ class Accelerator:
         for each in optimizers:
             self._refuse_strangers(each)
         earlier = len(self.engine.optimizers)
+        # The strategies expect those that an earlier call returned first in the list.
         inner = self.engine.prepare_optimizers([*self.engine.optimizers, *optimizers])[earlier:]
         norm = self._optimization.clip_norm
         for given, each in zip(optimizers, inner, strict=True):

@@ -20,9 +20,6 @@ class Compiled:
     The module itself stays eager: its steps log, and a log call would break the graph. Whichever submodule a step calls, be
     it `self.net` or `self.net.encoder`, is compiled whole at its first call; what that one calls is part of its graph.
     torchmetrics objects, scripted modules and what the user has compiled are not compiled.
-
-    Raises:
-        ValueError: torch.compile refuses the options.
     """
 
     def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:

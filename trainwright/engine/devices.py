@@ -13,11 +13,7 @@ from trainwright.distributed.environment import Environment
 
 
 def device_numbers(devices: Any, device_type: str) -> list[int] | None:
-    """Return the GPUs of a list such as [0, 2] or a text such as "0,2"; None for any other setting.
-
-    Raises:
-        TypeError, ValueError: the list is not one of different GPUs that exist here.
-    """
+    """Return the GPUs of a list such as [0, 2] or a text such as "0,2", which must exist; None for any other setting."""
     if isinstance(devices, str) and "," in devices:
         parts = [part.strip() for part in devices.split(",") if part.strip()]
         devices = [int(part) if part.isdigit() else part for part in parts]
@@ -79,7 +75,7 @@ def resolve_num_processes(devices: int | str | list[int], device_type: str, envi
             "GPUs, -1 for all, or 'auto'."
         )
     if devices == -1:
-        devices = launched or present or torch.get_num_threads()
+        devices = launched or present or torch.get_num_threads()  # torch's default is one thread per core
     if devices < 1:
         raise ValueError(f"devices={devices} is below 1; pass a number of devices, -1 for all, or 'auto'.")
     if present is not None and devices > present and not has_own:

@@ -22,12 +22,11 @@ from trainwright.checkpoint.filesystem import describe
 from trainwright.checkpoint.reader import Checkpoint, Verify, open_checkpoint
 from trainwright.checkpoint.store import SAVE, CheckpointWriter
 from trainwright.checkpoint.tensors import Piece
-from trainwright.data.generator_states import is_generator_state
 from trainwright.data.index_stream import Mode
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.seeding import rng_state
 from trainwright.devices.accelerator import resolve_device_type, use, using
-from trainwright.devices.generators import owned
+from trainwright.devices.generators import is_generator_state, owned
 from trainwright.distributed import collectives
 from trainwright.distributed.connection import open_process_group, pick_backend
 from trainwright.distributed.environment import Environment
@@ -105,6 +104,7 @@ class Engine:
         device_type = resolve_device_type(accelerator)
         num_processes = resolve_num_processes(devices, device_type, environment)
         alone = environment.launched_by == "single"
+        # Of the job that is about to be started, if this process was not launched in one.
         world_size = num_processes * max(num_nodes, 1) if alone else environment.world_size
         self.strategy = resolve_strategy(strategy, world_size)
         chosen_precision = resolve_precision(precision, device_type)

@@ -88,7 +88,7 @@ def _found(names: set[str], pieces: Iterable[Piece]) -> list[str]:
         tensor = piece.tensor
         if piece.name in names and tensor.numel() > 0 and tensor.dtype in DTYPES and not tensor.is_meta:
             groups.setdefault((tensor.device, tensor.dtype), []).append((piece.name, tensor.detach()))
-    with torch.no_grad():
+    with torch.no_grad():  # a save may be called within a step
         return [name for (device, _), group in groups.items() for name in _not_finite(device.type, group)]
 
 

@@ -37,11 +37,7 @@ class ModuleLoads:
         """The numbers of the modules that get a whole state_dict."""
 
     def check(self, strict: bool) -> None:
-        """Find out how each module is loaded, and check its extra state.
-
-        Raises:
-            CheckpointError: extra state does not fit, or nothing can be loaded into what a module computes.
-        """
+        """Find out how each module is loaded, and refuse extra state that does not fit (CheckpointError)."""
         for number, module in enumerate(self._modules):
             computes = bool(computed_entries(self._strategy, module))
             # Under the other strategies a module holds parts of its tensors, or copies.
@@ -56,11 +52,7 @@ class ModuleLoads:
         return number not in self._wholes
 
     def load_wholes(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor] | None, strict: bool) -> None:
-        """Load the modules that get a whole state_dict; `tensors` are the model's, if hooks have changed them.
-
-        Raises:
-            CheckpointError: a module does not accept it.
-        """
+        """Load the modules that get a whole state_dict, of `tensors` if hooks have changed the model's (CheckpointError)."""
         names = [*(checkpoint.tensors("model") if tensors is None else tensors)]
         for number in sorted(self._wholes):
             prefix = prefix_of(number)
@@ -72,11 +64,7 @@ class ModuleLoads:
             _load(self._modules[number], {**state, **self._extra[number]}, strict, self._path)
 
     def finish(self) -> None:
-        """Load the extra state of the other modules, and call the methods and hooks that they have for a load.
-
-        Raises:
-            CheckpointError: a method or a hook failed.
-        """
+        """Load the extra state of the other modules, and call their methods and hooks for a load (CheckpointError)."""
         for number, (module, states) in enumerate(zip(self._modules, self._extra, strict=True)):
             if number in self._wholes:
                 continue
@@ -84,7 +72,7 @@ class ModuleLoads:
                 set_extra_states(module, states)
                 continue
             in_use = module.state_dict(keep_vars=True)
-            # Its tensors are loaded already; they are passed again for what its methods do beside copying them.
+            # Its tensors are loaded already; they are passed again for what else its methods do with them.
             given = {clean_name(name): value for name, value in in_use.items() if isinstance(value, Tensor)}
             _load(module, {**given, **states}, False, self._path)
 

@@ -33,11 +33,7 @@ class ReplacedParameters:
         return now
 
     def update(self, optimizers: Iterable[Optimizer]) -> None:
-        """Let optimizers step the replacements of their parameters.
-
-        Raises:
-            ValueError: one has stepped before, or holds parameters on the meta device, which no prepared model has.
-        """
+        """Let optimizers step the replacements of their parameters (ValueError if one has stepped, or would train nothing)."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 now = [self.current(each) for each in group["params"]]

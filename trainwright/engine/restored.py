@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from trainwright.checkpoint.reader import Checkpoint
-from trainwright.data.generator_states import check_generator_states, is_generator_state
+from trainwright.data.generator_states import check_generator_states
 from trainwright.data.seeding import derive_seed, derived_rng_state
 from trainwright.devices.accelerator import count
-from trainwright.devices.generators import lost_devices, taken_over
+from trainwright.devices.generators import is_generator_state, lost_devices, taken_over
 from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_info
 
@@ -58,8 +58,8 @@ def restored(
         if lost := lost_devices(rng, device):
             warnings.warn(
                 f"{checkpoint.path}: the saved run also drew random numbers on {device.type} device(s) {', '.join(lost)}. This "
-                f"process computes on {device} and sees {count(device.type)} device(s), so it restores only the generator of "
-                "its own device.",
+                f"process computes on {device} and sees {count(device.type)} device(s), so it restores only the "
+                "generator of that device.",
                 stacklevel=2,
             )
         rng = taken_over(rng, device, derive_seed(*start))

@@ -47,7 +47,7 @@ class AccumulationWindow:
             if batches_left is not None:
                 self.length = max(1, min(usual_length, batches_left))
         self._count = self._position + 1
-        self.is_at_end = is_last or self._count >= self._planned
+        self.is_at_end = is_last or self._count >= self._planned  # is_last, since the length may have been wrong
 
     def end_batch(self) -> None:
         """End the current batch, and the window with its last."""

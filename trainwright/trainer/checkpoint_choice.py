@@ -27,8 +27,6 @@ FALL_BACK = "(ckpt_path='auto' falls back to the one before it.)"
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint of a call."""
-
     path: str | None = None
     """None for no checkpoint; "auto" if the call starts workers, which then choose."""
     checkpoint: Checkpoint | None = None
@@ -104,29 +102,16 @@ class CheckpointSearch:
                 "enable_checkpointing at True."
             )
         self.engine.finish_save()  # a save in flight may be the checkpoint that is searched for
-        starts_workers = bool(self.engine.num_workers)
-        if name == "auto":
-            return Choice("auto") if starts_workers else self._newest_whole()
-        listed: dict[str, list[str]] = {}
-        if name == "last":
-            path, listed = self._decide(self._newest)
-        elif name == "best":
-            path = self._decide(self._best)
-        else:
-            path = name
-        if starts_workers:
+        if name == "auto" and self.engine.num_workers:
+            return Choice("auto")
+        if name in ("last", "auto"):
+            return self._newest(name)
+        path = self.engine.ranks.decide(self._best, CALL) if name == "best" else name
+        if self.engine.num_workers:
             return Choice(path)
-        try:
-            checkpoint = self.engine.verified(path, self.verify)
-        except CheckpointError as error:
-            if name != "last":
-                raise
-            raise CheckpointError(f"{error} {FALL_BACK}") from error
-        continues = self.call == "fit" and (name == "last" or self._decide(lambda: _is_newest(path)))
-        return replace(_chosen(checkpoint, continues), listed=listed)
-
-    def _decide(self, look: Callable[[], Any]) -> Any:
-        return self.engine.ranks.decide(look, CALL)
+        checkpoint = self.engine.verified(path, self.verify)
+        continues = self.call == "fit" and self.engine.ranks.decide(lambda: _is_newest(path), CALL)
+        return _chosen(checkpoint, continues)
 
     def _best(self) -> str:
         callback = self.callbacks[0]
@@ -141,59 +126,50 @@ class CheckpointSearch:
             "path of an existing one."
         )
 
-    def _newest(self) -> tuple[str, dict[str, list[str]]]:
-        """Return the newest checkpoint, whose manifest is sound, and what its folder holds. Rank 0's."""
-        folders, found = self._candidates(self.call != "fit")
-        if not found:
-            raise CheckpointError(
-                f"ckpt_path='last': no checkpoint was saved{_where(folders)}. Run fit first, or pass a path."
-            )
-        path, damage = found[-1].path, found[-1].damage
-        if damage:
-            remedy = f" It is damaged: replace it by a good copy, or remove it. {FALL_BACK}"
-            remedy = "" if found[-1].is_refused else remedy
-            raise CheckpointError(f"ckpt_path='last': the newest checkpoint is {path}. {damage}{remedy}")
-        folder = os.path.dirname(path.rstrip("/"))
-        return path, {folder: _names(folder)}
-
-    def _newest_whole(self) -> Choice:
-        """Return the newest checkpoint that verifies, with a warning for each damaged one before it. Collective."""
-        is_fit = self.call == "fit"
+    def _newest(self, name: str) -> Choice:
+        """Return the newest checkpoint. If it is damaged, "last" raises; "auto" warns and takes the next one. Collective."""
+        is_fit, falls_back = self.call == "fit", name == "auto"
 
         def look() -> dict[str, Any]:
             folders, found = self._candidates(not is_fit)
             weights = [] if found else self._candidates(True)[1]
             return {
-                "where": _where(folders),
-                "found": [asdict(each) for each in reversed(found)],
+                "where": f" in {', '.join(folders)}" if folders else " yet",
+                "found": [asdict(each) for each in reversed(found)],  # plain data, which can go to the other ranks
                 "weights": weights[-1].path if weights else "",
                 "names": {folder: _names(folder) for folder in folders},
             }
 
-        seen = self._decide(look)
+        seen = self.engine.ranks.decide(look, CALL)
         names: dict[str, list[str]] = seen["names"]
-        for each in seen["found"]:
-            path, damage = each["path"], each["damage"]
-            if each["is_refused"]:
-                raise CheckpointError(f"ckpt_path='auto': the newest checkpoint is {path}. {damage}")
+        for entry in (CheckpointEntry(**each) for each in seen["found"]):
+            path, damage = entry.path, entry.damage
+            newest = f"ckpt_path={name!r}: the newest checkpoint is {path}. {damage}"
+            if entry.is_refused:  # it is whole: an older one would lose what it holds
+                raise CheckpointError(newest)
+            if damage and not falls_back:
+                raise CheckpointError(f"{newest} It is damaged: replace it by a good copy, or remove it. {FALL_BACK}")
+            if not damage and self.engine.num_workers:
+                return Choice(path)
             if not damage:
                 try:
                     chosen = _chosen(self.engine.verified(path, self.verify), continues=is_fit)
                 except CheckpointError as error:
+                    if not falls_back:
+                        raise CheckpointError(f"{error} {FALL_BACK}") from error
                     damage = str(error)
                 else:
                     listed = {folder: inside for folder, inside in names.items() if path.startswith(f"{folder}/")}
-                    return replace(chosen, listed=listed, is_rerunnable=is_fit)
+                    return replace(chosen, listed=listed, is_rerunnable=is_fit and falls_back)
             rank_zero_warn(
                 f"ckpt_path='auto' skips {path}, which is damaged and is left untouched: {damage}", stacklevel=2
             )
-        if not is_fit:
-            raise CheckpointError(
-                f"ckpt_path='auto': no whole checkpoint found{seen['where']}. Run fit first, or pass a path."
-            )
+        if not falls_back or not is_fit:
+            problem = "no whole checkpoint found" if falls_back else "no checkpoint was saved"
+            raise CheckpointError(f"ckpt_path={name!r}: {problem}{seen['where']}. Run fit first, or pass a path.")
         weights = f" ({seen['weights']} holds only weights, from which no run can resume)" if seen["weights"] else ""
         self.say(f"ckpt_path='auto': no checkpoint found{seen['where']}{weights}; starting from scratch.")
-        # A default folder is left out: this run gets a new one.
+        # A default folder is left out, because this run gets a new one.
         given = [callback.given_dirpath for callback in self.callbacks]
         return Choice(listed={folder: names[folder] for folder in names if folder in given}, is_rerunnable=True)
 
@@ -248,10 +224,6 @@ def _names(folder: str) -> list[str]:
         return sorted(name for name in files.listing(inside) if name.endswith(SUFFIX) and not name.startswith("."))
     except OSError:
         return []
-
-
-def _where(folders: list[str]) -> str:
-    return f" in {', '.join(folders)}" if folders else " yet"
 
 
 def _is_newest(path: str) -> bool:

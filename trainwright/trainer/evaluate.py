@@ -18,14 +18,13 @@ from trainwright.distributed.sync_points import SyncPoint
 from trainwright.module import Module, is_overridden
 from trainwright.profilers.instrumentation import is_measuring
 from trainwright.trainer.metrics import MetricCollector
-from trainwright.trainer.own_rounds import OwnRounds
 from trainwright.trainer.phase import Phase
 from trainwright.trainer.run import Run
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches, find_transfer
 from trainwright.trainer.stage import Shard, Stage, limited
 from trainwright.trainer.steps import StepArguments, read_step
 from trainwright.trainer.stop import EvaluationAbandoned
-from trainwright.trainer.uneven_round import Communication, UnevenRound
+from trainwright.trainer.uneven_round import Communication, OwnRounds, UnevenRound
 
 LIMITS = {
     "validation": "limit_val_batches",
@@ -257,7 +256,7 @@ def run_dummy(
     `pulled` is where a step takes its batches from itself, and the loader's index for its hook.
     """
     run, stage, communication = evaluation.run, evaluation.stage, evaluation.communication
-    uneven = UnevenRound(collector, evaluation.module, run.callbacks, is_ghost=True)
+    uneven = UnevenRound(collector, evaluation.module, run.callbacks, is_dummy=True)
     if communication.in_hooks and indices:
         run.hooks.call(f"on_{stage}_batch_start", batch, *indices)
     outputs = None

@@ -1,4 +1,4 @@
-"""Inputs: what fit, validate and test are given, checked before anything is done with it."""
+"""Inputs: checks of what the Trainer and its calls are given, before anything is done with it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ REPLACED_HOOKS = {
     "on_pretrain_routine_end": "on_fit_start",
     "on_keyboard_interrupt": "on_exception",
 }
-"""Hooks of earlier trainers, which nobody calls any more, and what is called in their stead."""
+"""Hooks of earlier trainers, which are not called, and what replaces them."""
 
 
 def refuse_replaced_hooks(owner: Any) -> None:
-    """Refuse a module or a callback with a hook that would never be called (TypeError)."""
+    """Raise TypeError for a module or a callback with a hook that would never be called."""
     for name, replacement in REPLACED_HOOKS.items():
         if callable(getattr(owner, name, None)):
             raise TypeError(
@@ -43,7 +43,7 @@ def refuse_replaced_hooks(owner: Any) -> None:
 
 
 def check_module(module: Any, needed: list[str], call: str) -> None:
-    """Refuse what is no Module, or one without the methods that the call needs (TypeError)."""
+    """Raise TypeError unless it is a Module with the methods that the call needs."""
     if module is None:
         raise TypeError(
             f"trainer.{call} was given no module, and none was run before; pass an instance of trainwright.Module."
@@ -51,10 +51,10 @@ def check_module(module: Any, needed: list[str], call: str) -> None:
     if isinstance(module, type) and issubclass(module, Module):
         raise TypeError(f"trainer.{call} was given the class {module.__name__}; pass an instance of it.")
     if not isinstance(module, Module):
-        hint = " Subclass trainwright.Module, or use trainwright.Accelerator in a loop of your own."
+        hint = " Subclass trainwright.Module, or use trainwright.Accelerator in your own loop."
+        hint = hint if isinstance(module, nn.Module) else ""
         raise TypeError(
-            f"trainer.{call} was given a {type(module).__name__}; accepted is an instance of trainwright.Module."
-            + (hint if isinstance(module, nn.Module) else "")
+            f"trainer.{call} was given a {type(module).__name__}; accepted is an instance of trainwright.Module.{hint}"
         )
     refuse_replaced_hooks(module)
     missing = [name for name in needed if not is_overridden(name, module, Module)]
@@ -69,13 +69,13 @@ def check_module(module: Any, needed: list[str], call: str) -> None:
 
 
 def check_loader(loader: Any, argument: str, call: str, hook: str, is_read_once: bool) -> Any:
-    """Return the loaders; refuse what is none, or could be read only once where that is not enough (TypeError)."""
+    """Return the loaders; TypeError for anything else, and for an iterator unless it `is_read_once`."""
     if loader is None:
         raise TypeError(
             f"trainer.{call} was given no {argument}; pass a torch DataLoader, or an iterable of batches, or define {hook} on "
             "the module or on a DataModule."
         )
-    if isinstance(loader, str) or not isinstance(loader, Iterable):
+    if isinstance(loader, str) or not isinstance(loader, Iterable):  # a str is iterable
         raise TypeError(
             f"{argument} is a {type(loader).__name__}; accepted are a torch DataLoader, an iterable of batches, and several of "
             "them in a list, a dict or a CombinedLoader."
@@ -85,20 +85,21 @@ def check_loader(loader: Any, argument: str, call: str, hook: str, is_read_once:
     if once and not is_read_once:
         raise TypeError(
             f"{argument} is or holds a {type(once[0]).__name__}, which can be read only once, and this run may read it more "
-            "often; pass a list, a DataLoader, or an object whose __iter__ begins anew. max_epochs=1 reads training data once, "
-            "and with num_sanity_val_steps=0 and no val_check_interval validation data too."
+            "often; pass a list, a DataLoader, or an object whose __iter__ starts again. max_epochs=1 reads training data "
+            "once, and with num_sanity_val_steps=0 and no val_check_interval validation data too."
         )
     return loader
 
 
 def choose_precision(precision: Any, plugins: Any) -> Any:
-    """Return the precision that precision= or plugins= asks for.
+    """Return the precision chosen by precision= or plugins=.
 
     Raises:
-        ValueError: plugins= holds something that has an argument of its own, or both ask for a precision.
+        ValueError: plugins= holds a strategy, or both choose a precision.
         TypeError: plugins= holds something unknown.
     """
-    for plugin in [] if plugins is None else plugins if isinstance(plugins, (list, tuple)) else [plugins]:
+    given = plugins if isinstance(plugins, (list, tuple)) else [] if plugins is None else [plugins]
+    for plugin in given:
         if isinstance(plugin, str):
             raise ValueError(f"plugins={plugin!r} names a strategy; pass strategy={plugin!r} instead.")
         if isinstance(plugin, Strategy):
@@ -116,19 +117,17 @@ def choose_precision(precision: Any, plugins: Any) -> Any:
 
 
 def choose_root(default_root_dir: Any) -> str:
-    """Return the folder of a Trainer's files, absolute; TypeError for what is no path."""
-    if default_root_dir is None:
-        return absolute(".")
-    if not isinstance(default_root_dir, (str, os.PathLike)):
+    """Return the absolute folder of a Trainer's files; TypeError unless it is a path or None."""
+    if not isinstance(default_root_dir, (str, os.PathLike, type(None))):
         raise TypeError(
             f"default_root_dir={default_root_dir!r} is a {type(default_root_dir).__name__}; accepted are a path, an fsspec URL "
             "and None for the working directory."
         )
-    return absolute(default_root_dir)
+    return absolute("." if default_root_dir is None else default_root_dir)
 
 
 def check_compile(compile: Any, strategy: Strategy) -> None:
-    """Refuse compile= under a strategy whose engine the compiler cannot follow (ValueError)."""
+    """Raise ValueError for compile= under a strategy whose engine the compiler cannot follow."""
     if compile and not strategy.takes_compile:
         raise ValueError(
             f"compile={compile!r} cannot hold under strategy={strategy.name!r} as it is set (DeepSpeed's stage 3 gathers "

@@ -37,6 +37,5 @@ class FolderLocks:
                 self._say(f"{folder} was held by {earlier}, which has ended; this run takes it over.")
 
     def release(self) -> None:
-        """Release all folders."""
-        while self._locks:
+        while self._locks:  # a lock leaves the dict first, so that an error here does not release it twice
             self._locks.popitem()[1].release()

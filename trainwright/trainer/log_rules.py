@@ -11,8 +11,6 @@ import torch
 
 
 class LogRule(NamedTuple):
-    """What self.log does in one step or hook."""
-
     on_step: bool
     """The default of on_step."""
     on_epoch: bool
@@ -78,7 +76,6 @@ class LogSettings(NamedTuple):
 
 
 def check_name(name: object) -> None:
-    """Raise TypeError unless the name is a str."""
     if not isinstance(name, str):
         raise TypeError(f"a metric's name is a str; self.log got {name!r}, a {type(name).__name__}. Use str(...).")
 
@@ -123,7 +120,6 @@ def reduction_named(reduce_fx: Any) -> str:
 
 
 def check_settings(name: str, settings: LogSettings, *, is_metric: bool) -> None:
-    """Refuse settings that cannot be followed (ValueError)."""
     if settings.sync_dist_group is not None:
         raise ValueError(
             f"self.log({name!r}, ...) got sync_dist_group={settings.sync_dist_group!r}; only None is accepted, as epoch values "

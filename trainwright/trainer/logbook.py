@@ -37,7 +37,7 @@ class Logbook:
         """Whether an epoch or an evaluation has begun; a sanity check does not count."""
         self.reductions = 0
         """Reductions over the ranks that were begun; compared across ranks, they show which rank is behind."""
-        self._loggers = loggers if engine.rank == 0 else ()
+        self._loggers = loggers if engine.rank == 0 else ()  # only rank 0 writes
         self._engine, self._state = engine, state
         self._is_silent = False
         self._warned: set[str] = set()
@@ -70,7 +70,7 @@ class Logbook:
 
     def start(self, module: Module, stage: str = "train") -> MetricCollector:
         """Begin a training epoch or an evaluation ("train", "validation" or "test"), for which self.log then collects."""
-        self._keep_steps()
+        self._keep_steps()  # of the collector before
         self.has_begun = self.has_begun or not self._is_silent
         collector = MetricCollector(module, stage, self._engine.rank, self._warned)
         if stage == "train":
@@ -102,9 +102,7 @@ class Logbook:
         self.owes_row = False
         if not self._loggers or self._is_silent:
             return
-        assert self.collector is not None
-        values = {each.step_name: each.last for each in self.collector.steps() if each.logger and each.last is not None}
-        self._write(to_numbers(values), self._state.batches_that_stepped)
+        self._write(self._step_values(), self._state.batches_that_stepped)
 
     def log_evaluation_step(self, batch_idx: int) -> None:
         """Write a row with the step values of a batch of the current loader.
@@ -117,15 +115,15 @@ class Logbook:
         assert collector is not None
         counter = (collector.stage, collector.loader)
         self._batches[counter] = batch_idx + 1
-        values = {
-            each.step_name: each.last
-            for each in collector.steps()
-            if each.logger and each.last is not None and each.loader == collector.loader
-        }
-        if values:
-            self._held_rows.append((to_numbers(values), self._earlier_batches.get(counter, 0) + batch_idx))
+        if values := self._step_values():
+            self._held_rows.append((values, self._earlier_batches.get(counter, 0) + batch_idx))
             if self.training_collector is None:  # outside of fit no run resumes from within
                 self._write_held_rows()
+
+    def _step_values(self) -> dict[str, float]:
+        assert self.collector is not None
+        steps = [each for each in self.collector.steps() if each.logger and each.loader == self.collector.loader]
+        return to_numbers({each.step_name: each.last for each in steps if each.last is not None})
 
     def end_loader(self, module: Module) -> None:
         """Compute and reset the Metric objects of the loader that ends. Collective: call it while `collector.loader` is set."""
@@ -143,7 +141,7 @@ class Logbook:
         self._keep_steps()
         self.reductions += 1
         reduced = reduce_epoch(collector, module, self._engine.world_size, self._engine.device, collector.reduced)
-        collector.keep_reduced(reduced)
+        collector.reduced.update(reduced)
         for key, number in expanded(reduced).items():
             self._keep_epoch(key, number)
 
@@ -152,7 +150,7 @@ class Logbook:
 
         A value without a loader is in the dict of each loader. A value of rank 0 alone is not returned.
         """
-        self.reduce(module)
+        self.reduce(module)  # without the values that are reduced already
         assert self.collector is not None
         reduced = expanded(self.collector.reduced)
         self.collector.clear()
@@ -238,7 +236,6 @@ class Logbook:
         self.unfinished = state
 
     def is_outdated(self, name: str) -> bool:
-        """Return whether a metric is a validation's of earlier weights."""
         return self._scored_at.get(name, self._state.step) != self._state.step
 
     def take_up_epoch(self) -> None:
@@ -260,7 +257,6 @@ class Logbook:
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """The loggers' metrics, under their names there."""
         self._keep_steps()
         return _as_tensors(self._logged)
 
@@ -271,7 +267,6 @@ class Logbook:
         return to_numbers(self._shown)
 
     def flush(self) -> None:
-        """Let the loggers write what they hold back."""
         for logger in self._loggers:
             logger.flush()
 
@@ -284,7 +279,7 @@ class Logbook:
                 continue
             if collector is not None and collector.stage == "train" and not each.rank_zero_only:
                 self._callback[each.base_name] = self._callback[each.step_name] = value
-                self._scored_at.pop(each.base_name, None)
+                self._scored_at.pop(each.base_name, None)  # no longer a validation's
                 self._scored_at.pop(each.step_name, None)
             if each.logger:
                 self._logged[each.step_name] = value
@@ -322,3 +317,25 @@ def _as_tensors(values: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
         name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         for name, value in values.items()
     }
+
+
+def format_table(
+    title: str, metrics: Sequence[Mapping[str, float]], loaders: Sequence[str | None] | None = None
+) -> str:
+    """Return a table with a row for each metric and a column for each loader, whose suffix is cut off the metrics' names.
+
+    `loaders` are the names of the loaders; None for a loader without a name, or if all are.
+    """
+    names = [*(loaders or ()), *[None] * len(metrics)][: len(metrics)]
+    suffixes = [f"/dataloader_idx_{index}" if name is None else f"/{name}" for index, name in enumerate(names)]
+    heads = ["value"] if names == [None] else [name or f"loader {index}" for index, name in enumerate(names)]
+    rows: dict[str, list[str]] = {}
+    for index, (values, suffix) in enumerate(zip(metrics, suffixes, strict=True)):
+        for name, value in values.items():
+            rows.setdefault(name.removesuffix(suffix), [""] * len(metrics))[index] = f"{value:.6g}"
+    table = [[title, *heads], *([name, *cells] for name, cells in rows.items())]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  " + "  ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)) for line in table]
+    lines = [line.rstrip() for line in lines]
+    rule = "-" * max(len(line) for line in lines)
+    return "\n".join([rule, lines[0], rule, *lines[1:], rule])

@@ -89,14 +89,12 @@ class LoggedValue:
         self.last: Tensor | float | None = None
         """The latest value; None before the first."""
         self._shown: Tensor | float | None = None
-        """The latest value that `take_new` returned."""
         self._pending: list[Tensor] = []
         self._weights: list[float] = []
         self._total: Tensor | float | None = None
         self._weight = 0.0
 
     def show(self, value: Tensor | float | None) -> None:
-        """Keep a step's value."""
         self.last = value
 
     def take_new(self) -> Tensor | float | None:
@@ -106,7 +104,6 @@ class LoggedValue:
         return value
 
     def follow(self, metric: Metric, attribute: str) -> None:
-        """Log this Metric, which the module holds as `attribute`."""
         self.metric, self.key = metric, self.key._replace(attribute=attribute)
 
     def add(self, value: Tensor | float, weight: float) -> None:
@@ -131,7 +128,6 @@ class LoggedValue:
         return self.settings.reduce_fx is None
 
     def numbers(self) -> list[Tensor | float]:
-        """Return what `state_dict` needs as python numbers."""
         return [each for each in (self._total, self.last) if each is not None] + self._pending
 
     def state_dict(self, numbers: list[float]) -> dict[str, Any]:
@@ -143,7 +139,7 @@ class LoggedValue:
         flags = {name: None if value is None else bool(value) for name, value in given.items()}
         return {
             "hook": self.hook,
-            "name": str.__str__(self.name),
+            "name": str.__str__(self.name),  # a subclass of str is not plain data
             "settings": {**flags, "reduce_fx": self.reduce_fx, "metric_attribute": given["metric_attribute"]},
             "attribute": self.key.attribute,
             "weight": self._weight,
@@ -157,7 +153,8 @@ class LoggedValue:
     @classmethod
     def restored(cls, state: dict[str, Any], device: torch.device, rank: int = 0) -> LoggedValue:
         """Return what `state_dict` described; its pending values go to `device` unless they were on the host."""
-        settings = LogSettings(**{**state["settings"], "reduce_fx": None})  # unlike those of any call: see `take_over`
+        # Unlike the settings of any call, so that the next log of this name goes through the checks and `take_over`.
+        settings = LogSettings(**{**state["settings"], "reduce_fx": None})
         levels = choose_levels(state["name"], state["hook"], settings)
         logged = cls(state["hook"], state["name"], None, settings, levels, state["settings"]["reduce_fx"], rank)
         logged.key = logged.key._replace(attribute=state["attribute"])
@@ -179,7 +176,7 @@ class LoggedValue:
     def merged(cls, states: list[dict[str, Any]]) -> dict[str, Any]:
         """Merge the states of several ranks; the latest value is the first rank's."""
         empty: dict[str, Any] = {"total": None, "weight": 0.0, "pending": [], "weights": []}
-        whole = cls.restored({**states[0], **empty}, torch.device("cpu"))
+        whole = cls.restored({**states[0], **empty}, torch.device("cpu"))  # on the host, where sums are float64
         for state in states:
             total, weight = cls.restored(state, torch.device("cpu")).total()
             whole._weight += weight
@@ -194,8 +191,9 @@ class LoggedValue:
             return
         self._pending, self._weights = [], []
         device = pending[0].device
+        # One dtype as wide as the device has: an epoch's sum in float16 would overflow.
         values = torch.stack([value.to(device) for value in pending]).to(widest_float(device.type))
-        if self.reduce_fx != "mean":
+        if self.reduce_fx != "mean":  # values.sum(), .min() or .max()
             self._combine(getattr(values, self.reduce_fx)())
         elif len(set(weights)) == 1:  # the usual case, in which nothing is copied to the device
             self._combine(values.sum() * weights[0])

@@ -29,11 +29,6 @@ COMBINATIONS: dict[str, Callable[[list[Tensor]], Tensor]] = {
 """How to merge a Metric's states of several ranks, by the name of torchmetrics' reduction for them."""
 
 
-def paths_of_metrics(module: nn.Module) -> dict[int, str]:
-    """Return the paths of the module's Metric objects, by id."""
-    return {id(child): path for path, child in module.named_modules() if is_metric(child)}
-
-
 def found_at(module: nn.Module, path: str) -> Any:
     """Return the attribute at a dotted path, else None."""
     try:
@@ -63,7 +58,7 @@ def compute_metrics(module: nn.Module, keys: Iterable[Key]) -> dict[Key, Reduced
     """
     values: dict[str, Any] = {}
     numbers: dict[Key, Reduced] = {}
-    for key in sorted(keys):
+    for key in sorted(keys):  # the same order on each rank, since each `compute` gathers
         if key.attribute not in values:
             metric = found_at(module, key.attribute)
             with warnings.catch_warnings():

@@ -32,7 +32,6 @@ from trainwright.trainer.metric_objects import (
     found_at,
     merge_states,
     metrics_in_use,
-    paths_of_metrics,
     reset_metrics,
     restore_metrics,
     states_of_metrics,
@@ -73,18 +72,16 @@ class MetricCollector:
         """The epoch values that were reduced over all ranks."""
         self.warned: set[str] = set() if warned is None else warned
         self._module, self._rank = module, rank
-        self._paths: dict[int, str] | None = None
+        self._paths: dict[int, str] | None = None  # by the Metric's id; made when a Metric is first logged
         self._batch_size = 1.0
-        self._batch_size_of: Any = None
+        self._batch_size_of: Any = None  # the batch itself: an id may be used again
 
     # -- the loop's position -----------------------------------------------------------------------------------------
 
     def begin_loader(self, loader: Loader | None) -> None:
-        """Set the current evaluation loader."""
         self.loader = loader
 
     def begin_batch(self, batch: Any, step: str = "training_step", is_uneven: bool = False) -> None:
-        """Begin a batch of this step."""
         self.batch, self.hook, self.is_uneven = batch, step, is_uneven
 
     def take_batch(self, batch: Any) -> None:
@@ -92,7 +89,6 @@ class MetricCollector:
         self.batch = batch
 
     def end_batches(self) -> None:
-        """End the latest batch."""
         self.batch = None
 
     def begin_uneven_round(self, silent: bool) -> None:
@@ -100,7 +96,6 @@ class MetricCollector:
         self.is_uneven, self.silent = True, silent
 
     def end_uneven_round(self) -> None:
-        """End that round."""
         self.is_uneven = self.silent = False
 
     def enter_hook(self, name: str) -> str:
@@ -110,7 +105,6 @@ class MetricCollector:
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        """Drop what the block logs."""
         was_silent, self.silent = self.silent, True
         try:
             yield
@@ -119,32 +113,12 @@ class MetricCollector:
 
     # -- the values --------------------------------------------------------------------------------------------------
 
-    def log(
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool,
-        logger: bool | None,
-        on_step: bool | None,
-        on_epoch: bool | None,
-        reduce_fx: Any,
-        enable_graph: bool,
-        sync_dist: bool,
-        sync_dist_group: Any,
-        add_dataloader_idx: bool,
-        batch_size: Any,
-        metric_attribute: str | None,
-        rank_zero_only: bool,
-    ) -> None:
-        """Record one value; Module.log says what the arguments mean."""
+    def log(self, name: str, value: Any, settings: tuple[Any, ...], batch_size: Any = None) -> None:
+        """Record one value with these `LogSettings`, as a plain tuple; Module.log says what they mean."""
         if self.silent:
             return
-        settings = (
-            prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group, add_dataloader_idx,
-            metric_attribute, rank_zero_only,
-        )  # fmt: skip
         logged = self.values.get((self.hook, name, self.loader))
-        if logged is None or logged.settings != settings:
+        if logged is None or logged.settings != settings:  # the checks cost time, so they are made once a name
             if isinstance(value, Mapping) or is_collection(value):
                 self._log_each(name, value, settings, batch_size)
                 return
@@ -152,7 +126,7 @@ class MetricCollector:
         if logged.is_ignored:
             return
         number: Tensor | float
-        if type(value) is float:
+        if type(value) is float:  # the exact types first: this runs at each batch
             number = value
         elif isinstance(value, Tensor):
             if value.dim() and value.numel() != 1:
@@ -168,8 +142,8 @@ class MetricCollector:
                         f"log({name!r}) was given a value that was computed from sharded parameters themselves, of which "
                         "each rank holds a part; pass value.full_tensor(), computed on every rank."
                     )
-                value = value.reshape(()) if value.dim() else value
-                number = value.detach().clone()
+                value = value.reshape(()) if value.dim() else value  # else (1,) and () could not be stacked
+                number = value.detach().clone()  # the user may change the tensor in place before it is read
         elif isinstance(value, Real):  # int, bool, numpy's numbers
             number = float(value)
         elif is_metric(value):
@@ -193,19 +167,11 @@ class MetricCollector:
             logged.add(number, weight)
 
     def steps(self) -> list[LoggedValue]:
-        """Return what is logged by step and has a value."""
         return [logged for logged in self.values.values() if logged.on_step and logged.last is not None]
-
-    def keep_reduced(self, reduced: Mapping[Key, Reduced]) -> None:
-        """Keep epoch values that were reduced over all ranks."""
-        self.reduced.update(reduced)
-
-    def keep_computed(self, computed: Mapping[Key, Reduced]) -> None:
-        """Keep the values of the Metric objects of a loader that has ended."""
-        self.computed.update(computed)
 
     def clear(self) -> None:
         """Drop the values, and reset the Metric objects that were logged."""
+        # Also those of other ranks, which `reduced` names: each rank has computed them.
         reset_metrics(self._module, [*self.reduced, *(logged.key for logged in self.values.values())])
         self.values.clear()
         self.computed.clear()
@@ -219,7 +185,7 @@ class MetricCollector:
         """
         logged_values, in_use = list(self.values.values()), metrics_in_use(self._module)
         numbers_of = [logged.numbers() for logged in logged_values]
-        rest = iter(read_all([number for numbers in numbers_of for number in numbers]))
+        rest = iter(read_all([number for numbers in numbers_of for number in numbers]))  # one transfer for all
         return {
             "values": [
                 logged.state_dict(list(islice(rest, len(numbers))))
@@ -241,14 +207,14 @@ class MetricCollector:
     def _log_each(self, name: str, values: Any, settings: tuple[Any, ...], batch_size: Any) -> None:
         """Log each value of a flat dict under name/key."""
         check_name(name)
-        options = LogSettings(*settings)
+        options = LogSettings(*settings)._replace(metric_attribute=None)
         for key, value in flat_items(values):
             if isinstance(value, Mapping):
                 raise ValueError(
                     f"self.log({name!r}, ...) got a dict that holds a dict under {key!r}; accepted is a flat one. Log the "
                     f"inner one by itself, as {f'{name}/{key}'!r}."
                 )
-            self.log(f"{name}/{key}", value, *options[:9], batch_size, None, options.rank_zero_only)
+            self.log(f"{name}/{key}", value, options, batch_size)
 
     def _first_time(self, name: str, value: Any, settings: LogSettings, known: LoggedValue | None) -> LoggedValue:
         """Add the entry of a name that is new in this hook, or continue from the checkpoint's entry (`known`).
@@ -302,7 +268,7 @@ class MetricCollector:
                 )
             return given
         if self._paths is None:
-            self._paths = paths_of_metrics(self._module)
+            self._paths = {id(child): path for path, child in self._module.named_modules() if is_metric(child)}
         attribute = self._paths.get(id(metric))
         if attribute is None:
             raise ValueError(

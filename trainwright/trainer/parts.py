@@ -1,4 +1,4 @@
-"""Parts: the callbacks, loggers and switches that a Trainer's arguments stand for."""
+"""Parts: the callbacks, loggers and switches that a Trainer's arguments mean."""
 
 from __future__ import annotations
 
@@ -25,22 +25,18 @@ from trainwright.trainer.settings import Settings
 
 
 def arranged_callbacks(callbacks: Callback | Sequence[Callback] | None, settings: Settings) -> list[Callback]:
-    """Return the user's callbacks and the default ones that are enabled and not among them, checkpoints last.
+    """Return the user's callbacks and the enabled defaults that are not among them, checkpoints last.
 
     Raises:
-        TypeError: what is no Callback.
-        ValueError: two that a checkpoint could not tell apart, or one that a setting forbids.
+        TypeError: something is not a Callback.
+        ValueError: two have the same state_key, or a setting forbids one.
     """
     if isinstance(callbacks, str) or not (callbacks is None or isinstance(callbacks, (Callback, type, Iterable))):
         raise TypeError(
             f"callbacks={callbacks!r} is a {type(callbacks).__name__}; accepted are a Callback or a list of them."
         )
-    given = [callbacks] if isinstance(callbacks, (Callback, type)) else list(callbacks or [])
+    given = _as_callbacks([callbacks] if isinstance(callbacks, type) else callbacks, "callbacks= holds")
     for each in given:
-        if not isinstance(each, Callback):
-            raise TypeError(
-                f"callbacks= holds {each!r}, a {type(each).__name__}; accepted are instances of trainwright.Callback."
-            )
         refuse_replaced_hooks(each)
     if settings.enable_checkpointing is False and any(isinstance(each, ModelCheckpoint) for each in given):
         raise ValueError(
@@ -51,6 +47,7 @@ def arranged_callbacks(callbacks: Callback | Sequence[Callback] | None, settings
         (settings.enable_progress_bar is not False, TQDMProgressBar),
         (settings.enable_checkpointing is not False and not settings.fast_dev_run, ModelCheckpoint),
     ]
+    # A default must not join a callback of the same kind that the user configured.
     missing = [kind() for wanted, kind in defaults if wanted and not any(isinstance(each, kind) for each in given)]
     if settings.max_time is not None:
         if any(isinstance(each, Timer) for each in given):
@@ -58,37 +55,36 @@ def arranged_callbacks(callbacks: Callback | Sequence[Callback] | None, settings
                 f"max_time={settings.max_time!r} and a Timer in callbacks= both limit the time; leave out one of the two."
             )
         missing.append(Timer(settings.max_time))
-    arranged = [*missing, *given]
-    refuse_twins(arranged)
-    return in_order(arranged)
-
-
-def in_order(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Return the callbacks with the checkpoints last, so that what they save is what the others have made of the step."""
-    return sorted(callbacks, key=lambda each: isinstance(each, ModelCheckpoint))
+    return _in_order([*missing, *given])
 
 
 def with_the_modules(callbacks: Sequence[Callback], returned: Any) -> list[Callback]:
-    """Return the callbacks with those that configure_callbacks returned, which take the place of others of their class.
+    """Return the callbacks with those that configure_callbacks returned, which replace others of their class.
 
     Raises:
-        TypeError: it returned what is no Callback.
+        TypeError: it returned something that is not a Callback.
     """
-    own = [returned] if isinstance(returned, Callback) else list(returned or [])
-    for each in own:
+    own = _as_callbacks(returned, "configure_callbacks returned")
+    kinds = {type(each) for each in own}
+    return _in_order([*(each for each in callbacks if type(each) not in kinds), *own])
+
+
+def _as_callbacks(given: Any, origin: str) -> list[Callback]:
+    callbacks = [given] if isinstance(given, Callback) else list(given or [])
+    for each in callbacks:
         if not isinstance(each, Callback):
             raise TypeError(
-                f"configure_callbacks returned {each!r}, a {type(each).__name__}; accepted are instances of "
-                "trainwright.Callback."
+                f"{origin} {each!r}, a {type(each).__name__}; accepted are instances of trainwright.Callback."
             )
-    kinds = {type(each) for each in own}
-    merged = [*(each for each in callbacks if type(each) not in kinds), *own]
-    refuse_twins(merged)
-    return in_order(merged)
+    return callbacks
 
 
-def refuse_twins(callbacks: Sequence[Callback]) -> None:
-    """Refuse callbacks whose state a checkpoint could not tell apart (ValueError)."""
+def _in_order(callbacks: list[Callback]) -> list[Callback]:
+    """Return the callbacks with the checkpoints last, which then save what the others have done.
+
+    Raises:
+        ValueError: two have the same state_key, so that a checkpoint could keep the state of only one.
+    """
     keys = [each.state_key for each in callbacks if is_overridden("state_dict", each, Callback)]
     twins = sorted({key for key in keys if keys.count(key) > 1})
     if twins:
@@ -96,13 +92,14 @@ def refuse_twins(callbacks: Sequence[Callback]) -> None:
             f"callbacks= holds two of one state_key ({', '.join(twins)}), so a checkpoint could keep the state of only one; "
             "give them settings or a state_key that differ."
         )
+    return sorted(callbacks, key=lambda each: isinstance(each, ModelCheckpoint))
 
 
 def arranged_loggers(logger: Any, root: str, settings: Settings) -> list[Logger]:
-    """Return the loggers that logger= stands for; one that writes nothing in a trial run.
+    """Return the loggers that logger= means; in a trial run one that writes nothing.
 
     Raises:
-        TypeError: neither a bool nor loggers.
+        TypeError: it is neither a bool nor loggers.
     """
     if settings.barebones:
         if logger:
@@ -115,9 +112,7 @@ def arranged_loggers(logger: Any, root: str, settings: Settings) -> list[Logger]
             f"logger={logger!r} is a {type(logger).__name__}; accepted are True, False or Logger instances, such as "
             "CSVLogger(...) and TensorBoardLogger(...)."
         )
-    loggers = (
-        [logger] if isinstance(logger, Logger) else [] if isinstance(logger, bool) or logger is None else list(logger)
-    )
+    loggers = [logger] if isinstance(logger, Logger) else list(logger) if isinstance(logger, Iterable) else []
     for each in loggers:
         if not isinstance(each, Logger):
             raise TypeError(
@@ -132,21 +127,21 @@ def arranged_loggers(logger: Any, root: str, settings: Settings) -> list[Logger]
 
 
 def set_switches(settings: Settings) -> None:
-    """Set what is torch's, for the whole process."""
+    """Set torch's own switches, which hold for the whole process."""
     if settings.deterministic is not None:
         if settings.deterministic:
             prepare_deterministic()
         torch.use_deterministic_algorithms(bool(settings.deterministic), warn_only=settings.deterministic == "warn")
     benchmark = settings.benchmark
     if benchmark is None and settings.deterministic:
-        benchmark = False
+        benchmark = False  # cuDNN's search may choose another algorithm in each run
     if benchmark is not None:
         cuda.try_algorithms(benchmark)
 
 
 @contextmanager
 def making_modules(engine: Engine, empty: bool) -> Iterator[None]:
-    """Let modules be made in the run's dtype and on its device; `empty` leaves their parameters without values."""
+    """Make modules in the run's dtype and on its device; `empty` leaves their parameters without values."""
     device = torch.device("meta") if empty else engine.device
     with engine.precision.init_context(), device:
         yield

@@ -1,4 +1,4 @@
-"""Predict: what predict_step returns for each batch, in the order of the dataset, whatever the number of ranks."""
+"""Predict: what predict_step returns for each batch, in the order of the dataset on any number of ranks."""
 
 from __future__ import annotations
 
@@ -37,15 +37,14 @@ def predict(evaluation: Evaluation, return_predictions: bool) -> list[Any]:
             outputs = plainer(outputs)
             if loader not in kept:
                 encoded({index: outputs})  # raises before the work is done if it cannot be gathered
+        # Batch i of this rank is batch i * world_size + rank of the dataset.
         kept.setdefault(loader, {})[index * engine.world_size + engine.rank] = outputs
 
     evaluate(evaluation, keep=keep if return_predictions else None)
     if not return_predictions:
         return []
-    predictions = []
-    for loader in range(len(evaluation.loaders)):
-        outputs = gather_outputs(kept.get(loader, {}), engine)
-        predictions.append([outputs[number] for number in sorted(outputs)])
+    gathered = [gather_outputs(kept.get(loader, {}), engine) for loader in range(len(evaluation.loaders))]
+    predictions = [[outputs[number] for number in sorted(outputs)] for outputs in gathered]
     return predictions[0] if len(predictions) == 1 else predictions
 
 
@@ -60,7 +59,7 @@ def gather_outputs(own: dict[int, Any], engine: Engine) -> dict[int, Any]:
 
 
 def encoded(outputs: dict[int, Any]) -> tuple[Any, dict[str, Tensor]]:
-    """Return outputs as plain data and the tensors in it (TypeError where they are more than that)."""
+    """Return outputs as plain data and its tensors; TypeError if they are more than that."""
     try:
         return encode(outputs, "predict_step's outputs")
     except TypeError as error:
@@ -68,7 +67,6 @@ def encoded(outputs: dict[int, Any]) -> tuple[Any, dict[str, Tensor]]:
 
 
 def plainer(value: Any) -> Any:
-    """Return outputs with tensors of a subclass as plain tensors, and mappings as dicts."""
     if isinstance(value, Tensor):
         is_wrapped = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__  # its memory is elsewhere
         return value if type(value) is Tensor or is_wrapped else value.as_subclass(Tensor)

@@ -37,19 +37,19 @@ def reduce_epoch(
 
     Values that are `done` are left out. Metric objects are computed, not reset. Collective: call on every rank.
     """
-    values = {logged.key: logged for logged in collector.values.values() if logged.on_epoch and not logged.is_ignored}
-    values = {key: logged for key, logged in values.items() if key not in done}
+    counting = [each for each in collector.values.values() if each.on_epoch and not each.is_ignored]
+    values = {logged.key: logged for logged in counting if logged.key not in done}
     computed = {key: number for key, number in collector.computed.items() if key not in done}
     own = {key for key in values if key.rank_zero_only}
     totals = _totals(values)
-    keys = sorted((values.keys() | computed.keys()) - own)
+    keys = sorted((values.keys() | computed.keys()) - own)  # ranks may have logged in different orders
     if world_size > 1:
         gathered, keys = _gathered(keys, totals, device)
         reduced: dict[Key, Reduced] = {**gathered}
     else:
         reduced = {key: _combine(key, [totals[key]]) for key in keys if not key.attribute}
     reduced |= {key: _combine(key, [totals[key]]) for key in own}
-    reduced |= computed
+    reduced |= computed  # of loaders that have ended: the same on all ranks already
     reduced |= compute_metrics(module, [key for key in keys if key.attribute and key not in computed])
     order = [*values, *(key for key in keys if key not in values)]
     return {key: reduced[key] for key in order}
@@ -57,14 +57,13 @@ def reduce_epoch(
 
 def end_loader(collector: MetricCollector, module: nn.Module) -> None:
     """Compute and reset the Metric objects of the current loader. Collective: call on every rank, even one without a batch."""
+    # The module is the same on all ranks, so all return here or none does.
     if collector.loader is None or not any(is_metric(child) for child in module.modules()):
         return
-    logged_values = [
-        each for each in collector.values.values() if each.key.attribute and each.loader == collector.loader
-    ]
-    keys = union_of_keys([each.key for each in logged_values if each.on_epoch])
-    collector.keep_computed(compute_metrics(module, keys))
-    reset_metrics(module, [*keys, *(each.key for each in logged_values)])
+    of_loader = [each for each in collector.values.values() if each.key.attribute and each.loader == collector.loader]
+    keys = union_of_keys([each.key for each in of_loader if each.on_epoch])
+    collector.computed.update(compute_metrics(module, keys))
+    reset_metrics(module, [*keys, *(each.key for each in of_loader)])
 
 
 def union_of_keys(keys: list[Key]) -> list[Key]:
@@ -88,7 +87,7 @@ def _gathered(
     body = _pairs(keys, totals)
     fits = len(head) + len(body) <= VECTOR_LENGTH
     rows = _all_gather(head + (body if fits else []), VECTOR_LENGTH, device)
-    if len({row[0] for row in rows}) > 1:
+    if len({row[0] for row in rows}) > 1:  # every rank sees the same rows, so all take the same branch
         keys = union_of_keys(keys)
         rows = _all_gather(_pairs(keys, totals), 2 * len(keys), device)
     elif fits:
@@ -100,12 +99,13 @@ def _gathered(
 
 
 def _pairs(keys: list[Key], totals: dict[Key, tuple[float, float]]) -> list[float]:
+    # A Metric has no total here, but keeps its pair, so that each key's index is the same on all ranks.
     return [number for key in keys for number in totals.get(key, (NEUTRAL[key.reduce_fx], 0.0))]
 
 
 def _all_gather(numbers: list[float], length: int, device: torch.device) -> list[list[float]]:
     vector = torch.zeros(length, dtype=torch.float64)
-    vector[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+    vector[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)  # one copy to the device, below
     if not computes_in(device.type, torch.float64):  # a device without float64 can still gather its bytes
         return [
             row.cpu().view(torch.float64).tolist()
@@ -120,7 +120,7 @@ def _digest(keys: list[Key]) -> int:
 
 
 def _combine(key: Key, pairs: list[tuple[float, float]]) -> float:
-    totals = [total for total, weight in pairs if weight > 0]
+    totals = [total for total, weight in pairs if weight > 0]  # a rank without a value has weight 0
     if not totals:
         return float("nan")
     if key.reduce_fx in ("min", "max"):

@@ -37,12 +37,21 @@ REPLACED = {
     "epochs": "pass max_epochs=",
     "steps": "pass max_steps=",
 }
-"""Arguments of earlier trainers, and what to do in their stead."""
+"""Arguments of earlier trainers, and what replaces them."""
+
+
+LEAST_NUMBERS = {
+    "max_epochs": -1, "min_epochs": 0, "min_steps": 0, "num_sanity_val_steps": -1, "max_steps": -1, "num_nodes": 1,
+    "check_val_every_n_epoch": 1, "log_every_n_steps": 0, "accumulate_grad_batches": 1, "reload_dataloaders_every_n_epochs": 0,
+}  # fmt: skip
+MAY_BE_NONE = (
+    "max_epochs", "min_epochs", "min_steps", "num_sanity_val_steps", "check_val_every_n_epoch", "log_every_n_steps",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The limits, intervals and switches of a run; what each means stands in Trainer's docstring."""
+    """The limits, intervals and switches of a run; the Trainer's docstring says what each means."""
 
     num_nodes: int = 1
     fast_dev_run: bool | int = False
@@ -80,28 +89,21 @@ class Settings:
 
     def __post_init__(self) -> None:
         problems = [*self._wrong_numbers(), *self._wrong_choices(), *self._wrong_times()]
-        problems = problems or list(self._conflicts())
+        problems = problems or list(self._conflicts())  # compares settings, so each has to be valid first
         if problems:
             raise ValueError("Trainer was given wrong settings: " + "; ".join(problems) + ".")
 
     def _wrong_numbers(self) -> Iterable[str]:
-        for name, least in (("max_epochs", -1), ("min_epochs", 0), ("min_steps", 0), ("num_sanity_val_steps", -1)):
-            yield from _whole_number(self, name, least=least, optional=True)
-        yield from _whole_number(self, "max_steps", least=-1)
-        yield from _whole_number(self, "num_nodes", least=1)
-        yield from _whole_number(self, "check_val_every_n_epoch", least=1, optional=True)
-        yield from _whole_number(self, "log_every_n_steps", least=0, optional=True)
-        yield from _whole_number(self, "accumulate_grad_batches", least=1)
-        yield from _whole_number(self, "reload_dataloaders_every_n_epochs", least=0)
-        for stage in ("train", "val", "test", "predict"):
-            yield from _limit(self, f"limit_{stage}_batches")
+        for name, least in LEAST_NUMBERS.items():
+            yield from _whole_number(self, name, least)
+        for name in ("train", "val", "test", "predict"):
+            yield from _limit(self, f"limit_{name}_batches")
         yield from _limit(self, "overfit_batches")
-        if self.gradient_clip_val is not None and not (
-            _is_number(self.gradient_clip_val) and self.gradient_clip_val >= 0
-        ):
-            yield f"gradient_clip_val={self.gradient_clip_val!r}: accepted is a number above 0, or 0 or None for no limit"
+        clip = self.gradient_clip_val
+        if clip is not None and not (_is_number(clip) and clip >= 0):
+            yield f"gradient_clip_val={clip!r}: accepted is a number above 0, or 0 or None for no limit"
         if not isinstance(self.fast_dev_run, bool):
-            yield from _whole_number(self, "fast_dev_run", least=0)
+            yield from _whole_number(self, "fast_dev_run", 0)
 
     def _wrong_choices(self) -> Iterable[str]:
         if self.gradient_clip_algorithm not in (None, "norm", "value"):
@@ -113,10 +115,9 @@ class Settings:
             yield f"deterministic={self.deterministic!r}: accepted are True, False, 'warn' and None"
         options: object = self.compile
         if not isinstance(options, (bool, dict)):
-            yield f"compile={self.compile!r}: accepted are True, False and a dict of torch.compile's options"
+            yield f"compile={options!r}: accepted are True, False and a dict of torch.compile's options"
         for name in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "benchmark"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, bool):
+            if not isinstance(getattr(self, name), (bool, type(None))):
                 yield f"{name}={getattr(self, name)!r}: accepted are True, False and None"
         for name in (
             "inference_mode", "use_distributed_sampler", "detect_anomaly", "barebones", "sync_batchnorm",
@@ -127,7 +128,7 @@ class Settings:
 
     def _wrong_times(self) -> Iterable[str]:
         interval = self.val_check_interval
-        if interval is True or interval is False or (isinstance(interval, int) and interval < 1):
+        if isinstance(interval, int) and (isinstance(interval, bool) or interval < 1):
             yield (
                 f"val_check_interval={interval!r}: accepted are a number of batches from 1 (int), a fraction of the epoch "
                 "(float), and a time"
@@ -154,85 +155,80 @@ class Settings:
             )
         if self.overfit_batches and (self.limit_train_batches is not None or self.limit_val_batches is not None):
             yield "overfit_batches sets limit_train_batches and limit_val_batches; leave these two out"
-        if self.max_epochs is not None and -1 < self.max_epochs < (self.min_epochs or 0):
+        if self.max_epochs is not None and -1 < self.max_epochs < (self.min_epochs or 0):  # -1 is without end
             yield f"min_epochs={self.min_epochs} is above max_epochs={self.max_epochs}"
         if -1 < self.max_steps < (self.min_steps or 0):
             yield f"min_steps={self.min_steps} is above max_steps={self.max_steps}"
         if self.barebones:
-            wanted = {
-                "enable_checkpointing": self.enable_checkpointing, "enable_progress_bar": self.enable_progress_bar,
-                "enable_model_summary": self.enable_model_summary, "num_sanity_val_steps": self.num_sanity_val_steps,
-                "fast_dev_run": self.fast_dev_run, "detect_anomaly": self.detect_anomaly,
-                "log_every_n_steps": self.log_every_n_steps,
-            }  # fmt: skip
-            asked = [f"{name}={value!r}" for name, value in wanted.items() if value]
-            if asked:
-                yield f"barebones=True leaves out what costs time, but {', '.join(asked)} asks for it; leave out one"
+            names = (
+                "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps",
+                "fast_dev_run", "detect_anomaly", "log_every_n_steps",
+            )  # fmt: skip
+            wanted = ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name))
+            if wanted:
+                yield f"barebones=True leaves out what costs time, but {wanted} asks for it; leave out one"
 
     @property
     def effective(self) -> Settings:
-        """Return the settings that a run follows: with what fast_dev_run, overfit_batches and barebones change."""
-        settings = self
+        """The settings of a run, after fast_dev_run, overfit_batches and barebones have changed them."""
+        changes: dict[str, Any] = {}
         if self.overfit_batches:
-            settings = replace(
-                settings,
-                limit_train_batches=self.overfit_batches, limit_val_batches=self.overfit_batches, overfit_batches=0.0,
-            )  # fmt: skip
-        if self.fast_dev_run:
+            few = self.overfit_batches
+            changes.update(limit_train_batches=few, limit_val_batches=few, overfit_batches=0.0)
+        if self.fast_dev_run:  # after overfit_batches, whose limits it replaces
             few = int(self.fast_dev_run)
-            settings = replace(
-                settings, max_epochs=1, max_steps=few, min_epochs=None, min_steps=None, num_sanity_val_steps=0,
+            changes.update(
+                max_epochs=1, max_steps=few, min_epochs=None, min_steps=None, num_sanity_val_steps=0,
                 val_check_interval=1.0, check_val_every_n_epoch=1, log_every_n_steps=1, max_time=None,
                 limit_train_batches=few, limit_val_batches=few, limit_test_batches=few, limit_predict_batches=few,
             )  # fmt: skip
         if self.barebones:
-            settings = replace(
-                settings, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            changes.update(
+                enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
                 num_sanity_val_steps=0, log_every_n_steps=0,
             )  # fmt: skip
-        return settings
+        return replace(self, **changes)
 
     @property
     def last_epoch(self) -> int | None:
-        """Return the number of epochs to train; None without end."""
+        """The number of epochs to train; None without end."""
         if self.max_epochs is None:
             return DEFAULT_MAX_EPOCHS if self.max_steps == -1 and self.max_time is None else None
         return None if self.max_epochs == -1 else self.max_epochs
 
     def trains_once(self, are_made: bool) -> bool:
-        """Return whether training data is read once at most; where it ends before the run does, that is told then."""
+        """Return whether a fit reads each training loader at most once; `are_made`: a hook makes the loaders."""
+        # Without a number of epochs an iterator may last for the run; if it ends before, the loader says so.
         return self.last_epoch in (None, 1) or (are_made and self.reload_dataloaders_every_n_epochs == 1)
 
     def validates_once(self, are_made: bool) -> bool:
-        """Return whether a fit reads validation data once, or each that is made."""
-        is_at_ends = self.val_check_interval is None or self.val_check_interval == 1.0
-        is_at_ends = is_at_ends and not (isinstance(self.val_check_interval, int) and self.val_check_interval == 1)
+        """Return whether a fit reads each validation loader at most once; `are_made`: a hook makes the loaders."""
+        interval = self.val_check_interval
+        is_at_ends = interval is None or (isinstance(interval, float) and interval == 1.0)  # an int 1 is each batch
         is_once = self.last_epoch == 1 or (are_made and self.reload_dataloaders_every_n_epochs == 1)
         return is_once and is_at_ends and self.sanity_steps == 0
 
     @property
     def clip_norm(self) -> float | None:
-        """Return the limit of the total gradient norm."""
         return self.gradient_clip_val or None if self.gradient_clip_algorithm != "value" else None
 
     @property
     def clip_value(self) -> float | None:
-        """Return the limit of each element of the gradients."""
         return self.gradient_clip_val or None if self.gradient_clip_algorithm == "value" else None
 
     @property
     def log_every(self) -> int:
-        """Return the steps between two rows of step values; 0 for none."""
+        """The steps between two rows of step values; 0 for none."""
         return 50 if self.log_every_n_steps is None else self.log_every_n_steps
 
     @property
     def sanity_steps(self) -> int:
-        """Return the validation batches to run before training; -1 for all."""
+        """The validation batches to run before training; -1 for all."""
         return 2 if self.num_sanity_val_steps is None else self.num_sanity_val_steps
 
     @property
     def validation_seconds(self) -> float | None:
-        """Return the time between two validations, where it is a time that was given."""
+        """The time between two validations; None if they are not due by time."""
         interval = self.val_check_interval
         if interval is None or isinstance(interval, (int, float)):
             return None
@@ -240,7 +236,7 @@ class Settings:
 
 
 def refuse_unknown(arguments: dict[str, Any], known: Iterable[str]) -> None:
-    """Say what takes the place of an argument that the Trainer does not have (TypeError)."""
+    """Raise TypeError for an argument that the Trainer does not have, with what to pass instead."""
     for name, value in arguments.items():
         if name in REPLACED:
             raise TypeError(f"Trainer has no {name}= (it was given {name}={value!r}): {REPLACED[name]}.")
@@ -253,15 +249,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _whole_number(settings: Settings, name: str, *, least: int, optional: bool = False) -> list[str]:
-    value = getattr(settings, name)
-    if (value is None and optional) or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
+def _whole_number(settings: Settings, name: str, least: int) -> list[str]:
+    value, is_optional = getattr(settings, name), name in MAY_BE_NONE
+    if (value is None and is_optional) or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
         return []
     meaning = f" (-1 is {'all' if name == 'num_sanity_val_steps' else 'without end'})" if least == -1 else ""
-    told = f"{name}={value!r}: accepted is a whole number from {least}{meaning}{', or None' if optional else ''}"
+    problem = f"{name}={value!r}: accepted is a whole number from {least}{meaning}{', or None' if is_optional else ''}"
     if name == "accumulate_grad_batches" and isinstance(value, dict):
-        told += f"; for a number that changes pass GradientAccumulationScheduler({value!r}) in callbacks="
-    return [told]
+        problem += f"; for a number that changes pass GradientAccumulationScheduler({value!r}) in callbacks="
+    return [problem]
 
 
 def _limit(settings: Settings, name: str) -> list[str]:

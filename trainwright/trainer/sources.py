@@ -1,4 +1,4 @@
-"""Sources: where a stage's loaders come from: the call's argument, a hook of the datamodule, or one of the module."""
+"""Sources: a stage's loaders, given to the call or made by a hook, and how their batches get to a step."""
 
 from __future__ import annotations
 
@@ -26,31 +26,24 @@ HOOKS = {
 
 @dataclass(frozen=True)
 class LoaderSource:
-    """Gives the loaders of one stage.
-
-    Args:
-        stage: "train", "validation", "test" or "predict".
-        given: the loaders that the call was given; None for none.
-        owner: the module or the datamodule whose hook makes them; None where they were given, or nobody does.
-        argument, call: how an error names them.
-    """
-
     stage: str
+    """"train", "validation", "test" or "predict"."""
     given: Any
     owner: Any
+    """The module or the datamodule whose hook makes the loaders; None if they were given or are missing."""
     argument: str
+    """The name of the loaders in errors."""
     call: str
 
     @property
     def is_defined(self) -> bool:
-        """Return whether there are loaders."""
         return self.given is not None or self.owner is not None
 
     def load(self, is_read_once: bool = True) -> Any:
-        """Return the loaders; calls the hook where one makes them. Those that can be read only once want `is_read_once`.
+        """Return the loaders, from the hook if there is one. Iterators are accepted only if `is_read_once`.
 
         Raises:
-            TypeError: nobody gives loaders, or what came is none, or cannot be read as often as the run does.
+            TypeError: no loaders, or something else, or iterators that the run would read more than once.
         """
         if self.given is not None or self.owner is None:
             return check_loader(self.given, self.argument, self.call, HOOKS[self.stage], is_read_once)
@@ -64,7 +57,7 @@ class LoaderSource:
 def find_source(
     stage: str, given: Any, datamodule: DataModule | None, module: Module, argument: str, call: str
 ) -> LoaderSource:
-    """Return where the loaders of a stage come from: what the call was given, the datamodule's hook, else the module's."""
+    """Return the source of a stage's loaders: those given to the call, else the datamodule's hook, else the module's."""
     owner: Any = None
     if given is None:
         if datamodule is not None and is_overridden(HOOKS[stage], datamodule, DataModule):
@@ -75,10 +68,10 @@ def find_source(
 
 
 def read_datamodule(loaders: Any, datamodule: Any, argument: str, call: str) -> tuple[Any, DataModule | None]:
-    """Return (loaders, datamodule) of a call: a DataModule may stand in the place of the loaders.
+    """Return (loaders, datamodule) of a call; a DataModule may be passed as the loaders too.
 
     Raises:
-        TypeError: datamodule= is no DataModule.
+        TypeError: datamodule= is not a DataModule.
         ValueError: both were given.
     """
     if isinstance(loaders, DataModule):
@@ -98,11 +91,7 @@ def read_datamodule(loaders: Any, datamodule: Any, argument: str, call: str) -> 
 
 
 class BatchTransfer:
-    """What a batch goes through before a step gets it: the module's or the datamodule's hooks, device and dtype.
-
-    Args:
-        trainer's engine, module and datamodule; a hook that the datamodule overrides is taken from it.
-    """
+    """Brings a batch to a step: by the hooks of the datamodule, else of the module, to the device and the step's dtype."""
 
     def __init__(self, engine: Any, module: Module, datamodule: DataModule | None) -> None:
         self._device, self._precision = engine.device, engine.precision
@@ -112,19 +101,13 @@ class BatchTransfer:
                 self._hooks[name] = getattr(datamodule, name)
             elif is_overridden(name, module, Module):
                 self._hooks[name] = getattr(module, name)
-        # Until it is converted a batch may hold what the device does not have.
+        # Before its conversion a batch may hold float64, which such a device does not have.
         self._converts_first = self._precision.converts_batch and not computes_in(self._device.type, torch.float64)
-
-    @property
-    def is_needed(self) -> bool:
-        """Return whether a batch changes at all on its way to a step."""
-        return bool(self._hooks) or self._precision.converts_batch or self._device.type != "cpu"
-
-    @property
-    def may_go_ahead(self) -> bool:
-        """Return whether the copy to the device may be made before the batch's turn: no hook of the user's is part of it."""
-        moves = {"on_before_batch_transfer", "transfer_batch_to_device"}
-        return not moves & self._hooks.keys() and copies_aside(self._device.type) and not self._converts_first
+        self.is_needed = bool(self._hooks) or self._precision.converts_batch or self._device.type != "cpu"
+        """Whether it changes a batch at all."""
+        moves = {"on_before_batch_transfer", "transfer_batch_to_device"} & self._hooks.keys()
+        self.may_go_ahead = not moves and copies_aside(self._device.type) and not self._converts_first
+        """Whether a batch may be copied to the device before its turn: no hook of the user takes part in the copy."""
 
     def __call__(self, batch: Any, loader_index: int = 0) -> Any:
         hooks = self._hooks
@@ -139,7 +122,7 @@ class BatchTransfer:
         return self.arrived(batch, loader_index)
 
     def arrived(self, batch: Any, loader_index: int = 0) -> Any:
-        """Return a batch that is on the device already as a step gets it."""
+        """Convert a batch that is already on the device to what a step gets."""
         if self._precision.converts_batch:
             batch = self._precision.convert_batch(batch)
         if "on_after_batch_transfer" in self._hooks:
@@ -148,22 +131,19 @@ class BatchTransfer:
 
 
 def find_transfer(engine: Any, module: Module, datamodule: DataModule | None) -> BatchTransfer | None:
-    """Return what a batch goes through on its way to a step; None where it stays as it is."""
+    """Return what brings batches to a step; None if they need no change."""
     transfer = BatchTransfer(engine, module, datamodule)
     return transfer if transfer.is_needed else None
 
 
 class PulledBatches(Iterator[tuple[Any, int, int]]):
-    """What a step with a `dataloader_iter` argument takes its batches from: (batch, batch_idx, dataloader_idx) each.
+    """The batches of a step with a `dataloader_iter` argument: (batch, batch_idx, dataloader_idx) each.
 
     Args:
         batches: pairs of a batch and whether it is the last.
-        transfer: brings a batch to the device; None where nothing is to be done.
         start: the number of the first batch.
-        logbook: its collector is told which batch is worked on.
-        outside: a context in which nothing of a step's precision holds: a loader computes as it does before a step.
-        is_ghost: whether a batch, by its number, is not this rank's own; a step that has begun with one of its own is not
-            given such a one.
+        outside: a context without the step's precision, in which loaders compute as they do before a step.
+        is_dummy: whether a batch, by its number, is a dummy; a step that has begun with a real batch gets no dummy.
     """
 
     def __init__(
@@ -173,34 +153,29 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         start: int,
         logbook: Logbook,
         outside: Callable[[], AbstractContextManager[Any]],
-        is_ghost: Callable[[int], bool] | None = None,
+        is_dummy: Callable[[int], bool] = lambda number: False,
     ) -> None:
         self._outside = outside
-        self._batches, self._transfer, self._logbook, self._is_ghost = batches, transfer, logbook, is_ghost
+        self._batches, self._transfer, self._logbook, self._is_dummy = batches, transfer, logbook, is_dummy
         self._begun = start
         self.count = start
-        """How many batches of the epoch have been taken."""
+        """The number of the epoch's batches that were taken."""
         self.latest: Any = None
-        """The batch that was taken last."""
-        self.is_at_end = False
+        # One batch is read ahead, to know whether the one before is the last.
         self._held: tuple[Any, bool] | None = next(batches, None)
-        if self._held is None:
-            self.is_at_end = True
+        self.is_at_end = self._held is None
 
     @property
     def holds_last(self) -> bool:
-        """Return whether one batch is left to take, the epoch's last."""
         return self._held is not None and self._held[1]
 
     def begin_step(self) -> int:
-        """Begin another step; return how many batches have been taken."""
+        """Begin another step; return how many batches were taken."""
         self._begun = self.count
         return self.count
 
     def __next__(self) -> tuple[Any, int, int]:
-        if self._held is None:
-            raise StopIteration
-        if self.count > self._begun and self._is_ghost is not None and self._is_ghost(self.count):
+        if self._held is None or (self.count > self._begun and self._is_dummy(self.count)):
             raise StopIteration
         batch, is_last = self._held
         with self._outside():

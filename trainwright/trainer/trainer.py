@@ -26,6 +26,7 @@ from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.evaluate import Evaluation, evaluate
 from trainwright.trainer.fit import fit
 from trainwright.trainer.inputs import check_compile, choose_precision, choose_root
+from trainwright.trainer.logbook import format_table
 from trainwright.trainer.parts import (
     arranged_callbacks,
     arranged_loggers,
@@ -43,7 +44,6 @@ from trainwright.trainer.saving import save_checkpoint
 from trainwright.trainer.settings import Settings, refuse_unknown
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Status
-from trainwright.trainer.table import format_table
 from trainwright.trainer.training_run import TrainingRun
 
 

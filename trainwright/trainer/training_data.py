@@ -1,4 +1,4 @@
-"""Training data: this rank's shard of the training loaders, loaded when first needed, and what follows from its length."""
+"""Training data: this rank's shard of the training loaders, loaded when first needed, and the lengths that follow from it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,10 @@ if TYPE_CHECKING:
 
 
 class TrainData:
-    """The training data of one fit. Its loader owns the position; epoch and batch are the run state's.
+    """The training data of one fit. Its loader owns the position in the data; epoch and batch belong to the run's state.
 
-    Args:
-        source: where the loaders come from.
-        options: keyword arguments of `shard`.
-        validates: whether the run validates, so that the interval between validations has to fit the data.
-        pulls: whether training_step pulls its batches, which are then read one ahead to know the last.
-        note: called with the user's loaders and this rank's batches in an epoch, whenever they change.
+    `options` go to `shard`. If training_step `pulls` its batches, they are read one ahead to know the last. `note` is called
+    with the user's loaders and this rank's batches in an epoch, whenever they change.
     """
 
     def __init__(
@@ -44,16 +40,14 @@ class TrainData:
         note: Callable[[Any, int | float], None],
     ) -> None:
         self._source, self._engine, self._settings, self._state = source, engine, settings, state
-        self._options, self._note = options, note
-        self._validates, self._pulls = validates, pulls
+        self._options, self._note, self._validates, self._pulls = options, note, validates, pulls
         self._loader: ShardedLoader | ShardedCombination | None = None
         self._users: Any = None
         self._loaded = NOT_BEGUN
-        """The position that was loaded before there was a loader."""
+        """The position that was loaded before the loader was made."""
         self.num_batches: int | None = None
-        """Batches of this rank in an epoch, within the limit; None if only the loader's end shows it."""
+        """Batches of this rank in an epoch, within the limit; None if unknown until the loader ends."""
         self.most_batches: int | None = None
-        """The limit of the batches; None without one."""
         self.validate_every: int | None = None
         """Batches between two validations; None to validate at an epoch's end, or by time."""
         self.uneven: Mapping[int, list[int]] = {}
@@ -61,39 +55,38 @@ class TrainData:
 
     @property
     def loader(self) -> ShardedLoader | ShardedCombination:
-        """Return this rank's shard."""
         assert self._loader is not None, "the training data is not loaded"
         return self._loader
 
     def load(self) -> None:
-        """Load and shard the data, unless that is done. Collective."""
+        """Load and shard the data if that was not done yet. Collective."""
         if self._loader is None:
             self._load(self._loaded)
 
     @property
     def is_to_reload(self) -> bool:
-        """Return whether `reload_dataloaders_every_n_epochs` asks for new loaders in this epoch."""
+        """Whether `reload_dataloaders_every_n_epochs` requires new loaders in this epoch."""
         every, epoch = self._settings.reload_dataloaders_every_n_epochs, self._state.epoch
         return bool(every and epoch and epoch % every == 0)
 
     def reload(self) -> None:
         """Call the loader hook again, if there is one. Collective.
 
-        New loaders start from the beginning, whatever the old ones left. Only a run that resumes within such an epoch keeps the
-        loaded position: it belongs to loaders that were new at the epoch's start.
+        New loaders start from the beginning, except in a run that resumes within such an epoch: its position belongs to
+        loaders that were new at the epoch's start.
         """
         if self._source.owner is not None:
-            self._load(self.state_dict() if self._state.batch else NOT_BEGUN)
+            self._load(self.state_dict() if self._state.batch else NOT_BEGUN)  # a batch is done: a resumed epoch
 
     def _load(self, position: LoaderState) -> None:
-        """Make and shard the loaders, and find the epoch's length and the interval between validations.
+        """Make and shard the loaders, and compute the epoch's length and the interval between validations.
 
         Raises:
             ValueError: no batch, different lengths across ranks, or an interval that does not fit.
         """
         settings, engine = self._settings, self._engine
         self._users = self._source.load(settings.trains_once(self._source.owner is not None))
-        self.close()
+        self.close()  # the old workers end before new ones start
         self._loader = loader = shard(
             self._users,
             rank=engine.rank,
@@ -106,6 +99,7 @@ class TrainData:
         if self._pulls:
             loader.read_ahead()
         length, limit = limited(loader.length, settings.limit_train_batches), settings.limit_train_batches
+        # Compared before the first batch: a rank that ended early would leave the others waiting in a collective.
         lengths = engine.ranks.exchange(str(loader.length), "the start of the data")
         if len(set(lengths)) > 1:
             raise ValueError(
@@ -121,31 +115,30 @@ class TrainData:
         self._measure()
 
     def close(self) -> None:
-        """End the workers that still run."""
         if self._loader is not None:
             self._loader.close()
 
     def state_dict(self) -> LoaderState:
-        """Return the position in the epoch's data; between two epochs, where the last one ended."""
+        """Return the position in the epoch's data; between two epochs, the end of the last one."""
         if self._loader is None:
             return self._loaded
         return self._loader.state_dict(self._state.batch, is_over=self._state.epoch_ended)
 
     def load_state_dict(self, position: LoaderState) -> None:
-        """Let the next epoch begin at a position, also of loaders that do not exist yet."""
+        """Set the position at which the next epoch begins, even before the loaders are made."""
         self._loaded = position
         if self._loader is not None:
             self._loader.load_state_dict(position)
 
     def leave(self) -> None:
-        """Keep the position where an epoch ended or was stopped, for the next epoch or a later save."""
+        """Keep the position at which an epoch ended or stopped, for the next epoch or a later save."""
         self.load_state_dict(self.state_dict())
 
     def seek(self, origin: str | None) -> None:
-        """Begin the epoch's data at the loaded position, and find how many batches are left.
+        """Begin the epoch's data at the loaded position.
 
         Raises:
-            ValueError: the position, from the checkpoint `origin`, is beyond the end of the data.
+            ValueError: the position, of the checkpoint `origin`, is beyond the end of the data.
         """
         state, loader = self._state, self.loader
         loader.set_epoch(self._engine.seed, state.epoch, state.batch)
@@ -158,19 +151,15 @@ class TrainData:
             )
 
     def plan_states(self, window: int, callbacks: Iterable[ModelCheckpoint]) -> None:
-        """Tell the loader after which batches a checkpoint can be foreseen, so that it takes its source's state there.
+        """Plan after which batches the loader keeps its source's state, for the checkpoints that can be foreseen there.
 
-        The plan is pairs of an interval and one such batch. A save that cannot be foreseen (on a signal, by time, by hand)
-        takes the state of an earlier batch.
+        The plan is pairs of an interval and one such batch. An unforeseen save (on a signal, by time, by hand) takes the
+        state of an earlier batch.
         """
         settings, state = self._settings, self._state
-
-        def after(steps: int) -> int:
-            return state.batch + steps * window
-
         pairs = [] if self.most_batches is None else [(ONCE, self.most_batches)]
         if settings.max_steps > state.step:
-            pairs.append((ONCE, after(settings.max_steps - state.step)))
+            pairs.append((ONCE, state.batch + (settings.max_steps - state.step) * window))
         saving = [each for each in callbacks if each.save_top_k or each.save_last]
         if saving:
             pairs.append((SPACING, 0))
@@ -178,18 +167,18 @@ class TrainData:
                 begun = 0 if settings.check_val_every_n_epoch is not None else state.total_batches - state.batch
                 pairs.append((self.validate_every, -begun))
             steps = [each.every_n_train_steps for each in saving if each.every_n_train_steps > 0]
-            pairs += [(each * window, after(each - state.step % each)) for each in steps]
+            pairs += [(each * window, state.batch + (each - state.step % each) * window) for each in steps]
         self.loader.plan_states(pairs)
 
     def _measure(self) -> None:
-        """Find how many batches the epoch has: those before the start, and what is left at this world size.
+        """Compute the epoch's number of batches: those before the start, and the rest at this world size.
 
-        A limit that is a number counts all of them; a limit that is a fraction is one of the data, at any world size.
+        An int limit counts all of them; a float limit is a fraction of the data, at any world size.
         """
         loader, limit = self.loader, self._settings.limit_train_batches
         length, whole = loader.length, loader.whole_length
         if isinstance(limit, float) and length is not None and whole is not None and length != whole:
-            # A run that changed its world size within the epoch has more or fewer batches than one that did not.
+            # A run whose world size changed within the epoch has more or fewer batches than one whose size did not.
             length = max(self._state.batch, (limited(whole, limit) or 0) + length - whole)
         else:
             length = limited(length, limit)
@@ -216,4 +205,4 @@ def _validation_interval(settings: Settings, length: int | None) -> int | None:
             f"val_check_interval={interval} is a fraction of the epoch, but the training loader has no length; pass a number "
             "of batches (int)."
         )
-    return max(1, int(length * interval))
+    return max(1, int(length * interval))  # a fraction of a few batches is one batch at least

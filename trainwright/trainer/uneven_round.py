@@ -1,99 +1,103 @@
-"""Uneven rounds: the rounds in which some rank has fewer samples than another, or none: a ghost.
+"""Uneven rounds: the rounds in which some rank has fewer samples than another, or none.
 
-A rank without a sample runs the step on another's batch, for the collectives in it and for the gradients, which weigh nothing
-there. What that leaves behind is taken back: nothing is logged, and Metric objects, buffers, lists and other collections of
-the module, and of callbacks that collect, are as they were. Hooks are called all the same: they may save or communicate. What
-the optimizer's step leaves stays, since each rank makes it.
+A rank without a sample runs a dummy batch, a copy of another rank's: for the step's collectives, and for the gradients,
+where it weighs nothing. What it leaves behind is taken back: nothing is logged, and Metric objects, buffers and collections
+of the module, and of callbacks that collect, are restored. Its hooks run all the same, since they may save or communicate,
+and what the optimizer's step changes stays, since every rank makes that step.
+
+In an evaluation each rank may have its own loader, which ends earlier on one rank than on another (`OwnRounds`). A rank whose
+loader has ended repeats its last batch, as a dummy, until all loaders have ended, because a step that communicates waits for
+all ranks. Known lengths are exchanged once, before the first batch; otherwise the ranks exchange at each batch whether they
+have one, as long as the step or its hooks communicate.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from trainwright.data.transfer import map_leaves
+from trainwright.distributed import collectives
 from trainwright.metric_kinds import is_collection, is_metric
 from trainwright.module import Module
+from trainwright.trainer.metrics import MetricCollector
+from trainwright.trainer.stage import Shard
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
     from trainwright.callbacks.base import Callback
-    from trainwright.trainer.metrics import MetricCollector
 
+END: Any = object()
 OF_TORCH = frozenset(vars(Module()))
-"""Attributes of a module that are not its author's."""
+"""Attributes that every module has."""
+
+Undo = Callable[[], None]
 
 
 class UnevenRound:
-    """One batch of an uneven round, from before its first hook until `end`.
-
-    Args:
-        collector: is told, so that gathers may fill up and a ghost logs nothing.
-        module: what a ghost must not change but by its optimizers' steps.
-        callbacks: what a ghost's hooks may have collected in is put back, of those that collect.
-        is_ghost: whether this rank has no sample of its own.
-    """
+    """One batch of an uneven round, from before its first hook until `end`; `is_dummy`: this rank has no sample."""
 
     def __init__(
-        self, collector: MetricCollector, module: nn.Module, callbacks: Iterable[Callback], is_ghost: bool
+        self, collector: MetricCollector, module: nn.Module, callbacks: Iterable[Callback], is_dummy: bool
     ) -> None:
-        self._collector = collector
-        collector.begin_uneven_round(silent=is_ghost)
-        self._module, self._is_ghost = module, is_ghost
-        self._callbacks = [each for each in callbacks if not each.counts_rounds] if is_ghost else []
-        self._undo: list[Callable[[], None]] = []
-        self._given_back = [
+        self._collector, self._module, self._is_dummy = collector, module, is_dummy
+        collector.begin_uneven_round(silent=is_dummy)
+        self._callbacks = [each for each in callbacks if not each.counts_rounds]
+        self._undo: list[Undo] = []
+        self._after: list[Undo] = [
             _taking_nothing(child)
-            for child in (module.modules() if is_ghost else ())
+            for child in (module.modules() if is_dummy else ())
             if is_metric(child) and child.dist_sync_on_step
         ]
         self._keep()
 
     def _keep(self) -> None:
-        if not self._is_ghost:
+        if not self._is_dummy:
             return
         seen: set[int] = set()
         for child in self._module.modules():
             if not is_metric(child):
                 self._undo += _of_module(child, seen)
             elif not child.dist_sync_on_step:
-                self._undo.append(_restoring(child))
+                self._undo.append(_of_metric(child))
         for callback in self._callbacks:
             self._undo += _of_attributes(vars(callback), seen)
 
     def put_back(self) -> None:
-        """Take back what a ghost has left so far. What comes next stays: the optimizer's step, which each rank makes."""
+        """Take back what a dummy batch has left so far; what follows, the optimizer's step, stays."""
         for undo in self._undo:
             undo()
-        self._undo = []
+        self._undo = []  # a second call must not undo the optimizer's step
 
     def renew(self) -> None:
-        """Take back what a ghost has left so far, as before a hook that may save, and what it leaves from here on."""
+        """Take back what a dummy batch has left so far, before a hook that may save, and what it leaves from here on."""
         self.put_back()
         self._keep()
 
     def end(self) -> None:
-        """Take back what a ghost has left."""
         self._collector.end_uneven_round()
         self.put_back()
-        for give_back in self._given_back:
-            give_back()
-        self._given_back = []
+        for undo in self._after:
+            undo()
+        self._after = []
 
 
 @dataclass
 class Communication:
-    """What of an evaluation's batch communicates, as this rank's first one has shown: other ranks may wait for it in the last.
+    """What of an evaluation's batch communicates, as this rank's first batch showed: other ranks may wait for it in the last.
 
-    A rank that has had none of a loader runs the step to be sure, and the hooks but for those of a prediction, which are there
-    to write what they are given.
+    A rank that had no batch of a loader runs the step to be safe, and the hooks too, except those of a prediction, which
+    write what they are given.
     """
 
     in_step: bool = True
@@ -109,8 +113,8 @@ class Communication:
 
 @contextmanager
 def discarded(module: nn.Module, collector: MetricCollector | None) -> Iterator[None]:
-    """Throw away what the block logs and what it adds to the module's torchmetrics."""
-    undo = [_restoring(child) for child in module.modules() if is_metric(child)]
+    """Discard what the block logs and what it adds to the module's torchmetrics."""
+    undo = [_of_metric(child) for child in module.modules() if is_metric(child)]
     try:
         with nullcontext() if collector is None else collector.silenced():
             yield
@@ -119,8 +123,87 @@ def discarded(module: nn.Module, collector: MetricCollector | None) -> Iterator[
             each()
 
 
-def _restoring(metric: Metric) -> Callable[[], None]:
-    """Return what puts a Metric object back."""
+class OwnRounds:
+    """This rank's batches of its own loader (`count` at most), followed by dummy batches while another rank has more.
+
+    If a rank has no batch at all, each rank ends with its own loader. `is_collective`: a forward needs every rank.
+    """
+
+    exact_length = None
+
+    def __init__(
+        self,
+        loader: Shard,
+        count: int | None,
+        communication: Communication,
+        is_collective: bool,
+    ) -> None:
+        self._loader, self._count, self._is_collective = loader, count, is_collective
+        self._communication = communication
+        self.real_length: int | None = None
+        """The number of batches before the dummy ones; None until it is known."""
+
+    def __iter__(self) -> Iterator[Any]:
+        exact = self._loader.exact_length
+        known = exact if exact is None or self._count is None else min(exact, self._count)
+        lengths = collectives.gather_object(known)
+        if None in lengths:
+            yield from self._until_all_end()
+            return
+        self._refuse_none(lengths)
+        further = max(lengths) - known if known and all(lengths) else 0  # nothing to repeat on a rank without a batch
+        kept = None
+        for batch in islice(self._loader, self._count):
+            if further:  # it may be the last
+                kept = _with_new_containers(batch)
+            yield batch
+        self.real_length = known
+        for _ in range(further):
+            yield _with_new_containers(kept)
+
+    def _until_all_end(self) -> Iterator[Any]:
+        batches = islice(self._loader, self._count)
+        kept, number, exchanges = END, 0, True
+        while True:
+            batch = next(batches, END)
+            if batch is END and self.real_length is None:
+                self.real_length = number
+            # What communicates is known once the first batch has run.
+            exchanges = exchanges and (number < 2 or self._communication.in_step or self._communication.in_hooks)
+            if exchanges:
+                have = collectives.all_gather(torch.tensor(int(batch is not END)))
+                if number == 0:
+                    self._refuse_none([int(each) for each in have])
+                    exchanges = all(have)
+                if not any(have):
+                    return
+            if batch is END and not exchanges:
+                return
+            if batch is END:
+                batch = _with_new_containers(kept)
+            elif exchanges:  # it may be the last
+                kept = _with_new_containers(batch)
+            yield batch
+            number += 1
+
+    def _refuse_none(self, batches: list[int]) -> None:
+        if self._is_collective and any(batches) and not all(batches):
+            raise ValueError(
+                f"rank {batches.index(0)} has no batch of its own to evaluate, but under this strategy a forward needs every "
+                "rank; give each rank one, or let the loader be sharded (use_distributed_sampler=True)."
+            )
+
+
+def _with_new_containers(batch: Any) -> Any:
+    """Return the same tensors in new mappings, lists and tuples, because a step may remove items from its batch."""
+
+    def leaf(value: Any) -> Any:
+        return copy.copy(value) if isinstance(value, MutableMapping) else value  # one that moves itself to a device
+
+    return map_leaves(leaf, batch)
+
+
+def _of_metric(metric: Metric) -> Undo:
     states, count = metric._copy_state_dict(), metric._update_count
 
     def restore() -> None:
@@ -131,85 +214,74 @@ def _restoring(metric: Metric) -> Callable[[], None]:
     return restore
 
 
-def _taking_nothing(metric: Metric) -> Callable[[], None]:
-    """Let a Metric object that gathers at each step take part with no sample; return what ends that.
+def _taking_nothing(metric: Metric) -> Undo:
+    """Let a Metric object that gathers at each step take part without a sample; return what ends that.
 
-    What it gathers are the other ranks' samples, which it keeps, as each of them does.
+    It keeps the other ranks' samples that it gathers, as each of them does.
     """
     update = metric.__dict__["update"]
 
     def take_nothing(*args: Any, **kwargs: Any) -> None:
-        metric._computed = None
+        metric._computed = None  # else compute() would return its cached value and not gather
         metric._update_count += 1
 
     metric.__dict__["update"] = take_nothing
     return partial(metric.__dict__.__setitem__, "update", update)
 
 
-def _of_module(module: nn.Module, seen: set[int]) -> list[Callable[[], None]]:
-    undo: list[Callable[[], None]] = []
-    if is_collection(module):
-        return undo
-    for name, buffer in module._buffers.items():
-        if buffer is not None and not buffer.is_meta:
-            undo.append(partial(_put_back_buffer, module, name, buffer, buffer.detach().clone()))
-    own = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
-    for value in own.values():
-        if isinstance(value, Tensor) and not value.is_meta and value.is_leaf:
-            undo.append(partial(_put_back_values, value, value.detach().clone()))
+def _of_module(module: nn.Module, seen: set[int]) -> list[Undo]:
+    if is_collection(module):  # its Metric objects are restored one by one
+        return []
+    undo: list[Undo] = [
+        partial(_put_back_buffer, module, name, buffer, buffer.detach().clone())
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta
+    ]
+    for name, value in vars(module).items():
+        if name not in OF_TORCH and isinstance(value, Tensor) and not value.is_meta and value.is_leaf:
+            undo.append(partial(_fill, value, value.detach().clone()))
     return undo + _of_attributes(vars(module), seen, OF_TORCH)
 
 
-def _of_attributes(
-    attributes: dict[str, Any], seen: set[int], left_out: frozenset[str] = frozenset()
-) -> list[Callable[[], None]]:
-    """Return what an object's attributes are put back by: which they are, and what collections among them hold.
+def _of_attributes(attributes: dict[str, Any], seen: set[int], left_out: frozenset[str] = frozenset()) -> list[Undo]:
+    """Return what restores an object's attributes, and what collections among them hold.
 
-    A number that grew by one counts batches, as it does on each rank, and goes on.
+    An integer that grew by one stays: it counts batches, as it does on each rank.
     """
     own = {name: value for name, value in attributes.items() if name not in left_out}
-    undo = [restore for value in own.values() for restore in _of_collection(value, seen)]
 
     def restore() -> None:
         for name, value in own.items():
             now = attributes.get(name)
-            if now is not value and not _counts_on(value, now):
+            is_count = type(value) is int and type(now) is int and now == value + 1
+            if now is not value and not is_count:
                 attributes[name] = value
 
-    return [*undo, restore]
+    return [*(undo for value in own.values() for undo in _of_collection(value, seen)), restore]
 
 
-def _of_collection(value: Any, seen: set[int]) -> list[Callable[[], None]]:
+def _of_collection(value: Any, seen: set[int]) -> list[Undo]:
     if not isinstance(value, (list, set, deque, MutableMapping)) or id(value) in seen:
         return []
-    seen.add(id(value))
-    held: Any = list(value.items()) if isinstance(value, MutableMapping) else list(value)
-    inner = [] if isinstance(value, set) else [each[1] for each in held] if isinstance(value, MutableMapping) else held
-    undo = [restore for each in inner for restore in _of_collection(each, seen)]
+    seen.add(id(value))  # collections may hold one another
+    held: Any = dict(value) if isinstance(value, MutableMapping) else list(value)
+    inner = [] if isinstance(value, set) else list(held.values()) if isinstance(held, dict) else held
 
     def restore() -> None:
         value.clear()
-        if isinstance(value, MutableMapping):
-            for key, each in held:
-                value[key] = each
-        else:
-            (value.update if isinstance(value, set) else value.extend)(held)
+        (value.extend if isinstance(value, (list, deque)) else value.update)(held)
 
-    return [*undo, restore]
+    return [*(undo for each in inner for undo in _of_collection(each, seen)), restore]
 
 
 def _put_back_buffer(module: nn.Module, name: str, buffer: Tensor, kept: Tensor) -> None:
     now = module._buffers.get(name)
     is_count = not buffer.dim() and not buffer.is_floating_point() and not buffer.is_complex()
-    if is_count and now is not None and torch.equal(now, kept + 1):
+    if is_count and now is not None and torch.equal(now, kept + 1):  # such as BatchNorm's num_batches_tracked
         return
-    _put_back_values(buffer, kept)
+    _fill(buffer, kept)
     module._buffers[name] = buffer
 
 
-def _put_back_values(tensor: Tensor, kept: Tensor) -> None:
+def _fill(tensor: Tensor, kept: Tensor) -> None:
     tensor.data.copy_(kept)
-
-
-def _counts_on(before: Any, now: Any) -> bool:
-    return type(before) is int and type(now) is int and now == before + 1

@@ -1,4 +1,4 @@
-"""Validation: whether one is due in a fit, and what the fit does around it."""
+"""Validation: when a fit validates, and what it does around that."""
 
 from __future__ import annotations
 
