@@ -172,7 +172,7 @@ def test_what_goes_for_a_newer_one(tmp_path: Path) -> None:
     (tmp_path / "theirs.ckpt").mkdir()
     (tmp_path / "damaged.ckpt" / "manifest.json").write_text("{}")
     trainer = tw.Trainer(**QUIET)
-    trainer.resume_source = f"{tmp_path}/source.ckpt"
+    trainer.run.trained.resumed_from(f"{tmp_path}/source.ckpt")
     paths = [f"{tmp_path}/{name}.ckpt" for name in ("old", "source", "damaged", "link", "theirs", "new")]
     manifest = tmp_path / "new.ckpt" / "manifest.json"
     manifest.rename(tmp_path / "kept.json")

@@ -472,7 +472,7 @@ def check_trainer(make: Callable[[], Strategy], folder: str) -> None:
         return trainer
 
     def weights(trainer: Any) -> State:
-        return gathered({"model": trainer.engine.strategy.model_pieces(trainer.module)})
+        return gathered({"model": trainer.engine.strategy.model_pieces(trainer.model)})
 
     for label, model, data, options in (
         ("automatic", TrainerLM, tokens[:24], {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2}),
