@@ -76,8 +76,6 @@ class MetricCollector:
         self._batch_size = 1.0
         self._batch_size_of: Any = None  # the batch itself: an id may be used again
 
-    # -- the loop's position -----------------------------------------------------------------------------------------
-
     def begin_loader(self, loader: Loader | None) -> None:
         self.loader = loader
 
@@ -110,8 +108,6 @@ class MetricCollector:
             yield
         finally:
             self.silent = was_silent
-
-    # -- the values --------------------------------------------------------------------------------------------------
 
     def log(self, name: str, value: Any, settings: tuple[Any, ...], batch_size: Any = None) -> None:
         """Record one value with these `LogSettings`, as a plain tuple; Module.log says what they mean."""

@@ -251,8 +251,6 @@ class Run:
         self.logbook.load_state_dict(changed["metrics"])
         self.hooks = HookTable(self.trainer, self.module, self.callbacks, self.logbook)
 
-    # -- what surrounds the loop -------------------------------------------------------------------------------------
-
     @contextmanager
     def opened(self, stays: bool = False) -> Iterator[None]:
         """Set up what surrounds the loop, and take it down whatever happens. Collective: call on every rank.

@@ -57,8 +57,6 @@ class Status:
     loggers: list[Logger]
     run: Run
 
-    # -- the job -----------------------------------------------------------------------------------------------------
-
     strategy = Forwarded[Strategy]("engine.strategy", "The strategy.")
     accelerator = Forwarded[str]("engine.device.type", "The kind of device, by torch's name for it.")
     precision = Forwarded[str]("engine.precision.name", "The precision's name, such as '16-mixed'.")
@@ -82,8 +80,6 @@ class Status:
     def is_global_zero(self) -> bool:
         """Return whether this is rank 0."""
         return self.engine.rank == 0
-
-    # -- the parts ---------------------------------------------------------------------------------------------------
 
     model = Forwarded[Module | None]("run.module", "The module of the present or the latest run.")
     lightning_module = Forwarded[Module | None]("run.module", "The module of the present or the latest run.")
@@ -137,8 +133,6 @@ class Status:
     def progress_bar_callback(self) -> TQDMProgressBar | None:
         """Return the progress bar, if any."""
         return next(iter(self._all(TQDMProgressBar)), None)
-
-    # -- the limits --------------------------------------------------------------------------------------------------
 
     @property
     def max_epochs(self) -> int | None:
@@ -203,8 +197,6 @@ class Status:
         "run.stages.predict.batch_indices", "In predict, the dataset's indices of the batch's samples, if known."
     )
 
-    # -- where the run is --------------------------------------------------------------------------------------------
-
     state = Forwarded[TrainerState]("run.state", "The counters of the run.")
     current_epoch = Forwarded[int]("run.state.epoch", "The epoch's number, from 0; after fit, the epochs finished.")
     global_step = Forwarded[int]("run.state.step", "Optimizer steps made, of all optimizers under manual optimization.")
@@ -250,8 +242,6 @@ class Status:
     def received_sigterm(self) -> bool:
         """Return whether SIGTERM stops or has stopped the fit, as far as this rank knows."""
         return self.run.stop.received == signal.SIGTERM
-
-    # -- the metrics -------------------------------------------------------------------------------------------------
 
     metrics = Forwarded[Logbook]("run.logbook", "The metrics of the run, to read one or to record another.")
     callback_metrics = Forwarded[dict[str, Tensor]](

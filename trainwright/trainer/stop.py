@@ -115,8 +115,6 @@ class Stop:
             if each is not None:
                 each.request()
 
-    # -- how the ranks agree -----------------------------------------------------------------------------------------
-
     def is_due(self, window_is_open: bool) -> bool:
         """Return, the same on every rank, whether the run ends at this optimizer step. Call it at each, on every rank."""
         settings, state, is_alone = self._settings, self._state, self._engine.world_size == 1
@@ -156,8 +154,6 @@ class Stop:
         is_at_limit = -1 < self._settings.max_steps <= self._state.step
         return is_at_limit or (self.requested and (self.is_agreed or self._engine.world_size == 1))
 
-    # -- within an evaluation ----------------------------------------------------------------------------------------
-
     def may_abandon(self, window_is_open: bool) -> bool:
         """Return, the same on every rank, whether a signal abandons an evaluation that begins now.
 
@@ -183,8 +179,6 @@ class Stop:
         if self.agree_on_signal():
             raise EvaluationAbandoned
 
-    # -- what is saved -----------------------------------------------------------------------------------------------
-
     def finish(self) -> None:
         """Save if a signal has ended the loop, or has arrived since. Collective: call on every rank."""
         if (self.number or not self.ends_by_itself) and self.agree_on_signal():
@@ -204,8 +198,6 @@ class Stop:
         """Save a run that has ended by itself, so that the same command finds nothing left to train. Collective."""
         if not self.number and self._settings.limit_train_batches != 0:
             self._save("end")
-
-    # -- the message -------------------------------------------------------------------------------------------------
 
     @property
     def _code(self) -> int:

@@ -176,8 +176,6 @@ class Trainer(Status):
         self.run = Run(self._parts(root), "fit", None, None, Choice(), None)
         """The present or the latest call; before the first one it has no module."""
 
-    # -- the calls ---------------------------------------------------------------------------------------------------
-
     def fit(
         self,
         model: Module,
@@ -372,8 +370,6 @@ class Trainer(Status):
                 f"trainer.accumulate_grad_batches={value!r} is not accepted; set it to a whole number of batches from 1."
             )
         self.run.trained.accumulate(value)
-
-    # -- how a call is made ------------------------------------------------------------------------------------------
 
     def _parts(self, root: str) -> Parts:
         settings, keeps_order = self._settings, self._keeps_order

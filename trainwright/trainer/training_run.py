@@ -135,8 +135,6 @@ class TrainingRun(Run):
             self.optimizer = optimizers[0]
         self.has_own_step = bool(self.own.keys() & {"optimizer_step", "configure_gradient_clipping", "closure"})
 
-    # -- a batch -----------------------------------------------------------------------------------------------------
-
     def begin_uneven_round(self, index: int) -> None:
         """Begin a batch of an uneven round, in which this rank may have no sample."""
         collector = self.logbook.collector
@@ -167,8 +165,6 @@ class TrainingRun(Run):
             if self.data.uneven and (weight := self.weight) != 1.0:
                 loss = loss * weight
         super().backward(loss, send, options)
-
-    # -- an epoch ----------------------------------------------------------------------------------------------------
 
     def wait_with(self, generators: dict[str, Any]) -> None:
         """Set these generators once the hooks of the epoch's start have run."""
@@ -229,8 +225,6 @@ class TrainingRun(Run):
                 raise RuntimeError(
                     "training_step took no batch from its dataloader_iter; call next(dataloader_iter) in it."
                 )
-
-    # -- the run -----------------------------------------------------------------------------------------------------
 
     @property
     def enable_validation(self) -> bool:
