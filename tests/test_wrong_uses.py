@@ -279,7 +279,6 @@ CONSTRUCTION = [
      r"resume_from_checkpoint=.*ckpt_path= to trainer"),
     ("auto_lr_find=", {"auto_lr_find": True}, TypeError,
      r"Trainer has no auto_lr_find= .*: set the learning rate yourself"),
-    ("progress_bar_refresh_rate=", {"progress_bar_refresh_rate": 5}, TypeError, r"TQDMProgressBar\(refresh_rate="),
     ("an unknown argument", {"max_epoch": 3}, TypeError,
      (r"no argument max_epoch= \(it was given max_epoch=3\). Did you mean "
      r"max_epochs=\?")),

@@ -143,8 +143,6 @@ def evaluate(
     Each submodule is in evaluation mode meanwhile, and as it was afterwards. Collective: call on every rank.
 
     Args:
-        evaluation: what to run.
-        phase: what the run is doing with it.
         most: batches of each loader at most; None for all.
         before_end: called once the metrics are known, before the stage's last hook.
         keep: given (loader's index, batch's index, outputs) of each step, for a prediction.
@@ -348,9 +346,5 @@ def evaluation_mode(module: Module, stage: str = "") -> Iterator[None]:
 
 
 def gradients_off(inference_mode: bool) -> Any:
-    """Return the context of an evaluation.
-
-    Not inference_mode unless asked for: what is made in it (a metric's state, a cache of the module's) breaks a training
-    that follows.
-    """
+    """Return the context of an evaluation. Tensors made under inference_mode would break a training that follows."""
     return torch.inference_mode() if inference_mode else torch.no_grad()

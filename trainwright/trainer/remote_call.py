@@ -42,10 +42,8 @@ def call_remotely(
 ) -> Any:
     """Make a call in the workers of a new job, load into `run` what it has changed, and return what it returned.
 
-    Args:
-        run: the call here, with the same parts.
-        function: makes the call on a rank and returns `changes`; called with the folder, `arguments` as "Trainer", `others`,
-            the parts of the run and `options`.
+    `function` makes the call on a rank and returns `changes`; it gets the folder, `arguments` as "Trainer", `others`, the parts
+    of the run and `options`.
 
     Raises:
         TypeError: something that cannot be copied to other processes.

@@ -107,13 +107,8 @@ class Outcome:
 class Run:
     """One call of a Trainer: validate, test or predict; TrainingRun is that of fit.
 
-    Args:
-        parts: the Trainer's.
-        call: "fit", "validate", "test" or "predict".
-        module, datamodule: what is run.
-        choice: the checkpoint of the call.
-        previous: the run before, whose counters, stop and optimizers an evaluation keeps.
-        state: the counters of a first run, of which another process has made the earlier ones.
+    An evaluation keeps the counters, the stop and the optimizers of the `previous` run. `state` are the counters of a first run
+    that continues the work of another process.
     """
 
     def __init__(

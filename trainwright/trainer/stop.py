@@ -36,10 +36,8 @@ class Stop:
 
     Entered around the fit, it raises RunStopped at the end of one that a signal has stopped.
 
-    Args:
-        engine, settings, state: the run's.
-        save: saves the run under a name ("stop", "end") and returns the path; "" for nothing saved. Collective.
-        keeps_any: whether the run keeps any checkpoint.
+    `save`, collective, saves the run under a name ("stop", "end") and returns the path, "" if nothing is saved; `keeps_any`
+    returns whether the run keeps any checkpoint.
     """
 
     def __init__(

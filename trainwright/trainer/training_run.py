@@ -32,13 +32,7 @@ from trainwright.trainer.uneven_round import UnevenRound
 
 
 class TrainingRun(Run):
-    """A call of fit.
-
-    Args:
-        parts, module, datamodule, choice, previous: as of every run.
-        source: where the training loaders come from.
-        validation: where the validation loaders come from; None to validate nothing.
-    """
+    """A call of fit, with the sources of its training and validation loaders (None: no validation)."""
 
     module: Module
     data: TrainData
@@ -88,11 +82,7 @@ class TrainingRun(Run):
         self.pulled = self.uneven_round = None
 
     def prepare(self, arguments: StepArguments, optimization: Optimization, own: dict[str, Any]) -> None:
-        """Take what the strategy has made of the settings, and how training_step is called.
-
-        Args:
-            own: the parts of a step that the module overrides, by name.
-        """
+        """Take what the strategy has made of the settings, how training_step is called, and what the module overrides."""
         settings, seconds = self.settings, self.settings.validation_seconds
         self.validation_clock = (
             None if seconds is None else IntervalClock(seconds, self.engine.connection.sync_point("validation"))
