@@ -54,13 +54,7 @@ SAVED_AFTER = ("on_train_batch_end", "on_validation_end")
 
 
 class HookTable:
-    """For each hook, the bound methods to call.
-
-    Args:
-        trainer, module, callbacks: what is called, and with what. Without a module nothing of one is called.
-        logbook: its collector notes which hook runs.
-        profiler: times each call of a callback's hook; None for none.
-    """
+    """For each hook, the bound methods to call, timed by the profiler if there is one; without a module none of a module."""
 
     def __init__(
         self,

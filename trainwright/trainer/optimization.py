@@ -13,7 +13,7 @@ from trainwright.data.transfer import map_tensors
 from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure
 from trainwright.engine.window import in_float32
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import Clipping
+from trainwright.strategies.base import Clipping, parameters_of
 from trainwright.trainer.saving import save_waiting
 from trainwright.trainer.training_run import TrainingRun
 from trainwright.trainer.uneven_round import discarded
@@ -237,14 +237,9 @@ class StepClosure:
 
     def _fingerprint(self) -> list[tuple[int, int, int]]:
         """Return the versions of the parameters and the gradients, and which gradients there are."""
-        parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
         return [
-            (
-                each._version,
-                id(each.grad) if each.grad is not None else 0,
-                0 if each.grad is None else each.grad._version,
-            )
-            for each in parameters
+            (each._version, 0 if each.grad is None else id(each.grad), 0 if each.grad is None else each.grad._version)
+            for each in parameters_of(self._optimizer)
         ]
 
     def __call__(self) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from trainwright.errors import CheckpointError
 from trainwright.hyperparameters import HyperParameters, hyper_parameter_entries
 from trainwright.module import Module, is_overridden
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import UNSAVED_KEYS
+from trainwright.strategies.base import UNSAVED_KEYS, parameters_of
 from trainwright.strategies.optimizer_proxy import unwrap_optimizer
 from trainwright.strategies.sparse_gradients import sparse_weights
 from trainwright.strategies.state_entries import computed_entries
@@ -105,7 +105,7 @@ def check_state(run: Run) -> None:
 
     sparse = {id(weight) for _, _, weight in sparse_weights(engine.modules)}
     stepped = [unwrap_optimizer(each) for each in engine.optimizers]
-    others = [each for each in stepped if _makes_own_state(each) or _steps_any(each, sparse)]
+    others = [each for each in stepped if _makes_own_state(each) or not sparse.isdisjoint(map(id, parameters_of(each)))]
 
     def look() -> None:
         for optimizer in engine.optimizers:
@@ -143,13 +143,6 @@ def _check_dense(optimizer: Optimizer, key: str, tensor: Tensor) -> None:
             f"tensor '{key} of {type(optimizer).__name__}' is sparse, as the gradients of a layer with sparse=True are; a "
             "checkpoint stores dense tensors. Use torch.optim.SparseAdam, or SGD without momentum, or leave sparse out."
         )
-
-
-def _steps_any(optimizer: Optimizer, parameters: Collection[int]) -> bool:
-    """Return whether an optimizer steps any of the parameters, given by their ids."""
-    return bool(parameters) and any(
-        id(each) in parameters for group in optimizer.param_groups for each in group["params"]
-    )
 
 
 def _makes_own_state(optimizer: Optimizer) -> bool:
