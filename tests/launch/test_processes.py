@@ -108,6 +108,7 @@ def jobs() -> Iterator[list[Job]]:
         job.close()
 
 
+@pytest.mark.launch
 def test_two_workers_run_the_script(tmp_path: Path, jobs: list[Job]) -> None:
     # A file in the working directory named like a standard module must not shadow that.
     (tmp_path / "argparse.py").write_text("raise SystemExit('shadowed')")

@@ -257,8 +257,6 @@ def contract(folder: Path) -> dict[str, Any]:
     if strategy == "deepspeed_stage_3":
         with pytest.raises(ValueError, match=r"compile=True cannot hold .* choose 'fsdp' or stage 2"):
             tw.Trainer(strategy=strategy, compile=True, **QUIET)
-    elif strategy == "ddp":  # to compile takes longer than all the rest
-        found["compiled"] = train_compiled(strategy, world, 1, folder / "compiled.ckpt")
     return found
 
 

@@ -80,12 +80,10 @@ def test_contract(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
             found = weights(Players, folder / f"players-{steps}.ckpt")
             wanted = weights(Players, other / f"players-{steps}.ckpt")
             assert max(distance for _, distance in relative_distance(found, wanted)) < CLOSE, steps
-        if "compiled" in rank:
-            assert_same_run(rank["compiled"], one["plain"], folder / "compiled.ckpt", other / "plain.ckpt")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [each for each in PARALLEL if each not in ("ddp", "deepspeed_stage_3")])
+@pytest.mark.parametrize("strategy", [each for each in PARALLEL if each != "deepspeed_stage_3"])
 def test_compiled(strategy: str, expected: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     one, other = expected
     folder = tmp_path / strategy
