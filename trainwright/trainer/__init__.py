@@ -1,1 +1,1 @@
-"""The Trainer: the loop and what stands around it."""
+"""The Trainer: the training loop and what surrounds it."""

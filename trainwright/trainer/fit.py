@@ -97,7 +97,7 @@ def begin_epoch(run: TrainingRun) -> None:
     run.data.seek(run.trained.resume_source)
     run.hooks.call("on_train_epoch_start")
     run.set_waiting_generators()
-    run.logbook.take_up_epoch()
+    run.logbook.resume_epoch()
     run.begin_windows()
     run.engine.refresh_trainable()
     run.engine.sync_gradients(True)

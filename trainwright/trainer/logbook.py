@@ -212,7 +212,7 @@ class Logbook:
             return self.unfinished
         return self.training_collector.state_dict(self._not_of_evaluation)
 
-    def forget_evaluation(self, latest: dict[str, Any]) -> None:
+    def drop_evaluation(self, latest: dict[str, Any]) -> None:
         """Restore the latest values from before an evaluation that the run leaves."""
         for values in self._latest.values():
             values.clear()
@@ -238,7 +238,7 @@ class Logbook:
     def is_outdated(self, name: str) -> bool:
         return self._scored_at.get(name, self._state.step) != self._state.step
 
-    def take_up_epoch(self) -> None:
+    def resume_epoch(self) -> None:
         """Resume the epoch's values from the checkpoint; they replace what the hooks of the epoch's start logged again."""
         state, self.unfinished = self.unfinished, None
         if state is not None:

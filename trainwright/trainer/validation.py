@@ -66,7 +66,7 @@ def abandonable(run: TrainingRun) -> Iterator[None]:
     except EvaluationAbandoned:
         assert kept is not None
         generators, latest = kept
-        logbook.forget_evaluation(latest)
+        logbook.drop_evaluation(latest)
         run.progress.enter(Phase.STOPPED)  # the epoch-wise schedulers that have stepped are noted in the state
         stop.commit(generators)
         logbook.end_evaluation()
