@@ -227,10 +227,7 @@ class _Decoder:
 
 
 def _are_plain_integers(values: Sequence[Any]) -> bool:
-    """Return whether all items are ints that JSON stores unchanged.
-
-    Python's generator has 625 of them: the check of the whole list replaces a call per item, in every save and load.
-    """
+    """Return whether all items are ints that JSON stores unchanged; one check of a long list replaces a call per item."""
     if {*map(type, values)} != {int}:
         return False
     return bool(min(values) >= -_JSON_INTEGERS and max(values) < _JSON_INTEGERS)

@@ -217,10 +217,7 @@ class Verdict:
 
 
 def examine(path: str) -> Verdict:
-    """Return everything that is wrong with a checkpoint, not only the first fault.
-
-    Each file is read whole. If all are intact, their tables are compared with the manifest, and the plain data is decoded.
-    """
+    """Read each file whole, and return everything that is wrong with a checkpoint, not only the first fault."""
     files, inside = resolve(path)
     try:
         manifest = read_manifest(files, inside)

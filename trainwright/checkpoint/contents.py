@@ -186,10 +186,7 @@ def restore_optimizer(
 
 
 def placed(value: Any, parameter: Tensor, was: torch.dtype | None) -> Any:
-    """Return plain state of a parameter with its tensors on the parameter's device, and in its dtype if they had that before.
-
-    `was` is the parameter's dtype when the state was saved; None keeps the tensors' dtypes.
-    """
+    """Return plain state with its tensors on the parameter's device, and in its dtype if they had that (`was`) at the save."""
 
     def moved(path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or path[-1:] == (MappingKey("step"),):
@@ -215,10 +212,7 @@ def _is_computed_with(value: Any) -> bool:
 def with_dtypes_of(
     names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry], model: Mapping[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Return an optimizer's entries with state that had its parameter's dtype in the parameter's present dtype.
-
-    So a run can resume in another precision, as with torch's own load_state_dict.
-    """
+    """Return entries with state that had its parameter's dtype in the present one, for a resume in another precision."""
     present = {name: parameter.dtype for parameter, name in names.items()}
 
     def converted(name: str, entry: TensorEntry) -> TensorEntry:

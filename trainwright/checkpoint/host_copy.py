@@ -19,11 +19,7 @@ ALIGNMENT = 64
 
 
 class HostMemory:
-    """Host memory for the pieces of one checkpoint at a time, kept for the next save.
-
-    Fresh pages cost more than the copy itself, so it is only reallocated for a larger checkpoint. It is page-locked if a
-    piece is on a device that can then copy asynchronously.
-    """
+    """Host memory for the pieces of one checkpoint, kept for the next save because fresh pages cost more than the copy."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)

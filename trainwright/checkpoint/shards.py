@@ -264,10 +264,7 @@ def copy_into(
     copies: Iterable[Copy],
     locate: Callable[[str, str], tuple[BinaryIO, StoredArray]],
 ) -> None:
-    """Fill a destination in place from the files, converting to its dtype.
-
-    `locate` returns the open file for a (file, key), and where the key's bytes are in it.
-    """
+    """Fill a destination in place, converting to its dtype; `locate` returns a key's open file, and where its bytes are."""
     target = piece.tensor.detach()
     if target.numel() == 0:
         return

@@ -46,11 +46,9 @@ DROP_SECONDS = 2.0
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one engine. Collective: make it on every rank, and save on every rank in the same order.
+    """Writes the checkpoints of one engine. Collective: make it and save on every rank, in the same order.
 
-    Args:
-        ranks: those that save.
-        has_failed: returns whether this process has failed, so that its peers are leaving.
+    `has_failed` returns whether this process has failed, so that its peers are leaving.
     """
 
     def __init__(self, ranks: Ranks, has_failed: Callable[[], bool]) -> None:
@@ -71,11 +69,7 @@ class CheckpointWriter:
         blocking: bool,
         overwrite: bool = False,
     ) -> None:
-        """Write a checkpoint (see `write_checkpoint`), or start to. Collective.
-
-        Raises:
-            CheckpointError: this save failed, or the one in flight before it; the same on every rank.
-        """
+        """Write a checkpoint, or start to; CheckpointError on every rank of this save, or of the one in flight. Collective."""
         self.finish()
         files, inside = resolve(path)
         path = inside if files.has_rename else path  # the working directory may change before the thread runs
@@ -89,11 +83,7 @@ class CheckpointWriter:
         atexit.register(self._finish_at_exit)
 
     def finish(self) -> None:
-        """Wait for the save in flight, if any. Collective.
-
-        Raises:
-            CheckpointError: it failed, the same on every rank; earlier checkpoints are unchanged.
-        """
+        """Wait for the save in flight, if any; CheckpointError on every rank if it failed. Collective."""
         save = self.in_flight
         if save is None:
             return

@@ -123,10 +123,7 @@ def _identity(piece: Piece) -> Hashable:
 
 
 def assign_writers(pieces: Sequence[Piece], rank: int, world_size: int) -> list[Piece]:
-    """Return the pieces that this rank writes: its own, and its part of the replicated ones, balanced by bytes.
-
-    Every rank computes the same assignment without communication, whatever the order of its pieces. Tied names go to one rank.
-    """
+    """Return the pieces that this rank writes, balanced by bytes; every rank computes the same assignment by itself."""
     strays = [piece for piece in pieces if piece.writer is not None and not 0 <= piece.writer < world_size]
     if strays:
         raise ValueError(

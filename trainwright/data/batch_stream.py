@@ -30,11 +30,8 @@ from trainwright.data.workers import SeededIterable
 class BatchStream(StreamShard):
     """One rank's shard of an iterable of batches.
 
-    Args:
-        seed_rank: the rank that seeds the workers; 0 if all ranks read the same.
-        generator: what a DataLoader draws its workers' seeds from; None for other sources.
-        draws: whether reading the source draws from this process's generators.
-        states: keeps the source's states; None for a source without a state.
+    `seed_rank` seeds the workers (0 if all ranks read the same), with what `generator` draws. `draws` is whether reading the
+    source draws from this process's generators.
     """
 
     def __init__(

@@ -21,14 +21,10 @@ from trainwright.rank_zero import rank_zero_warn
 class ShardedCombination(StatefulLoader):
     """One rank's shard of a CombinedLoader; iterating yields the combined batches, under "sequential" those of one loader.
 
-    The first loader has the order that it would have alone. Each other loader, and each further pass of a shorter one, has
-    another; all orders are functions of (seed, epoch) and can start at any batch.
-
-    In an evaluation batch number i of every loader goes to the same rank, so the ranks together have the combined batches that
-    one process would have. In training a round in which a loader ends is re-split among the ranks, with the same proportions
-    for all of its loaders (proportions.py).
-
-    The options are `shard`, `in_order` and `pin_memory` of ShardedLoader.
+    The first loader has the order that it would have alone; each other loader, and each further pass of a shorter one, has
+    another. In an evaluation batch number i of every loader goes to the same rank, so the ranks together have the combined
+    batches of one process. In training a round in which a loader ends is re-split in the same proportions for all loaders
+    (proportions.py).
 
     Raises:
         TypeError: a loader that cannot be sharded, or several to be evaluated as one that come one after the other.
@@ -102,10 +98,7 @@ class ShardedCombination(StatefulLoader):
             self._plan(end)
 
     def _plan(self, end: int) -> None:
-        """Split the rounds before batch number `end` that are not full in the same proportions for all loaders.
-
-        A loss is weighed as a whole, so one weight has to be right for each loader's part of the batch.
-        """
+        """Split the rounds before batch `end` that are not full, so that one weight of the loss is right for all loaders."""
         streams = [part.stream for part in self.parts if part.stream is not None and part.is_sharded]
         if len(streams) < len(self.parts):
             return
@@ -263,10 +256,7 @@ class ShardedCombination(StatefulLoader):
         return all(part.may_read_ahead for part in self.parts)
 
     def refuse_parted_rounds(self, limit: int | None = None) -> None:
-        """Refuse an evaluation of so many rounds if only some ranks have a batch of a loader in one of them (ValueError).
-
-        Call it where a forward needs every rank: a step has one result for all loaders, of which no part can be dropped.
-        """
+        """Raise ValueError if only some ranks have a batch of a loader in a round, for a forward that needs every rank."""
         if not self._pads or self.combination != "max_size" or limit == 0:
             return
         lengths = [part.shard.exact_source_length for part in self.parts]

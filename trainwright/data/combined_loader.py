@@ -1,8 +1,4 @@
-"""The combined loader: several loaders as one, which a user makes and may iterate; combined.py shards it.
-
-It takes a collection of loaders: lists, tuples and dicts, nested at will. A list or tuple without a DataLoader is one loader, a
-list of batches.
-"""
+"""The combined loader: several loaders as one, which a user makes and may iterate; combined.py shards it."""
 
 from __future__ import annotations
 

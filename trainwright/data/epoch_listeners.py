@@ -9,10 +9,7 @@ from torch.utils.data import ChainDataset, ConcatDataset, StackDataset, Subset
 
 
 def set_epoch_of_parts(loader: Any, epoch: int) -> None:
-    """Call `set_epoch` of the loader, its dataset and its samplers, and of what they contain, if they have it.
-
-    That reaches the copies in this process; those in workers get the epoch with what they fetch (workers.py).
-    """
+    """Call `set_epoch` of the loader, its dataset, its samplers and what they contain; for copies in workers see workers.py."""
     parts = [loader, getattr(loader, "dataset", None)]
     for sampler in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
         while sampler is not None:

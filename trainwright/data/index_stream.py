@@ -31,12 +31,9 @@ CHUNK = 256
 class IndexStream(StreamShard):
     """The batch sampler of one rank, around the loader's own.
 
-    Args:
-        source: the loader's batch sampler (lists of indices), or its sampler if the loader does no batching.
-        batched: whether an item of the source is a list of indices.
-        seed_rank: the rank that seeds the batches, where the shard is not that rank's.
-        same_on_ranks: whether every rank's source draws the same; False if the user gave each rank its own.
-        gives_seeds: whether items carry a seed for the worker that fetches them.
+    `batched` is whether an item of the source is a list of indices. `seed_rank` seeds the batches, where the shard is not that
+    rank's; `same_on_ranks` is False if the user gave each rank its own source. With `gives_seeds` items carry a seed for the
+    worker that fetches them.
     """
 
     def __init__(

@@ -138,11 +138,7 @@ class ShardedLoader(StatefulLoader):
         return clone
 
     def close(self) -> None:
-        """End the workers that still run: persistent ones, and those of an epoch that was left.
-
-        Python's cycle collector would take 5 s a worker: it stops the threads that feed the workers' queues before torch sends
-        its goodbye through them.
-        """
+        """End the workers that still run; Python's cycle collector would take 5 s for each."""
         for iterator in self._with_workers:
             iterator._shutdown_workers()
         if isinstance(self._source, DataLoader) and self._source is not self.loader:
@@ -230,10 +226,7 @@ class ShardedLoader(StatefulLoader):
         return lengths[0]
 
     def note_indices(self) -> deque[list[Any]] | None:
-        """Return a queue to which the next `iter` appends the dataset's indices of each batch; None for a loader without.
-
-        Workers read ahead, so the queue may be some batches ahead too.
-        """
+        """Return a queue to which the next `iter` appends each batch's indices as it is read; None for a loader without."""
         return None if self.stream is None else self.stream.note_indices()
 
     @property

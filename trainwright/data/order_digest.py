@@ -1,8 +1,4 @@
-"""Order digest: a running checksum that shows whether a resumed pass draws the same items as the saved one.
-
-A sampler may continue from epoch to epoch, or take its order from where no seed reaches. A run that resumes within an epoch
-draws the consumed items again to skip them; if they differ, so does what follows.
-"""
+"""Order digest: a running checksum that shows whether a resumed pass draws the items that the saved one consumed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Proportions: how to split a round of several loaders so that one weight of a rank's loss is right for each of them.
-
-A loss is weighted as a whole, so a rank has to get the same proportion of every loader's samples, also where a loader has fewer
-than in a full round.
-"""
+"""Proportions: how to split a round of several loaders so that one weight of a rank's loss is right for each of them."""
 
 from __future__ import annotations
 

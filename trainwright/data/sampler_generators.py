@@ -64,10 +64,7 @@ class SamplerGenerators:
 
 
 def _kind_of(found: Any) -> tuple[Callable[[int], Any], Callable[[], Any]] | None:
-    """Return what makes a seeded generator of the same kind, and what returns the state of the one that was found.
-
-    None for anything else, and for subclasses, whose constructors are not known.
-    """
+    """Return what makes a seeded generator of the same kind, and what returns its state; None for subclasses and all else."""
     if isinstance(found, torch.Generator):
         return lambda seed: torch.Generator().manual_seed(seed), found.initial_seed
     if type(found) is random.Random:

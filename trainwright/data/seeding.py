@@ -1,8 +1,4 @@
-"""Seeds: one number that a run starts from, and the numbers derived from it.
-
-An epoch's order is a pure function of (seed, epoch), drawn without moving the generators that the user's code draws from
-(python's, numpy's, torch's).
-"""
+"""Seeds: one number that a run starts from, and those derived from it, such as the seed of an epoch's order."""
 
 from __future__ import annotations
 

@@ -53,11 +53,8 @@ class SourceState(TypedDict):
 class SourceStates:
     """The latest states of one source, and the one that it resumes from.
 
-    Args:
-        source: the loader that is iterated.
-        dataset: the loader's dataset if that has the state; None if the loader itself has it.
-        continues: whether an epoch continues from the one before; False if each starts as the first did.
-        end_workers: ends persistent workers.
+    `dataset` is the loader's dataset if that has the state; None if the loader itself has it. `continues` is whether an epoch
+    continues from the one before.
     """
 
     def __init__(

@@ -295,10 +295,7 @@ class StreamShard:
             yield first
 
     def _rounds(self, items: Iterator[Any], number: int) -> Iterator[Any]:
-        """Yield this rank's item of each round.
-
-        A full round waits for the first item after it, because the last round may have to be split in another way.
-        """
+        """Yield this rank's item of each round, once the next round has begun: the last one may be split in another way."""
         ranks = self.world_size
         held = list(islice(items, ranks))
         while len(held) == ranks and (following := list(islice(items, 1))):

@@ -112,13 +112,8 @@ class CopyStream:
 class Prefetcher:
     """Copies batches to a device from pinned memory on a side stream, one ahead of the training.
 
-    It yields the same pairs as `with_last`, with the batch on the device. A position in the data counts the batches that the
-    loop received, not those that were read here.
-
-    Args:
-        ahead: read the next batch and start its copy before this one is handed out. Only if reading draws nothing from this
-            process's generators (`may_read_ahead` of the loader): a resumed run would draw other numbers otherwise.
-        transfer: moves a batch to the device; it should draw nothing.
+    `ahead` starts the next batch's copy before this one is handed out. Only if reading draws nothing from this process's
+    generators (`may_read_ahead` of the loader): a resumed run would draw other numbers otherwise.
     """
 
     def __init__(
@@ -174,10 +169,7 @@ class Prefetcher:
 
 
 def _holds_own_memory(batch: Any) -> bool:
-    """Return whether an object in the batch moves itself but has no `record_stream` to keep its memory in use.
-
-    Once released, that memory could be reused for the next copy at once, so the next copy has to wait for the training.
-    """
+    """Return whether an object in the batch moves itself, without `record_stream` to keep its memory from the next copy."""
     leaves: list[Any] = []
 
     def look(leaf: Any) -> Any:

@@ -188,10 +188,7 @@ def leave_tidily(number: int) -> None:
 
 
 def note_begun(iterator: Any) -> None:
-    """Note an iterator whose workers end at the latest with this process.
-
-    Otherwise torch waits 5 s at the interpreter's exit for each worker that is left, and then sends it a SIGTERM.
-    """
+    """Note an iterator whose workers end with this process; torch would wait 5 s for each at the interpreter's exit."""
     _begun[iterator] = os.getpid()
     atexit.unregister(_end_workers)
     atexit.register(_end_workers)  # last, so it runs before the handlers that torch registers for each worker

@@ -52,10 +52,7 @@ def read_number(variables: Variables, name: str, starter: str) -> int:
 
 
 def read_slurm(variables: Variables) -> Task | None:
-    """Return the task of a process that srun has started with others; None for any other process.
-
-    A batch script and an interactive shell have SLURM's variables too, but not the number of an srun step.
-    """
+    """Return the task of a process that srun has started, else None: a batch script has SLURM's variables, but not a step's."""
     is_task = any(name in variables for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST"))
     step = variables.get("SLURM_STEP_ID", variables.get("SLURM_STEPID", "0"))
     if "SLURM_PROCID" not in variables or not is_task or step in NO_STEP_OF_TASKS:

@@ -1,7 +1,4 @@
-"""Collectives of the default process group; each is the identity in a job of one process.
-
-`connection.py` opens the group. Nothing is pickled: objects travel as JSON.
-"""
+"""Collectives of the default process group, objects as JSON; each is the identity in a job of one process."""
 
 from __future__ import annotations
 

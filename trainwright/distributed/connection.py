@@ -25,10 +25,7 @@ from trainwright.distributed.sync_points import SyncPoint, SyncPoints
 
 
 def pick_backend(device_type: str, *, on_host_too: bool = False) -> str:
-    """Return the collective backend of a device type (ValueError if torch has none): gloo for the CPU, else NCCL, XCCL, ...
-
-    `on_host_too` adds gloo for tensors in host memory, for an engine that keeps its shards there.
-    """
+    """Return a device type's collective backend (ValueError if torch has none); `on_host_too` adds gloo for host tensors."""
     backend = collective_backend(device_type)
     if backend is None:
         raise ValueError(
@@ -70,11 +67,7 @@ class Connection:
             FailureLog(self.store).announce_stop(code)
 
     def before_close(self, release: Callable[[], None]) -> None:
-        """Call a bound method before the group is closed, to release what holds on to the group.
-
-        NOTE: a group that is still held keeps its threads into the interpreter's shutdown, where the first of them that frees a
-        tensor aborts the process.
-        """
+        """Call a bound method before the group is closed, to release it: a group still held at exit may abort the process."""
         self._holders.append(weakref.WeakMethod(release))
 
     def close(self) -> None:

@@ -1,8 +1,4 @@
-"""Environment: which process of which job this is.
-
-This is the only reader of the environment outside `launch/`; `clusters.py` knows the variables of SLURM and MPI. Processes are
-started in `launch/`; the process group is opened in `connection.py`.
-"""
+"""Environment: which process of which job this is; clusters.py knows the variables of SLURM and MPI."""
 
 from __future__ import annotations
 

@@ -23,10 +23,7 @@ LOOK_SECONDS = 0.5
 
 
 class StoreChannel:
-    """Swaps payloads between all ranks, from any thread. Calls pair up by their order in one channel.
-
-    `positions` is None for the channel of a thread that is not the main one.
-    """
+    """Swaps payloads between all ranks in the order of their calls; only the main thread's channel has `positions`."""
 
     def __init__(
         self,
@@ -45,10 +42,7 @@ class StoreChannel:
         self._has_given_up = False
 
     def subchannel(self, name: str) -> StoreChannel:
-        """Return a channel for a second thread, whose calls pair up by themselves. Nothing is sent.
-
-        Subchannels of one name pair up by their order: make them on every rank, in the same order.
-        """
+        """Return a channel for a second thread; make those of one name on every rank, in the same order. Nothing is sent."""
         self._subchannels[name] += 1
         path = f"{self._name}/{name}/{self._subchannels[name]}"
         return StoreChannel(self._store, self.rank, self.world_size, name=path)

@@ -55,10 +55,7 @@ class SyncPoints:
         return point
 
     def poll(self, store: Store) -> None:
-        """Post this rank's requests and look for those of any rank: the watcher thread calls this now and then.
-
-        `store` is the watcher's connection: one read of it while nothing is requested, none without sync points.
-        """
+        """Post this rank's requests and look for those of all; the watcher thread calls this, with its own connection."""
         with self._lock:
             points = list(self._entries)
         if not points:

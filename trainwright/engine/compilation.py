@@ -44,10 +44,7 @@ class Compiled:
             each._compiled_call_impl = _Call(self, each)
 
     def function_for(self, module: nn.Module) -> Callable[..., Any]:
-        """Return the compiled function that calls a module, its first argument.
-
-        Modules of the same class and shapes, such as the blocks of a ModuleList, use one function, and so its graphs.
-        """
+        """Return the compiled function that calls a module; modules of the same class and shapes use one, and so its graphs."""
         self.called.add(module)
         tensors = (*module.named_parameters(), *module.named_buffers())
         kind = (type(module), *((name, each.shape, each.dtype, each.requires_grad) for name, each in tensors))

@@ -1,8 +1,4 @@
-"""The Engine: one strategy, one precision and the data of one job, behind one interface.
-
-The Trainer and the Accelerator are both built on it, so a raw loop has the same parts and reads the same checkpoints.
-What happens on several ranks is the strategy's; the Engine uses nothing but its contract.
-"""
+"""The Engine: one strategy, one precision and the data of one job, behind one interface for Trainer and Accelerator."""
 
 from __future__ import annotations
 

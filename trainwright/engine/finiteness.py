@@ -41,10 +41,7 @@ class Finiteness:
         self._exempt = set(_found(_trained(modules), pieces))
 
     def fault(self) -> str:
-        """Return a text that names what is not finite on any rank, or an empty one. Collective: call on every rank.
-
-        If all is finite, the next save does not check again.
-        """
+        """Return a text that names what is not finite on any rank; if empty, the next save does not check again. Collective."""
         return self._fault(*self._read())
 
     def look(self, path: str, overwrite: bool, modules: Sequence[nn.Module], pieces: Sequence[Piece]) -> None:

@@ -1,7 +1,4 @@
-"""Memory: what a model, its gradients and its optimizer's state take on each device, under each strategy.
-
-Activations are not counted, since they depend on the batch. Everything is computed from sizes alone: nothing is allocated.
-"""
+"""Memory: what a model, its gradients and its optimizer's state take under each strategy, computed from sizes alone."""
 
 from __future__ import annotations
 

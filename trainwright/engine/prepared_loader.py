@@ -106,11 +106,7 @@ class Iteration:
 
 
 class Iterations:
-    """The passes that are under way, and which of them the loop is over.
-
-    A loop may read several loaders: a validation within an epoch, pairs of two loaders, an iterator that is kept and advanced
-    now and then.
-    """
+    """The passes that are under way, as a loop may read several loaders, and which of them the loop is over."""
 
     def __init__(self) -> None:
         self._open: list[Iteration] = []

@@ -140,10 +140,7 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
 
 
 class AccumulationWindows:
-    """The windows of a raw loop, one for each set of models passed to `of`, all of one usual length.
-
-    `drop_gradients` clears the gradients of a window's models; of all if it has none.
-    """
+    """The windows of a raw loop, one for each set of models passed to `of`; `drop_gradients` clears a set's gradients."""
 
     def __init__(
         self,

@@ -18,11 +18,7 @@ from trainwright.strategies import SPAWNING, Strategy
 
 
 def start_job(num_processes: int, num_nodes: int, strategy: str | Strategy, can_call_workers: bool) -> int:
-    """Replace this process with the launcher, or return how many workers each call has to start.
-
-    Raises:
-        LaunchError: neither is possible here.
-    """
+    """Replace this process with the launcher, or return how many workers each call starts; LaunchError if it can do neither."""
     from trainwright.launch.command import calls_workers, check_worker_calls
     from trainwright.launch.processes import launch
 

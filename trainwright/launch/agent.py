@@ -277,10 +277,7 @@ class JobAgent(LocalElasticAgent):
         return self.rendezvous.first_rank(self.rendezvous.nodes.rank)
 
     def _kill_groups(self, ranks: Any) -> None:
-        """Kill what ended ranks have left in their process groups, such as loader workers.
-
-        SIGTERM comes first, so that a loader worker can remove its temporary folder.
-        """
+        """Kill what ended ranks have left in their process groups; SIGTERM comes first, so that loader workers can clean up."""
         groups = {self._handlers()[rank].proc.pid for rank in ranks}
         deadline = time.monotonic() + TIDY_SECONDS
         for signal_number in (signal.SIGTERM, 0, signal.SIGKILL):

@@ -1,7 +1,4 @@
-"""The workers' output: rank 0 writes to the terminal, if there is one; the others' lines get the rank as a prefix.
-
-Lines travel through pipes. Only logs that were requested are written to disk.
-"""
+"""The workers' output: rank 0 writes to the terminal, if there is one; the others' lines get the rank as a prefix."""
 
 from __future__ import annotations
 

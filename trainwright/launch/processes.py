@@ -1,8 +1,4 @@
-"""The launcher: replaces a script by a supervisor that runs the same script in several workers.
-
-A Trainer or an Accelerator calls `launch`; `main` is the supervisor. Workers read their settings from the environment
-(`distributed/environment.py`).
-"""
+"""The launcher: `launch` replaces a script by a supervisor, `main`, which runs the same script in several workers."""
 
 from __future__ import annotations
 

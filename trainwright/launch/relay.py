@@ -21,10 +21,7 @@ END_SECONDS = 4.5  # for the launcher to end its workers, to which it gives 3 s 
 
 
 def run_launcher(command: list[str]) -> int:
-    """Run the launcher as a child and return its exit code; it ends with this process, however that ends.
-
-    Signals are passed on to it. After a Ctrl-C this raises KeyboardInterrupt once the launcher has ended.
-    """
+    """Run the launcher as a child, pass signals on, and return its exit code; KeyboardInterrupt once it ends after a Ctrl-C."""
     # NOTE: the kernel kills the child when the *thread* that started it ends; that is this one, which waits for it.
     bootstrap = str(Path(__file__).with_name("bootstrap.py"))
     streams = [each for each in (sys.stdout, sys.stderr) if each is not None]

@@ -1,7 +1,4 @@
-"""Starts the launcher by path, so that no file of the user can replace a standard module.
-
-`python -m` would put the current directory first in the search path.
-"""
+"""Starts the launcher by path: `python -m` would let a file in the current directory replace a standard module."""
 
 import os
 import sys

@@ -53,11 +53,7 @@ def _imported(path: str) -> Any:
 
 
 def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
-    """Return the strategy of a name or an instance; "auto" is single_device, or ddp for several processes.
-
-    Raises:
-        ValueError, ImportError, TypeError: an unknown name, a package that is not installed, or something else.
-    """
+    """Return the strategy of a name or an instance; "auto" is single_device, or ddp for several processes."""
     if isinstance(strategy, str):
         auto = "single_device" if num_processes == 1 else "ddp"
         name = auto if strategy == "auto" else strategy

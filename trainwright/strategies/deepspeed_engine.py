@@ -71,10 +71,7 @@ def _accelerator(deepspeed: Any, device_type: str) -> Any:
 
 
 def _keep_to_current_device(accelerator: Any) -> None:
-    """Let DeepSpeed compute on the current device, although it takes LOCAL_RANK (a string) for the device's number.
-
-    LOCAL_RANK counts processes: it is 0 on device 2 of `devices=[2, 3]`, and 1 for a second task that sees a single device.
-    """
+    """Let DeepSpeed compute on the current device, not on that of LOCAL_RANK, which counts processes and not devices."""
     name_of = accelerator.device_name
     if getattr(name_of, "keeps_to_current_device", False):
         return
@@ -99,10 +96,7 @@ def make_engine(
     device: torch.device,
     check: Callable[[Optimizer], None],
 ) -> Any:
-    """Return DeepSpeed's engine around a module whose weights are already rank 0's. Collective.
-
-    `trained` are the parameters for an optimizer that the config defines, which `check` may refuse.
-    """
+    """Return DeepSpeed's engine for a module with rank 0's weights; `check` may refuse the config's optimizer. Collective."""
     from pydantic import ValidationError
 
     announce_local_rank(Environment.detect().local_rank)

@@ -11,10 +11,7 @@ from torch.optim import Optimizer
 
 
 class DeferredAllReduce:
-    """Averages the gradients of registered parameters when a step's gradients are finalized.
-
-    A parameter that no rank used keeps no gradient; if only some ranks used it, it counts as zero on the others.
-    """
+    """Averages gradients at the end of a step; those that only some ranks have count as zero on the others."""
 
     def __init__(self) -> None:
         self._parameters: dict[Tensor, int | None] = {}

@@ -15,11 +15,7 @@ Occurrences = dict[Tensor, list[tuple[dict[str, Any], str]]]
 
 
 def move(module: nn.Module, device: torch.device, stays: Callable[[Tensor], bool] | None = None) -> None:
-    """Move a module to a device in place, except tensors that `stays` selects.
-
-    Tied weights stay tied: torch moves a parameter in place only where the backend allows it (as CUDA does), and otherwise
-    creates a new one for each occurrence, as it always does for buffers. Lazy tensors stay lazy.
-    """
+    """Move a module to a device in place, except tensors that `stays` selects; tied weights stay tied, lazy tensors lazy."""
     slots: dict[int, list[tuple[nn.Module, str]]] = {}
     kept = []  # keeps the ids unique
     for owner in module.modules():
@@ -45,10 +41,8 @@ def move(module: nn.Module, device: torch.device, stays: Callable[[Tensor], bool
 def materialize(module: nn.Module, parts: Sequence[nn.Module] | None = None) -> bool:
     """Replace a module's meta tensors by real ones, initialised as its constructors would; return whether there were any.
 
-    Values are drawn on the host, in the order in which constructors run, as for a module that was created there. Other writes
-    than those of `reset_parameters` are lost, so they are refused: torch's count of in-place writes must equal that of the
-    reset. Tied tensors stay tied, with the values of the first module that has them. `parts` limits this to some submodules,
-    in that order; tied tensors are found in the whole module.
+    Values are drawn on the host, in the order of the constructors. Other writes than those of `reset_parameters` are lost, so
+    they are refused. `parts` limits this to some submodules, in that order; tied tensors of the whole module stay tied.
     """
     meta: Occurrences = {}
     for each in module.modules():

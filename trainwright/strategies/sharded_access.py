@@ -31,10 +31,7 @@ NO_STEPS = ("reset_parameters", "configure_optimizers")
 
 
 class Root(StepForward):
-    """FSDP's root: its forward runs a step of the module, which keeps its class and attributes.
-
-    `dtype` is what parameters are gathered in; None for their own.
-    """
+    """FSDP's root: its forward runs a step of the module. `dtype` is what parameters are gathered in; None for their own."""
 
     depth = 0
     """Positive while a step runs."""
@@ -110,10 +107,7 @@ def public_methods(kind: type[nn.Module]) -> Iterator[str]:
 
 
 def open_methods(module: nn.Module, kind: type[nn.Module], is_within_step: Callable[[], bool]) -> None:
-    """Let the public methods of a sharded module gather its parameters when a step calls them.
-
-    `kind` is the class before sharding. Called from elsewhere, or from the module's own forward, they run unchanged.
-    """
+    """Let the public methods of a sharded module's original class gather its parameters when a step calls them."""
     for name in public_methods(kind):
         plain = getattr(module, name)
         setattr(module, name, _keeping(module, plain))

@@ -15,10 +15,7 @@ OWN = ("params", "param_names")
 
 @contextmanager
 def split_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Split each group that holds both kinds in two while the optimizer steps; what the step writes into them is kept.
-
-    Step hooks see whole groups, except those of a base class's step inside a subclass's.
-    """
+    """Split each group that holds both kinds in two while the optimizer steps; what the step writes into them is kept."""
     if not any(map(_is_mixed, optimizer.param_groups)):
         yield
         return

@@ -74,10 +74,7 @@ def release_module(module: nn.Module) -> None:
 
 
 def end_training(engines: Iterable[Sequence[Any]]) -> None:
-    """Remove stage 3 engines' gradient hooks and buffers; their modules can still be called.
-
-    torch keeps gradient hooks where Python's garbage collector does not look, so an engine would outlive its module.
-    """
+    """Remove stage 3 engines' buffers and gradient hooks, which outlive the modules; the modules can still be called."""
     for engine in _each(engines):
         release_module(engine.module)
         if hasattr(engine.optimizer, "ipg_buckets"):  # an engine for evaluation has no optimizer

@@ -30,10 +30,7 @@ class Part(nn.Module):
 
 
 class ZeroOptimizer(OptimizerProxy):
-    """Shows the module's own parameters, while DeepSpeed's engine steps flat masters.
-
-    `write_back` updates the masters from the weights, and `refresh` the weights from the masters (collective).
-    """
+    """Shows the module's own parameters while DeepSpeed steps flat masters, which `write_back` updates from the weights."""
 
     def __init__(
         self, master: MasterOptimizer, engine: Any, write_back: Callable[[], None], refresh: Callable[[], None]
@@ -75,10 +72,7 @@ class ZeroOptimizer(OptimizerProxy):
 
 
 class ZeroPrecision(Precision):
-    """The precision of DeepSpeed engines, which keep float32 masters and scale losses themselves.
-
-    Conversions and contexts are those of `inner`; `scalers` returns the engines' loss scalers.
-    """
+    """The precision of DeepSpeed engines, which keep float32 masters and scale losses themselves; all else is `inner`'s."""
 
     takes_closure = False
 

@@ -1,7 +1,4 @@
-"""ZeRO's state: this rank's shards of masters, optimizer state and gradients, inside DeepSpeed's optimizers.
-
-A rank's shard of a parameter is one range of it, stored in a flat float32 master.
-"""
+"""ZeRO's state: this rank's ranges of masters, optimizer state and gradients, flat inside DeepSpeed's optimizers."""
 
 from __future__ import annotations
 

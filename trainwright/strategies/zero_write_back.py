@@ -52,10 +52,7 @@ class ZeroWriteBack:
         self._flats: list[tuple[Any, Any]] = []
 
     def track(self, zero: Any, stage: int, rank: int, part: nn.Module, modules: Iterable[nn.Module]) -> None:
-        """Track the parameters of an engine that owns `part`; `zero` is its optimizer, or a substitute if nothing is trained.
-
-        `modules` are the user's, which name the parameters.
-        """
+        """Track the parameters of an engine's `part`, by their names in `modules`; `zero` is its optimizer, or a substitute."""
         if stage < 3:
             self._views += [FlatView(each) for group in zero.bit16_groups for each in group]
             parts = [each[rank] for each in zero.parallel_partitioned_bit16_groups]
