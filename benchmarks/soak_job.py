@@ -138,7 +138,7 @@ class Events(tw.Callback):
         self.tell(trainer, "start")
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not trainer.is_within_window:
+        if not trainer.state.progress.is_within_window:
             self.tell(trainer, "step")
 
     def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:

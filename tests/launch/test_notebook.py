@@ -195,7 +195,7 @@ def test_later_calls_start_from_the_trained_weights(
     torch.testing.assert_close(torch.cat(predicted), expected)
     for name, value in weights.items():
         torch.testing.assert_close(module.state_dict()[name], value)
-    with pytest.warns(UserWarning, match="writes the weights alone, from which no fit goes on"):
+    with pytest.warns(UserWarning, match="writes the weights only, from which no fit resumes"):
         assert trainer.save_checkpoint(tmp_path / "final.ckpt")
     assert Net.load_from_checkpoint(str(tmp_path / "final.ckpt")).steps == 12
     assert capsys.readouterr().err == ""

@@ -51,6 +51,8 @@ print(json.dumps({
     "nodes": trainer.num_nodes,
     "listening": [c.laddr.ip for each in processes for c in each.net_connections() if c.status == "LISTEN"],
 }), flush=True)
+if mode == "fail":
+    trainer.engine.barrier()  # until both have printed
 if mode == "fail" and trainer.global_rank == 1:
     raise RuntimeError("boom")
 if mode != "train":
