@@ -341,6 +341,11 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
         (2, ["frob"], "invalid choice: 'frob' (choose from 'show', 'verify', 'export', 'import')"),
         (2, ["export", str(saved), "x", "--dtype", "int8"], "invalid choice: 'int8'"),
         (77, ["show", "absent"], "absent is not a checkpoint: it does not exist. Give the directory of a checkpoint."),
+        (
+            77,
+            ["verify", "absent"],
+            "absent is not a checkpoint: it does not exist. Give the directory of a checkpoint.",
+        ),
         (77, ["show", "file"], "it is a file, and a checkpoint is a directory."),
         (77, ["verify", "."], ". is damaged; every file has to be as it was written."),
         (77, ["import", "pipe", "out.ckpt"], "pipe is a pipe or a device, not a file; accepted is a directory"),

@@ -332,3 +332,12 @@ def test_gathered_gradients_are_stepped_before_a_save(call: int, tmp_path: Path)
     assert [name for name in names if not name.startswith("end")] == [
         f"epoch={epoch}-step={step}.ckpt" for epoch, step in ((0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (1, 6))
     ]
+
+
+def test_the_first_checkpoint_callback_that_keeps_any_saves_the_stop(tmp_path: Path) -> None:
+    keeping = tw.ModelCheckpoint(tmp_path / "kept")
+    callbacks = [tw.ModelCheckpoint(tmp_path / "none", save_top_k=0), keeping]
+    trainer = tw.Trainer(callbacks=callbacks, **{**QUIET, "enable_checkpointing": True, "max_steps": 3})
+    trainer.fit(Classifier(), make_loader(), ckpt_path="auto")
+    assert find_checkpoints(str(tmp_path / "kept"))[-1].step == 3
+    assert trainer.test(None, make_loader(), ckpt_path="best", verbose=False)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Callback:
     """Override the hooks you need; each is called on every rank.
 
-    What a hook may use of `trainer` is `TrainerProtocol`. The parameter is annotated with the Trainer, here and in the built-in
-    callbacks, since a type checker refuses an override whose parameter is narrower: yours may be annotated with either.
+    `trainwright.callbacks.TrainerProtocol` lists what a hook may use of `trainer`. Annotate the parameter with it or with
+    `tw.Trainer`: type checkers accept both.
     """
 
     runs_last = False
@@ -115,19 +115,19 @@ class Callback:
         """Called with the batch on its device, before training_step; return -1, on every rank, to end the epoch here."""
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called with what training_step returned, after the optimizer's and the scheduler's step."""
+        """Called after the steps of optimizer and schedulers, with training_step's outputs as a dict, its loss as "loss"."""
 
     def on_before_zero_grad(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
         """Called before the gradients of a new accumulation window are cleared."""
 
     def on_before_backward(self, trainer: Trainer, module: Module, loss: Tensor) -> None:
-        """Called before backward, with the loss that backward gets."""
+        """Called before backward, with the loss divided by the window's length, before any loss scale."""
 
     def on_after_backward(self, trainer: Trainer, module: Module) -> None:
         """Called after backward; gradients may still be multiplied by the loss scale."""
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
-        """Called before the gradients are clipped and the optimizer steps."""
+        """Called before the gradients are clipped and the optimizer steps; the loss scale is divided out."""
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
         """Called before validation, with the module in evaluation mode."""

@@ -140,6 +140,9 @@ def _origin(about: Mapping[str, Any]) -> str:
 
 def _verify(options: argparse.Namespace) -> int:
     verdicts = []
+    files, inside = resolve(options.path)
+    if not files.exists(inside):
+        open_checkpoint(options.path, "size")  # raises, with the reason
     for path in candidates(options.path):
         verdicts.append(examine(path))
         print(_verdict_text(verdicts[-1]), flush=True)

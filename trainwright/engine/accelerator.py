@@ -126,7 +126,7 @@ class Accelerator:
             kind = kind_of(each)
             if kind is None:
                 raise TypeError(
-                    f"prepare was given a {type(each).__name__}; accepted are torch modules, optimizers "
+                    f"prepare was given an object of type {type(each).__name__}; accepted are torch modules, optimizers "
                     "(subclasses of torch.optim.Optimizer), DataLoaders and LR schedulers."
                 )
             if done.of(each) is None and each not in new[kind]:

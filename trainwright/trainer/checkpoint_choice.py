@@ -63,10 +63,10 @@ class Choice:
 class CheckpointSearch:
     """Finds the checkpoint of one call.
 
-    A path is itself, "best" the best of the first ModelCheckpoint. "last" and "auto" are the one of the highest step in the
-    folders of all ModelCheckpoints; the default folder is in the newest run folder of the logger that has any checkpoint. A
-    fit ignores checkpoints with weights only. If that checkpoint is damaged, "last" is an error, while "auto" warns and takes
-    the next lower one that is whole; a fit without any starts from scratch.
+    A path is itself, "best" the best of the first ModelCheckpoint that has one. "last" and "auto" are the one of the highest
+    step in the folders of all ModelCheckpoints; the default folder is in the newest run folder of the logger that has any
+    checkpoint. A fit ignores checkpoints with weights only. If that checkpoint is damaged, "last" is an error, while "auto"
+    warns and takes the next lower one that is whole; a fit without any starts from scratch.
 
     A fit from the newest checkpoint of a folder (damaged ones aside) continues in the run folder of the loggers that it was
     saved with, whose later rows are cut and written again. A fit from an older one is a branch: its loggers begin a run
@@ -114,10 +114,10 @@ class CheckpointSearch:
         return _chosen(checkpoint, continues)
 
     def _best(self) -> str:
-        callback = self.callbacks[0]
-        if callback.best_model_path:
-            return callback.best_model_path
-        if callback.last_model_path:
+        for callback in self.callbacks:
+            if callback.best_model_path:
+                return callback.best_model_path
+        if any(callback.last_model_path for callback in self.callbacks):
             raise CheckpointError(
                 "ckpt_path='best': no best checkpoint, because the monitored metric was never finite; pass 'last', or a path."
             )

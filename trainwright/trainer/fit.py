@@ -14,8 +14,8 @@
                  step the step-wise schedulers, unless the step was skipped
 
 A window is the batches of one optimizer step (`accumulate_grad_batches`); the last one of an epoch may be shorter. Under
-manual optimization training_step does all of train_batch itself. hooks.py has the order of the hooks, optimization.py what
-happens to the losses and gradients of a window.
+manual optimization training_step does all of train_batch itself. hooks.py has the order of the hooks, engine/window.py what
+losses are divided by, optimization.py the steps.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
     if not is_complete:
         leave_epoch(run)
     with run.progress.during(Phase.EPOCH_END if is_complete else Phase.EPOCH_LEFT):
-        reduce_epoch(run, is_complete)
+        close_epoch(run, is_complete)
     if is_complete:
         run.hooks.call(RUN_LAST)
     save_waiting(run)  # with what early stopping has made of the epoch
@@ -199,8 +199,8 @@ def leave_epoch(run: TrainingRun) -> None:
         run.stop.save_end()
 
 
-def reduce_epoch(run: TrainingRun, is_complete: bool) -> None:
-    """Step the epoch-wise schedulers, validate where due, and reduce the metrics. Collective."""
+def close_epoch(run: TrainingRun, is_complete: bool) -> None:
+    """Step the epoch-wise schedulers, validate if due, call on_train_epoch_end and reduce the metrics. Collective."""
     state, hooks, logbook = run.state, run.hooks, run.logbook
     if is_complete and not state.schedulers_stepped:
         step_schedulers(run, "epoch", state.epoch + 1, plateau=False)

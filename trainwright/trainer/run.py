@@ -142,13 +142,13 @@ class Run:
         self._closing: list[Callable[[], None]] = []
 
     def _make_stop(self) -> Stop:
-        first = self.checkpoint_callbacks[:1]
+        saving = [each for each in self.checkpoint_callbacks if each.keeps_any]
         return Stop(
             self.engine,
             self.settings,
             self.state,
-            save=lambda name: "".join(each.save_stop(self.trainer, name) for each in first),
-            keeps_any=lambda: any(each.keeps_any for each in first),
+            save=lambda name: "".join(each.save_stop(self.trainer, name) for each in saving[:1]),
+            keeps_any=bool(saving),
         )
 
     @property

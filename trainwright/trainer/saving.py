@@ -222,8 +222,8 @@ def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[st
     stored, left_out = hyper_parameter_entries(owner, prefix, is_plain)
     if left_out:
         rank_zero_warn(
-            f"the hyper-parameters {', '.join(left_out)} of the {kind} have no plain form, so checkpoints and loggers leave "
-            f"them out, and load_from_checkpoint needs them as arguments. Call save_hyperparameters(ignore={left_out!r}) "
+            f"the {kind}'s hyper-parameters without a plain form ({', '.join(left_out)}) are left out of checkpoints and "
+            f"loggers, and load_from_checkpoint needs them as arguments. Call save_hyperparameters(ignore={left_out!r}) "
             "if the constructor's defaults are right.",
             stacklevel=2,
         )

@@ -83,7 +83,7 @@ class Status:
 
     model = Forwarded[Module | None]("run.module", "The module of the present or the latest run.")
     lightning_module = Forwarded[Module | None]("run.module", "The module of the present or the latest run.")
-    datamodule = Forwarded[DataModule | None]("run.datamodule", "The DataModule of that run.")
+    datamodule = Forwarded[DataModule | None]("run.datamodule", "The DataModule of the present or the latest run.")
     optimizers = Forwarded[list[Optimizer]]("run.trained.optimizers", "What configure_optimizers returned.")
     lr_scheduler_configs = Forwarded[list[SchedulerConfig]](
         "run.trained.schedulers", "The schedulers and when they step."
@@ -185,7 +185,7 @@ class Status:
         "run.stages.validation.num_batches", "Batches of each validation loader."
     )
     num_sanity_val_batches = Forwarded[list[Batches]](
-        "run.stages.sanity_check.num_batches", "Those of the sanity check."
+        "run.stages.sanity_check.num_batches", "Batches of each loader in the sanity check."
     )
     num_test_batches = Forwarded[list[Batches]]("run.stages.test.num_batches", "Batches of each test loader.")
     num_predict_batches = Forwarded[list[Batches]]("run.stages.predict.num_batches", "Batches of each predict loader.")
@@ -243,7 +243,7 @@ class Status:
         """Return whether SIGTERM stops or has stopped the fit, as far as this rank knows."""
         return self.run.stop.received == signal.SIGTERM
 
-    metrics = Forwarded[Logbook]("run.logbook", "The metrics of the run, to read one or to record another.")
+    metrics = Forwarded[Logbook]("run.logbook", "The metrics of the run: monitored, record and is_outdated.")
     callback_metrics = Forwarded[dict[str, Tensor]](
         "run.logbook.callback_metrics",
         "The latest value of every metric: over all ranks for an epoch, else this rank's for a step.",

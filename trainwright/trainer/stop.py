@@ -37,7 +37,7 @@ class Stop:
     Entered around the fit, it raises RunStopped at the end of one that a signal has stopped.
 
     `save`, collective, saves the run under a name ("stop", "end") and returns the path, "" if nothing is saved; `keeps_any`
-    returns whether the run keeps any checkpoint.
+    is whether the run keeps any checkpoint.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Stop:
         settings: Settings,
         state: TrainerState,
         save: Callable[[str], str],
-        keeps_any: Callable[[], bool],
+        keeps_any: bool,
     ) -> None:
         self.requested = False
         """What `trainer.should_stop` is."""
@@ -212,7 +212,7 @@ class Stop:
         if self.path:
             said = f'{where}; it is saved as {self.path}. Run the same command with ckpt_path="auto" to resume.'
         else:
-            reason = "the weights are not finite" if self._keeps_any() else "this run has no ModelCheckpoint that saves"
+            reason = "the weights are not finite" if self._keeps_any else "this run has no ModelCheckpoint that saves"
             said = f"{where}; nothing was saved, since {reason}."
         if self.path and name == "SIGUSR1" and (requeued := requeue_job()):
             said = f"{said}\ntrainwright: {requeued}"

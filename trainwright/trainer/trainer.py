@@ -48,7 +48,7 @@ from trainwright.trainer.training_run import TrainingRun
 
 
 class Trainer(Status):
-    """Trains, validates, tests and predicts with a Module, and runs everything else as parts.
+    """Trains, validates, tests and predicts with a Module; strategy, precision, callbacks and loggers are its parts.
 
     Args:
         accelerator: "auto" (whichever accelerator torch has here, else the CPU), "gpu", "cpu", or a torch device type such as
@@ -203,7 +203,7 @@ class Trainer(Status):
         Raises:
             TypeError, ValueError: a module or a loader that cannot be trained.
             CheckpointError: the checkpoint is missing, damaged or another model's, or another run holds the folder.
-            RunStopped: SIGTERM, SIGUSR1 or Ctrl-C has stopped the run, which is saved; it ends the process.
+            RunStopped: SIGTERM, SIGUSR1 or Ctrl-C has stopped the run, saved if a ModelCheckpoint keeps any; ends the process.
         """
         self._refuse_nested("fit")
         request = read_fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, verify)
