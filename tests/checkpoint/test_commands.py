@@ -370,7 +370,7 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
         assert line.startswith("trainwright checkpoint")
     done = run_python("-m", "trainwright", "checkpoint", "verify", tmp_path / "absent")
     assert done.returncode == 77
-    assert "absent is damaged" in done.stderr
+    assert "absent is not a checkpoint: it does not exist" in done.stderr
     assert "Traceback" not in done.stderr
 
 
