@@ -56,17 +56,18 @@ def fill_template(template: str, values: Mapping[str, Any], *, insert_names: boo
     return re.sub(FIELD, written, template)
 
 
-def name_values(trainer: TrainerProtocol, monitor: str | None, template: str) -> dict[str, Any]:
+def name_values(trainer: TrainerProtocol, monitor: str | None, template: str, is_left: bool) -> dict[str, Any]:
     """Return the values of a template's fields at this point of the run.
 
-    With a monitor, a metric of earlier weights is NaN; until the monitor is logged, every other field is NaN too.
+    With a monitor, a metric of earlier weights is NaN. Until the monitor is logged, or if the run stops within the epoch, so is
+    every field that is missing.
     """
     values: dict[str, Any] = {
         name: math.nan if monitor is not None and trainer.metrics.is_outdated(name) else float(value)
         for name, value in trainer.callback_metrics.items()
     }
     values.update(epoch=trainer.current_epoch, step=trainer.global_step)
-    if monitor is not None and monitor not in values:
+    if is_left or (monitor is not None and monitor not in values):
         values = {**{name: math.nan for name, _ in re.findall(FIELD, template)}, **values}
     return values
 

@@ -307,9 +307,9 @@ class ModelCheckpoint(Callback):
         ends = not trainer.enable_validation if self.save_on_train_epoch_end is None else self.save_on_train_epoch_end
         if self._is_deferred or (self._is_chosen(trainer) and (is_validated or ends or not is_whole)):
             # A run that stops within an epoch may have been saved here by a validation, with this very score.
-            self._save(trainer, may_repeat=is_whole)
+            self._save(trainer, is_left=not is_whole)
         elif self.save_last and not is_whole and not self._moments.is_saved(trainer):
-            self._save(trainer)
+            self._save(trainer, is_left=True)
 
     def _is_chosen(self, trainer: Trainer) -> bool:
         return self.every_n_epochs > 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0
@@ -320,16 +320,17 @@ class ModelCheckpoint(Callback):
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._sync_point = None
 
-    def _save(self, trainer: Trainer, may_repeat: bool = True) -> None:
+    def _save(self, trainer: Trainer, is_left: bool = False) -> None:
         """Save if rank 0 finds it worthwhile. Collective.
 
-        With `may_repeat` False a state that is already saved with the same score is not saved again.
+        If the epoch `is_left`, a state that is already saved with the same score is not saved again, and a metric of the
+        file's name that comes from the epoch's end may be missing.
         """
         self._is_deferred = False
         if not self.keeps_any:
             return
         self._conclude(trainer)
-        plan = trainer.engine.ranks.decide(lambda: self._plan(trainer, may_repeat), "a save of ModelCheckpoint")
+        plan = trainer.engine.ranks.decide(lambda: self._plan(trainer, is_left), "a save of ModelCheckpoint")
         if plan is None or self._refuses_weights(trainer):
             return
         save = Save(*plan)
@@ -377,10 +378,10 @@ class ModelCheckpoint(Callback):
     def _keep_replaced(self, paths: list[str]) -> None:
         self._kept["replaced"] = paths
 
-    def _plan(self, trainer: Trainer, may_repeat: bool) -> Save | None:
+    def _plan(self, trainer: Trainer, is_left: bool) -> Save | None:
         """Return the save to make, None for no save; ValueError if a metric that is needed was not logged. On rank 0."""
         score, scores = self._score.read(trainer, self._has_validated), self._kept["scores"]
-        if not may_repeat and self._moments.is_saved(trainer) and repr(score) == repr(self._kept["current_score"]):
+        if is_left and self._moments.is_saved(trainer) and repr(score) == repr(self._kept["current_score"]):
             return None  # by their text, since NaN, an unknown score, is not equal to itself
         is_best = self._ranking.accepts(score, scores)
         is_stopgap = not is_best and self.save_top_k != 0 and not scores
@@ -389,7 +390,7 @@ class ModelCheckpoint(Callback):
         if is_stopgap:
             self._score.warn_of_value(trainer, score, self._awaits_score)
         dropped = self._ranking.dropped(self._kept, is_best)
-        values = name_values(trainer, self.monitor, self.filename)
+        values = name_values(trainer, self.monitor, self.filename, is_left)
         path, written_to = choose_paths(
             lambda version: self.format_checkpoint_name(values, ver=version),
             lambda path: self.file_exists(path, trainer),

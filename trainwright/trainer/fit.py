@@ -28,7 +28,7 @@ from torch import Tensor
 from trainwright.data.seeding import rng_state
 from trainwright.engine.fused import use_fused
 from trainwright.trainer.evaluate import sanity_check
-from trainwright.trainer.hooks import RUN_LAST
+from trainwright.trainer.hooks import RUN_LAST, SAVE
 from trainwright.trainer.optimization import (
     backward,
     clear_gradients,
@@ -179,8 +179,9 @@ def finish_epoch(run: TrainingRun, is_complete: bool) -> None:
         leave_epoch(run)
     with run.progress.during(Phase.EPOCH_END if is_complete else Phase.EPOCH_LEFT):
         close_epoch(run, is_complete)
+    run.hooks.call(RUN_LAST)
     if is_complete:
-        run.hooks.call(RUN_LAST)
+        run.hooks.call(SAVE)
     save_waiting(run)  # with what early stopping has made of the epoch
     run.stop.agree()
     run.logbook.flush()
@@ -194,7 +195,7 @@ def leave_epoch(run: TrainingRun) -> None:
     """
     run.state.leave_epoch(open_epoch(run))
     run.logbook.reduce(run.module)  # the score of a checkpoint may be a metric of this epoch
-    run.hooks.call(RUN_LAST)
+    run.hooks.call(SAVE)
     if run.choice.is_rerunnable:
         run.stop.save_end()
 

@@ -26,7 +26,7 @@
 
 Callbacks are called in list order and before the module; those that `runs_last` (checkpoints) come after the others, in
 on_train_batch_end and on_validation_end after the module too, and at an epoch's end also after the reduction: they score and
-save the others' results. If a run stops within an epoch they come first, and save what the latest batch left.
+save the others' results. If a run stops within an epoch, ModelCheckpoints come first, and save what the latest batch left.
 A hook that is not overridden is an empty tuple and costs nothing. Only callbacks and the datamodule have on_exception. Names
 without on_ are the module's or the datamodule's, except setup, teardown and state_dict, which callbacks have too.
 """
@@ -40,6 +40,7 @@ from itertools import chain
 from typing import Any
 
 from trainwright.callbacks.base import Callback
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.distributed.ranks import Ranks
 from trainwright.module import Module, is_overridden
 from trainwright.profilers.base import Profiler
@@ -47,8 +48,10 @@ from trainwright.trainer.logbook import Logbook
 
 EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
 HOOKS = tuple(name for name in vars(Callback) if name in ("setup", "teardown") or name.startswith("on_"))
+SAVE = "on_train_epoch_end, saving"
+"""The hook table's name for the on_train_epoch_end of ModelCheckpoints, which come last of all."""
 RUN_LAST = "on_train_epoch_end, last"
-"""The hook table's name for the on_train_epoch_end of the callbacks that run last."""
+"""The same for that of the other callbacks that run last."""
 SAVED_AFTER = ("on_train_batch_end", "on_validation_end")
 """Hooks in which the callbacks that run last come after the module: they save what it has done there."""
 
@@ -76,7 +79,10 @@ class HookTable:
             overriding = [callback for callback in ordered if is_overridden(name, callback, Callback)]
             if name == "on_train_epoch_end":
                 last = [callback for callback in overriding if callback.runs_last]
-                self._calls[RUN_LAST] = tuple(bound(each, name) for each in last)
+                self._calls[SAVE] = tuple(bound(each, name) for each in last if isinstance(each, ModelCheckpoint))
+                self._calls[RUN_LAST] = tuple(
+                    bound(each, name) for each in last if not isinstance(each, ModelCheckpoint)
+                )
                 overriding = [callback for callback in overriding if not callback.runs_last]
             after = [each for each in overriding if each.runs_last] if name in SAVED_AFTER else []
             calls: list[Callable[..., Any]] = [bound(each, name) for each in overriding if each not in after]

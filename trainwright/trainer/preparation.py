@@ -16,6 +16,7 @@ from trainwright.module import Module, is_overridden
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Optimization, StepResult
 from trainwright.trainer.optimization import closure_is_wanted
+from trainwright.trainer.sources import LoaderSource, find_source
 from trainwright.trainer.steps import read_step
 from trainwright.trainer.training_run import TrainingRun
 
@@ -52,7 +53,7 @@ def prepare_fit(run: TrainingRun) -> None:
     )
     engine.prepare_module(module, optimization)
     own = {name: with_log_context(run, name) for name in OWN_PARTS if is_overridden(name, module, Module)}
-    run.prepare(arguments, optimization, own)
+    run.prepare(arguments, optimization, own, find_validation(run))  # setup() may have added hooks
     # Loaders that the call was given are checked before anything is run; hooks are called when it is their turn.
     if run.source.owner is None:
         run.data.load()
@@ -119,3 +120,18 @@ def with_log_context(run: TrainingRun, name: str) -> Callable[..., Any]:
             collector.enter_hook(outer)
 
     return call
+
+
+def find_validation(run: TrainingRun) -> LoaderSource | None:
+    """Return where the validation loaders come from; None without any, or with limit_val_batches=0."""
+    module, datamodule = run.module, run.datamodule
+    source = find_source("validation", run.given_validation, datamodule, module, "val_dataloaders", "fit")
+    if not source.is_defined:
+        return None
+    if not is_overridden("validation_step", module, Module):
+        rank_zero_warn(
+            f"{type(source.owner).__name__} has a val_dataloader, but the module no validation_step: none is made."
+        )
+        return None
+    # The setting is the same on every rank, while a single rank may have no batch.
+    return None if run.settings.limit_val_batches == 0 else source

@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
-from trainwright.module import Module, is_overridden
-from trainwright.rank_zero import rank_zero_warn
+from trainwright.module import Module
 from trainwright.trainer.checkpoint_choice import CheckpointSearch, Choice
 from trainwright.trainer.inputs import check_module
 from trainwright.trainer.run import Parts, Run
-from trainwright.trainer.settings import Settings
 from trainwright.trainer.sources import LoaderSource, find_source, read_datamodule
 
 
@@ -62,21 +60,6 @@ def read_evaluation(
     if not source.is_defined:
         source.load()  # which says what is missing
     return Request(call, module, loaders, given_datamodule, source, ckpt_path, verify)
-
-
-def find_validation(request: Request, given: Any, settings: Settings) -> LoaderSource | None:
-    """Return where a fit's validation loaders come from; None without any, or with limit_val_batches=0."""
-    module, datamodule = request.module, request.datamodule
-    source = find_source("validation", given, datamodule, module, "val_dataloaders", "fit")
-    if not source.is_defined:
-        return None
-    if not is_overridden("validation_step", module, Module):
-        rank_zero_warn(
-            f"{type(source.owner).__name__} has a val_dataloader, but the module no validation_step: none is made."
-        )
-        return None
-    # The setting is the same on every rank, while a single rank may have no batch.
-    return None if settings.limit_val_batches == 0 else source
 
 
 def choose_checkpoint(parts: Parts, callbacks: list[Any], request: Request) -> Choice:

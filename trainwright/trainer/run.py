@@ -50,7 +50,6 @@ class Parts(NamedTuple):
     """Passed to hooks and callbacks; a run itself uses no more of it than a callback may."""
     settings: Settings
     engine: Engine
-    callbacks: list[Callback]
     loggers: list[Logger]
     profiler: Profiler
     in_order: bool
@@ -121,8 +120,8 @@ class Run:
         previous: Run | None,
         state: TrainerState | None = None,
     ) -> None:
-        self.trainer, self.settings, self.engine, self.callbacks = parts[:4]
-        self.loggers, self.profiler, self.in_order, self.root = parts[4:]
+        self.trainer, self.settings, self.engine = parts[:3]
+        self.loggers, self.profiler, self.in_order, self.root = parts[3:]
         self.call, self.module, self.datamodule, self.choice = call, module, datamodule, choice
         self.stage: str | None = None
         """The call while it runs, else None."""
@@ -142,14 +141,20 @@ class Run:
         self._closing: list[Callable[[], None]] = []
 
     def _make_stop(self) -> Stop:
-        saving = [each for each in self.checkpoint_callbacks if each.keeps_any]
+        trainer, saving = self.trainer, [each for each in self.checkpoint_callbacks if each.keeps_any]
         return Stop(
             self.engine,
             self.settings,
             self.state,
-            save=lambda name: "".join(each.save_stop(self.trainer, name) for each in saving[:1]),
+            save=lambda name: "".join(each.save_stop(trainer, name) for each in saving[:1]),
             keeps_any=bool(saving),
         )
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """Return the Trainer's callbacks, which its user may replace during the run."""
+        callbacks: list[Callback] = self.trainer.callbacks
+        return callbacks
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainwright.callbacks.base import Callback, stop_themselves
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint.contents import encode_state, extra_states
 from trainwright.checkpoint.editing import Edit
 from trainwright.checkpoint.foreign_formats import is_plain
@@ -19,6 +19,7 @@ from trainwright.checkpoint.shards import check_storable
 from trainwright.data.datamodule import DataModule
 from trainwright.data.loader_state import LoaderState
 from trainwright.data.seeding import rng_state
+from trainwright.data.transfer import map_leaves
 from trainwright.engine.named_state import held_gradients, model_pieces
 from trainwright.errors import CheckpointError
 from trainwright.hyperparameters import HyperParameters, hyper_parameter_entries
@@ -71,13 +72,16 @@ def run_state(run: Run, data: LoaderState | None) -> dict[str, Any]:
     if data is None:
         return state
     epoch = run.state.open_epoch
-    saving = run.callbacks if epoch is None else [each for each in run.callbacks if each.runs_last]
+    is_copied = epoch is not None and epoch.callbacks is not None
     return {
         **state,
         "position": {**run.state.state_dict(), "places": data["places"]},
         "metrics": run.logbook.state_dict() if epoch is None else epoch.metrics,
         "lr_schedulers": [config.scheduler.state_dict() for config in run.trained.schedulers],
-        "callbacks": {**(epoch.callbacks if epoch is not None else {}), **callback_states(saving)},
+        "callbacks": {
+            **(epoch.callbacks or {} if epoch is not None else {}),
+            **callback_states(run.checkpoint_callbacks if is_copied else run.callbacks),
+        },
         "loggers": run.logbook.logger_states() if epoch is None else epoch.loggers,
     }
 
@@ -213,9 +217,11 @@ def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:
 
 def open_epoch(run: Run) -> OpenEpoch:
     """Return what a checkpoint holds of an epoch that the run stops within."""
-    logbook = run.logbook
-    callbacks = copy.deepcopy(callback_states(each for each in run.callbacks if not each.runs_last))
-    return OpenEpoch(logbook.state_dict(), run.logbook.epoch_state(), logbook.logger_states(), callbacks, rng_state())
+    logbook, callbacks = run.logbook, None
+    if any(each.keeps_any for each in run.checkpoint_callbacks):  # whose states can be stored, so they can be copied
+        states = callback_states(each for each in run.callbacks if not isinstance(each, ModelCheckpoint))
+        callbacks = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, states)
+    return OpenEpoch(logbook.state_dict(), logbook.epoch_state(), logbook.logger_states(), callbacks, rng_state())
 
 
 def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[str, Any]:

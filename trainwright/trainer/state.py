@@ -26,7 +26,8 @@ class OpenEpoch:
     unfinished: dict[str, Any] | None
     """What this rank has logged in the epoch."""
     loggers: list[dict[str, Any]]
-    callbacks: dict[str, Any]
+    callbacks: dict[str, Any] | None
+    """Their states, except ModelCheckpoints'; None to read them at the save, if no ModelCheckpoint saves."""
     generators: dict[str, Any]
 
 

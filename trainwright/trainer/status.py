@@ -45,7 +45,9 @@ class Forwarded(Generic[T]):
         return cast(T, self if trainer is None else self._read(trainer))
 
     def __set__(self, trainer: Any, value: Any) -> None:
-        raise AttributeError(f"trainer.{self._name} cannot be set; pass it to the Trainer.")
+        raise AttributeError(
+            f"trainer.{self._name} cannot be set: it shows what the Trainer was given, or what it does."
+        )
 
 
 class Status:

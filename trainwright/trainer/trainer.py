@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from datetime import timedelta
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,12 @@ from trainwright.trainer.parts import (
 from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import prepare_fit
 from trainwright.trainer.remote_call import call_remotely, changes
-from trainwright.trainer.request import Request, choose_checkpoint, find_validation, read_evaluation, read_fit
+from trainwright.trainer.request import Request, choose_checkpoint, read_evaluation, read_fit
 from trainwright.trainer.resume import Resumption, open_with_hooks, restore_weights
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.saving import save_checkpoint
 from trainwright.trainer.settings import Settings, refuse_unknown
+from trainwright.trainer.sources import find_source
 from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Status
 from trainwright.trainer.training_run import TrainingRun
@@ -213,8 +215,9 @@ class Trainer(Status):
             options = {"train_dataloaders": request.loaders, "val_dataloaders": val_dataloaders, "verify": verify}
             self._call_workers(run, options)
             return
-        validation = find_validation(request, val_dataloaders, self._settings)
-        self.run = run = TrainingRun(parts, model, request.datamodule, choice, self.run, request.source, validation)
+        self.run = run = TrainingRun(
+            parts, model, request.datamodule, choice, self.run, request.source, val_dataloaders
+        )
         with run.stop, run.opened(), torch.autograd.set_detect_anomaly(self._settings.detect_anomaly):
             run.stop.open()
             resumption = None if choice.checkpoint is None else Resumption(run, choice.checkpoint)
@@ -364,16 +367,16 @@ class Trainer(Status):
         return self.run.trained.accumulate_grad_batches
 
     @accumulate_grad_batches.setter
-    def accumulate_grad_batches(self, value: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    def accumulate_grad_batches(self, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
             raise ValueError(
                 f"trainer.accumulate_grad_batches={value!r} is not accepted; set it to a whole number of batches from 1."
             )
-        self.run.trained.accumulate(value)
+        self.run.trained.accumulate(int(value))
 
     def _parts(self, root: str) -> Parts:
         settings, keeps_order = self._settings, self._keeps_order
-        return Parts(self, settings, self.engine, self.callbacks, self.loggers, self.profiler, keeps_order, root)
+        return Parts(self, settings, self.engine, self.loggers, self.profiler, keeps_order, root)
 
     def _refuse_nested(self, call: str) -> None:
         """Refuse a call from within a run of this Trainer, before it changes anything of that (RuntimeError)."""
@@ -432,7 +435,6 @@ class Trainer(Status):
         # If the strategy drops optimizers together with other state, the module stays as the fit has left it.
         stays = bool(trained) and not engine.strategy.keeps_optimizers
         self.run = run
-        evaluation = Evaluation(run, module, stage, request.source)
         with run.opened(stays):
             opened = open_with_hooks(run, choice.checkpoint) if choice.checkpoint is not None else None
             run.prepare_module(module)
@@ -441,7 +443,9 @@ class Trainer(Status):
             if opened is not None:
                 restore_weights(run, opened)
             engine.take_seed()
-            result = work(evaluation)
+            # setup() may have added the loaders' hook
+            source = find_source(stage, request.loaders, request.datamodule, module, "dataloaders", call)
+            result = work(Evaluation(run, module, stage, source))
         # The optimizers of the fit can still be saved, unless the module has other weights now.
         engine.optimizers = trained
         if not trained:

@@ -32,7 +32,7 @@ from trainwright.trainer.uneven_round import UnevenRound
 
 
 class TrainingRun(Run):
-    """A call of fit, with the sources of its training and validation loaders (None: no validation)."""
+    """A call of fit, with the source of its training loaders and the validation loaders that it was given."""
 
     module: Module
     data: TrainData
@@ -49,11 +49,11 @@ class TrainingRun(Run):
         choice: Choice,
         previous: Run,
         source: LoaderSource,
-        validation: LoaderSource | None,
+        given_validation: Any,
     ) -> None:
         super().__init__(parts, "fit", module, datamodule, choice, previous)
-        self.source = source
-        self.validation = None if validation is None else Evaluation(self, module, "validation", validation)
+        self.source, self.given_validation = source, given_validation
+        self.validation: Evaluation | None = None
         self.is_manual = not module.automatic_optimization
         self.own: dict[str, Any] = {}
         """The parts of a step that the module overrides (optimizer_step and so on), by name."""
@@ -81,13 +81,19 @@ class TrainingRun(Run):
         """Free what holds a batch: the Trainer keeps this run until its next one."""
         self.pulled = self.uneven_round = None
 
-    def prepare(self, arguments: StepArguments, optimization: Optimization, own: dict[str, Any]) -> None:
-        """Take what the strategy has made of the settings, how training_step is called, and what the module overrides."""
+    def prepare(
+        self, arguments: StepArguments, optimization: Optimization, own: dict[str, Any], validation: LoaderSource | None
+    ) -> None:
+        """Take what the strategy has made of the settings, what training_step takes, and what the module overrides."""
         settings, seconds = self.settings, self.settings.validation_seconds
         self.validation_clock = (
             None if seconds is None else IntervalClock(seconds, self.engine.connection.sync_point("validation"))
         )
-        self.trained.accumulate_grad_batches = self.accumulate = optimization.accumulate
+        self.accumulate = optimization.accumulate
+        if self.accumulate != settings.accumulate_grad_batches:  # else setup() may have set another number
+            self.trained.accumulate(self.accumulate)
+        if validation is not None:
+            self.validation = Evaluation(self, self.module, "validation", validation)
         self.clipping = Clipping.needed(optimization.clip_norm, optimization.clip_value)
         self.transfer = find_transfer(self.engine, self.module, self.datamodule)
         self.takes_index, self.pulls, self.own = arguments.takes_index, arguments.pulls, own
