@@ -312,3 +312,18 @@ def test_nothing_is_left_of_a_writer(tmp_path: Path) -> None:
     gc.collect()
     assert writer() is None
     assert not any(thread.name == "trainwright-save" for thread in threading.enumerate())
+
+
+def test_a_thread_that_cannot_start_leaves_no_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", held_start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            run.save(str(tmp_path / "a.ckpt"))
+    assert run.writer.in_flight is None
+    run.save(str(tmp_path / "b.ckpt"), blocking=True)
+    run.check(str(tmp_path / "b.ckpt"), 0)
+
+
+def held_start(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

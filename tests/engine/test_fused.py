@@ -10,8 +10,10 @@ import torch
 from small import assert_close, assert_equal, loss_of, make_data, make_net, weights
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainwright.checkpoint.tensors import TensorEntry
+from trainwright.devices import abilities
 from trainwright.engine.fused import use_fused
 from trainwright.engine.optimizers import may_use_closure, needs_closure
 from trainwright.precision.mixed import MixedPrecision
@@ -226,3 +228,12 @@ def test_a_group_that_began_lazy_stays_as_it_is() -> None:
     net(torch.ones(1, 3))
     assert not use_fused(optimizer, [net])
     assert use_fused(SGD(net.parameters(), 0.05), [net])
+
+
+def test_the_trial_of_a_fused_step_calls_no_hook_of_the_user() -> None:
+    seen: list[Any] = []
+    handle = register_optimizer_step_post_hook(lambda *given: seen.append(given))
+    abilities.fuses.cache_clear()
+    assert abilities.fuses("cpu", "Adam", torch.float32)
+    handle.remove()
+    assert seen == []

@@ -48,11 +48,40 @@ class Closes(tw.Module):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
+class Edits(tw.Module):
+    """Edits its gradients in an optimizer_step of its own, before a step with the loop's closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        with torch.no_grad():
+            self.net.bias.clamp_(-0.1, 0.1)
+        optimizer.step(closure)
+
+
+def edited(data: Tensor) -> None:
+    """The strategies that step by themselves leave the closure of automatic optimization uncalled."""
+    for strategy in ("ddp_sharded", "deepspeed_stage_2"):
+        trainer = tw.Trainer(max_epochs=1, **{**QUIET, "devices": 2, "strategy": strategy})
+        trainer.fit(Edits(), DataLoader(data, batch_size=4))
+        assert trainer.global_step == 2
+
+
 def closed(folder: Path) -> dict[str, list[Tensor]]:
     """Return the weights without a closure, and with one, of each strategy and precision."""
     quiet()
     found: dict[str, list[Tensor]] = {}
     data = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    edited(data)
     for strategy in ("ddp", "ddp_sharded", "fsdp", "deepspeed_stage_2"):
         for precision in ("32-true", "16-mixed"):
             for closes in (False, True):

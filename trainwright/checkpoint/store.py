@@ -78,8 +78,9 @@ class CheckpointWriter:
         if blocking:
             write(gather=gather, ranks=self._ranks)
             return
-        self.in_flight = BackgroundSave(path, partial(write, gather=self._copied(gather), ranks=self._thread_ranks))
-        self.in_flight.start()
+        save = BackgroundSave(path, partial(write, gather=self._copied(gather), ranks=self._thread_ranks))
+        save.start()
+        self.in_flight = save  # not before: a thread that cannot start is never done
         atexit.register(self._finish_at_exit)
 
     def finish(self) -> None:

@@ -33,6 +33,7 @@ class PreparedOptimizer(Optimizer):
         given: the user's own, if the strategy has replaced it.
         clip_norm: the limit on the gradients' norm in a step, if they were not clipped before.
         admit: called with the optimizer when a group was added to it.
+        has_loss: the loss is computed before a step, so a strategy that steps by itself leaves the closure uncalled.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class PreparedOptimizer(Optimizer):
         given: Optimizer | None = None,
         clip_norm: float | None = None,
         admit: Callable[[Optimizer], None] | None = None,
+        has_loss: bool = False,
     ) -> None:
         # Optimizer.__init__ is not called: groups and state are the inner optimizer's, and only those.
         self.optimizer = optimizer
@@ -56,7 +58,7 @@ class PreparedOptimizer(Optimizer):
         """How often step was called, and how often it stepped."""
         self._engine, self._windows = engine, windows
         self._before_step, self._after_step = before_step, after_step
-        self._clip_norm, self._admit = clip_norm, admit
+        self._clip_norm, self._admit, self._has_loss = clip_norm, admit, has_loss
         self._is_done = False
         """Whether the present gradients have been stepped with."""
         self._began = windows.backwards if windows is not None else 0
@@ -79,7 +81,7 @@ class PreparedOptimizer(Optimizer):
             self._refuse_closure(self._windows)
         if closure is None:
             self.step_clipped()
-        elif self._engine.strategy.takes_closure and self._engine.precision.takes_closure:
+        elif self._has_loss or (self._engine.strategy.takes_closure and self._engine.precision.takes_closure):
             self.step_clipped(call=call)
         else:
             # Gradients have to be final (averaged, unscaled) before such a step, so it cannot compute them itself.

@@ -100,18 +100,18 @@ class JobAgent(LocalElasticAgent):
         """Run the job to its end; return its exit code and a text to print once the workers' output is."""
         try:
             result = self.run()
-        except SignalException as error:
+            if self._stopped_code is not None:
+                return self._stopped_code, ""
+            if (result is None or not result.is_failed()) and not self._first_codes and not self._job_has_failed():
+                return 0, ""
+            code, text = self._summarize()
+        except SignalException as error:  # its handlers stay installed to the end
             number = signal.Signals(error.sigval)
             self._fail_other_nodes(f"its launcher was killed by {number.name}")
             return 128 + number, self.shutdown.describe() if self.shutdown.has_timed_out else ""
-        if self._stopped_code is not None:
-            return self._stopped_code, ""
-        if (result is not None and result.is_failed()) or self._first_codes or self._job_has_failed():
-            code, text = self._summarize()
-            if self._report is not None:
-                Path(self._report).write_text(text.partition("\n")[0].removeprefix("trainwright: "), encoding="utf-8")
-            return code, text
-        return 0, ""
+        if self._report is not None:
+            Path(self._report).write_text(text.partition("\n")[0].removeprefix("trainwright: "), encoding="utf-8")
+        return code, text
 
     def close(self) -> None:
         """Kill the workers that still run, print the rest of their output, and leave the other nodes."""

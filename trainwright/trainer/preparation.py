@@ -95,7 +95,10 @@ def prepare_optimizers(run: TrainingRun) -> None:
             run.hooks.call("on_before_optimizer_step", optimizer)
 
     before = announce if run.is_manual and run.before_step else None
-    prepared = [PreparedOptimizer(engine, each, before_step=before, after_step=count) for each in wrapped]
+    prepared = [
+        PreparedOptimizer(engine, each, before_step=before, after_step=count, has_loss=not run.is_manual)
+        for each in wrapped
+    ]
     with_closure = not run.is_manual and bool(optimizers) and closure_is_wanted(run.accumulate, engine, optimizers[0])
     run.take_optimizers(wrapped, prepared, with_closure=with_closure)
     if run.is_manual and not wrapped:
