@@ -50,9 +50,7 @@ def export_safetensors(
     metadata lists the other names, like the safetensors library's own save_model.
 
     Args:
-        path: the checkpoint, which is verified first.
-        out: the file to write, on a local disk.
-        section: the section to export.
+        path, out: the checkpoint, which is verified first, and the file to write, on a local disk.
         strip_prefix: export only the tensors whose names begin with this, without it.
         prefix: added before each name.
         dtype: the dtype to convert floating-point tensors to.

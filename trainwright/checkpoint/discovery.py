@@ -27,14 +27,8 @@ _STEP_IN_MANIFEST = re.compile(rb'"step": ?(\d{1,18})\b')
 class CheckpointEntry:
     """A checkpoint that was found.
 
-    Args:
-        path: its path, relative if the directory's was.
-        step: the optimizer steps made; for a damaged one what its files or its name still say, else infinity.
-        epoch: the epoch of the save.
-        weights_only: whether no run can resume from it.
-        number: orders several saves of one step.
-        damage: what is wrong with its manifest; empty if nothing is.
-        is_refused: whether it is whole, but of a format version that this version does not read (`damage` says which).
+    The `step` of a damaged one is what its files or its name still say, else infinity; `number` orders the saves of one step.
+    `damage` is what is wrong with its manifest; if it `is_refused`, the checkpoint is whole, but of an unknown format version.
     """
 
     path: str

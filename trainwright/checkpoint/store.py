@@ -205,10 +205,8 @@ def write_checkpoint(
     Args:
         path: the directory or URL to write, which must not exist unless `overwrite` is given.
         sections: this rank's pieces by section (model, optimizer, ...).
-        state: plain data of the whole run; rank 0's is stored.
+        state, header: plain data of the run, and plain JSON for the manifest with `step` and `epoch`; rank 0's are stored.
         rank_state: plain data of this rank; None stores nothing.
-        header: plain JSON for the manifest, with at least `step` and `epoch`; rank 0's is stored.
-        ranks: those that write it.
         overwrite: replace a whole checkpoint at the path, once the new one is committed under another name.
 
     Raises:

@@ -48,12 +48,8 @@ DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.ite
 class Piece:
     """One contiguous range of a tensor, as this rank holds it; a load writes it in place.
 
-    Args:
-        name: the tensor's name in its section.
-        shape: the shape of the whole tensor.
-        start: where the range begins in the flattened whole tensor.
-        tensor: the elements: either the whole tensor in any layout, or a 1-D tensor with the range.
-        writer: the rank that writes it; None if every rank holds a copy, so that `assign_writers` chooses one.
+    `shape` is the whole tensor's, and `start` where the range begins in it, flattened; `tensor` is the whole tensor in any
+    layout, or 1-D with the range. `writer` is the rank that writes it, None if `assign_writers` may choose any.
     """
 
     name: str

@@ -91,12 +91,9 @@ class PeerWatch:
     A daemon thread polls the store, and `sys.excepthook` is wrapped. A rank that is blocked in a collective runs no Python
     code in its main thread, so the thread leaves by `os._exit`.
 
-    Args:
-        store: a connection for this thread alone; another thread's wait would block it.
-        name: separates the goodbyes of one group from those of another.
-        store_host: the rank whose process holds the store; None if a launcher holds it.
-        error_file: where to write this rank's error in elastic's format, for torchrun's summary.
-        poll: called at each poll, for whatever else is watched.
+    `store` is a connection for this thread alone, which another thread's wait would block. `name` separates the goodbyes of
+    groups. `store_host` is the rank whose process holds the store, None if a launcher does. `error_file` gets this rank's
+    error in elastic's format, for torchrun's summary. `poll` is called at each poll, for whatever else is watched.
     """
 
     def __init__(

@@ -26,7 +26,6 @@ class PreparedOptimizer(Optimizer):
     It has the groups, the state and the other attributes of the optimizer that it wraps, so schedulers may be built on it.
 
     Args:
-        engine: steps the optimizer.
         optimizer: what the strategy prepared.
         windows: whether a step is due; otherwise a call does nothing. None if each call steps.
         after_step, before_step: called with the result, and with the optimizer.

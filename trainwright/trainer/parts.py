@@ -59,11 +59,7 @@ def arranged_callbacks(callbacks: Callback | Sequence[Callback] | None, settings
 
 
 def with_the_modules(callbacks: Sequence[Callback], returned: Any) -> list[Callback]:
-    """Return the callbacks with those that configure_callbacks returned, which replace others of their class.
-
-    Raises:
-        TypeError: it returned something that is not a Callback.
-    """
+    """Return the callbacks with those of configure_callbacks, which replace their class; TypeError if one is no Callback."""
     own = _as_callbacks(returned, "configure_callbacks returned")
     kinds = {type(each) for each in own}
     return _in_order([*(each for each in callbacks if type(each) not in kinds), *own])
@@ -96,11 +92,7 @@ def _in_order(callbacks: list[Callback]) -> list[Callback]:
 
 
 def arranged_loggers(logger: Any, root: str, settings: Settings) -> list[Logger]:
-    """Return the loggers that logger= means; in a trial run one that writes nothing.
-
-    Raises:
-        TypeError: it is neither a bool nor loggers.
-    """
+    """Return the loggers of logger=, in a trial run one that writes nothing; TypeError if it is neither bool nor loggers."""
     if settings.barebones:
         if logger:
             raise ValueError(

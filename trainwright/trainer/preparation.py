@@ -28,11 +28,7 @@ OWN_PARTS = (
 
 
 def prepare_fit(run: TrainingRun) -> None:
-    """Wrap the module, make its optimizers, and have the run gather what the loop reads. Collective.
-
-    Raises:
-        ValueError: settings that this module's kind of optimization cannot follow.
-    """
+    """Wrap the module and make its optimizers; ValueError for settings that its optimization rules out. Collective."""
     settings, engine, module = run.settings, run.engine, run.module
     if run.is_manual and (settings.accumulate_grad_batches > 1 or settings.gradient_clip_val):
         raise ValueError(

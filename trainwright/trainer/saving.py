@@ -98,11 +98,7 @@ def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
 
 
 def check_state(run: Run) -> None:
-    """Refuse, before anything is trained, state that the run's checkpoints could not hold. Collective.
-
-    Raises:
-        CheckpointError: on every rank; the text names the state and its type.
-    """
+    """Refuse, before anything is trained, state that checkpoints cannot hold (CheckpointError on every rank). Collective."""
     engine = run.engine
     if run.settings.fast_dev_run or not any(each.keeps_any for each in run.checkpoint_callbacks):
         return

@@ -69,10 +69,7 @@ def find_source(
 
 def read_datamodule(loaders: Any, datamodule: Any, argument: str, call: str) -> tuple[Any, DataModule | None]:
     """Return (loaders, datamodule) of a call; a DataModule may be passed as the loaders too.
-
-    Raises:
-        TypeError: datamodule= is not a DataModule.
-        ValueError: both were given.
+    TypeError if datamodule= is not a DataModule, ValueError if both were given.
     """
     if isinstance(loaders, DataModule):
         loaders, datamodule = None, loaders if datamodule is None else datamodule
