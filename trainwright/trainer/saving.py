@@ -80,7 +80,7 @@ def run_state(run: Run, data: LoaderState | None) -> dict[str, Any]:
         "lr_schedulers": [config.scheduler.state_dict() for config in run.trained.schedulers],
         "callbacks": {
             **(epoch.callbacks or {} if epoch is not None else {}),
-            **callback_states(run.checkpoint_callbacks if is_copied else run.callbacks),
+            **callback_states(run.checkpoint_callbacks if is_copied else run.trainer.callbacks),
         },
         "loggers": run.logbook.logger_states() if epoch is None else epoch.loggers,
     }
@@ -199,7 +199,7 @@ def save_waiting(run: TrainingRun) -> None:
 def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:
     """Return what a checkpoint holds of this rank alone, such as what it has logged in the epoch and its data's sources."""
     assert run.module is not None
-    own_stop = run.stop.requested and not stop_themselves(run.callbacks)
+    own_stop = run.stop.requested and not stop_themselves(run.trainer.callbacks)
     epoch = run.state.open_epoch
     return {
         "rng": epoch.generators if epoch is not None else run.state.loaded_generators or rng_state(),
@@ -215,7 +215,7 @@ def open_epoch(run: Run) -> OpenEpoch:
     """Return what a checkpoint holds of an epoch that the run stops within."""
     logbook, callbacks = run.logbook, None
     if any(each.keeps_any for each in run.checkpoint_callbacks):  # whose states can be stored, so they can be copied
-        states = callback_states(each for each in run.callbacks if not isinstance(each, ModelCheckpoint))
+        states = callback_states(each for each in run.trainer.callbacks if not isinstance(each, ModelCheckpoint))
         callbacks = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, states)
     return OpenEpoch(logbook.state_dict(), logbook.epoch_state(), logbook.logger_states(), callbacks, rng_state())
 
@@ -236,7 +236,7 @@ def edit_with_hooks(run: Run, name: str) -> Edit | None:
     """Return what lets the hooks change a checkpoint's contents; None if no hook does."""
     module = run.module
     own = module is not None and is_overridden(name, module, Module)
-    if not own and not any(is_overridden(name, each, Callback) for each in run.callbacks):
+    if not own and not any(is_overridden(name, each, Callback) for each in run.trainer.callbacks):
         return None
 
     def edit(contents: dict[str, Any]) -> None:
