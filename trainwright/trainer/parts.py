@@ -59,7 +59,7 @@ def arranged_callbacks(callbacks: Callback | Sequence[Callback] | None, settings
 
 
 def with_the_modules(callbacks: Sequence[Callback], returned: Any) -> list[Callback]:
-    """Return the callbacks with those of configure_callbacks, which replace their class; TypeError if one is no Callback."""
+    """Return the callbacks with those of configure_callbacks, which replace their class; TypeError if one is not a Callback."""
     own = _as_callbacks(returned, "configure_callbacks returned")
     kinds = {type(each) for each in own}
     return _in_order([*(each for each in callbacks if type(each) not in kinds), *own])
