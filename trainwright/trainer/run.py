@@ -208,7 +208,7 @@ class Run:
         self._closing.append(close)
 
     def prepare_module(self, module: Module) -> None:
-        """Convert batch norm (ValueError on the CPU) and compile, if the settings say so, before the module moves."""
+        """Convert batch norm (ValueError on the CPU) and compile, as the settings ask, before the module moves."""
         if self.settings.sync_batchnorm and self.engine.world_size > 1:
             if self.engine.device.type == "cpu":
                 raise ValueError(
