@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import trainwright as tw
-import trainwright.trainer.fit as fit_loop
 from trainwright.precision.mixed import MixedPrecision
+from trainwright.trainer import resume, training_run
 
 BATCH_SIZE, BATCHES, ACCUMULATE, VALIDATE_EVERY, SAVE_EVERY = 4, 16, 3, 4, 2
 """Samples of a batch, batches of an epoch on each rank, of a window and between validations; steps between saves."""
@@ -159,7 +159,7 @@ def forget(part: str) -> None:
         pass
 
     if part == "generators":
-        fit_loop.set_rng_state = nothing  # type: ignore[assignment]
+        resume.set_rng_state = training_run.set_rng_state = nothing  # type: ignore[assignment]
     elif part == "scale":
         MixedPrecision.load_state_dict = nothing  # type: ignore[assignment]
     elif part == "early_stopping":

@@ -222,7 +222,8 @@ def gathered(sections: dict[str, list[Piece]], *, alone: bool = False) -> State:
                     ranges.setdefault(name, []).append(StoredPiece(str(rank), name, start, flat.numel()))
         for name, stored in ranges.items():
             filled = sorted((p for p in stored if p.numel), key=lambda p: p.start)
-            check_coverage(name, state[section][name].numel(), filled)
+            whole = state[section][name]
+            check_coverage(name, TensorEntry(tuple(whole.shape), whole.dtype, tuple(filled)))
     return state
 
 
@@ -484,7 +485,7 @@ def check_trainer(make: Callable[[], Strategy], folder: str) -> None:
         report(f"Trainer {label} against ddp", distance(end, expected), 1e-5)
         if label == "automatic":
             sets = DataLoader(TensorDataset(tokens), batch_size=4)
-            (metrics,) = straight.test(straight.module, sets)
+            (metrics,) = straight.test(straight.model, sets)
             whole = TinyLM()
             whole.load_state_dict({n.removeprefix("net."): t for n, t in end["model"].items()})
             report("Trainer test loss", abs(metrics["val_loss"] - whole.training_step(tokens).item()), 1e-5)
@@ -497,7 +498,7 @@ def check_trainer(make: Callable[[], Strategy], folder: str) -> None:
         if label == "automatic":
             fresh = tw.Trainer(strategy=make(), devices=dist.get_world_size(), **quiet)
             (again,) = fresh.test(model(), sets, ckpt_path=path)  # evaluation only: no optimizer is ever set up
-            (metrics,) = half.test(half.module, sets)
+            (metrics,) = half.test(half.model, sets)
             report("Trainer test of a checkpoint", abs(again["val_loss"] - metrics["val_loss"]), 1e-6)
         crossed = run(model(), data, DDPStrategy(), 2, ckpt_path=path, **options)
         report(f"Trainer {label} resumed under ddp", distance(weights(crossed), end), 1e-5)
