@@ -146,7 +146,7 @@ def test_settings_refused(settings: dict[str, Any], match: str) -> None:
 
 def test_calls_refused() -> None:
     accelerator, model, *_ = prepared()
-    with pytest.raises(TypeError, match="given a str; accepted are torch modules"):
+    with pytest.raises(TypeError, match="of type str; accepted are torch modules"):
         accelerator.prepare("model")
     with pytest.raises(ValueError, match="was not prepared"):
         accelerator.step(torch.optim.SGD(model.parameters(), 0.1))

@@ -209,7 +209,7 @@ class Activated(Classifier):
         self.net.insert(1, act())
 
 
-@pytest.mark.filterwarnings("ignore:the hyper-parameters act of the module")
+@pytest.mark.filterwarnings("ignore:the module.s hyper-parameters without a plain form")
 def test_a_module_is_made_with_the_arguments_that_it_was_trained_with(tmp_path: Path) -> None:
     """Not with the defaults where an argument is no plain data."""
     path = saved(fit(Activated(nn.Tanh)), tmp_path / "tanh.ckpt")
