@@ -72,16 +72,14 @@ def run_state(run: Run, data: LoaderState | None) -> dict[str, Any]:
     if data is None:
         return state
     epoch = run.state.open_epoch
-    is_copied = epoch is not None and epoch.callbacks is not None
+    copied = None if epoch is None else epoch.callbacks
+    own = callback_states(run.trainer.callbacks if copied is None else run.checkpoint_callbacks)
     return {
         **state,
         "position": {**run.state.state_dict(), "places": data["places"]},
         "metrics": run.logbook.state_dict() if epoch is None else epoch.metrics,
         "lr_schedulers": [config.scheduler.state_dict() for config in run.trained.schedulers],
-        "callbacks": {
-            **(epoch.callbacks or {} if epoch is not None else {}),
-            **callback_states(run.checkpoint_callbacks if is_copied else run.trainer.callbacks),
-        },
+        "callbacks": {**(copied or {}), **own},
         "loggers": run.logbook.logger_states() if epoch is None else epoch.loggers,
     }
 

@@ -484,7 +484,7 @@ def call_in_worker(
     **options: Any,
 ) -> dict[str, Any]:
     """Make a call of a Trainer on a rank of the job that was started for it; return what it has changed. Collective."""
-    from trainwright.trainer import trainer as home
+    from trainwright.trainer import trainer as home  # the argument hides the class
 
     call, path, callbacks_of_module, is_known, state = others
     trainer = home.Trainer(**Trainer)
