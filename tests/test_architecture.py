@@ -21,7 +21,7 @@ LAYERS = [
     {"module_hooks"},
     {"strategies", "callbacks", "module"},
     {"engine"},
-    {"trainer"},
+    {"trainer", "raw_loop"},
 ]
 """Each layer imports the ones before it; within a layer a part imports itself alone."""
 LAUNCH_MAY_IMPORT = {"devices", "distributed", "errors", "launch"}

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trainwright.data.datamodule import DataModule
     from trainwright.data.datamodule import DataModule as LightningDataModule
     from trainwright.data.seeding import isolate_rng, seed_everything
-    from trainwright.engine.accelerator import Accelerator
+    from trainwright.raw_loop.accelerator import Accelerator
     from trainwright.engine.engine import Engine
     from trainwright.engine.memory import estimate_memory
     from trainwright.engine.worker_calls import notebook_launcher
@@ -57,7 +57,7 @@ _HOMES = {
     "trainwright.data.combined": "CombinedLoader",
     "trainwright.data.datamodule": "DataModule",
     "trainwright.data.seeding": "isolate_rng seed_everything",
-    "trainwright.engine.accelerator": "Accelerator",
+    "trainwright.raw_loop.accelerator": "Accelerator",
     "trainwright.engine.engine": "Engine",
     "trainwright.engine.memory": "estimate_memory",
     "trainwright.engine.worker_calls": "notebook_launcher",

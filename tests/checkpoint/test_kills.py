@@ -14,7 +14,7 @@ import torch
 torch.set_num_threads(1)
 import torch._dynamo  # what each rank would import, imported once
 import trainwright as tw
-import trainwright.engine.accelerator, trainwright.strategies.ddp
+import trainwright.raw_loop.accelerator, trainwright.strategies.ddp
 from trainwright.checkpoint.discovery import find_checkpoints, remove_checkpoint
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.checkpoint.filesystem import sweep_temporaries

@@ -90,6 +90,8 @@ class Strategy:
     """One process, one device. Every method is called on every rank, in the same order."""
 
     name = "single_device"
+    distributed_type: str | None = None
+    """The member of `DistributedType` that it is; None if that follows from the device and the number of processes."""
     is_parallel = False
     """True if it runs on several processes."""
     forward_is_collective = False

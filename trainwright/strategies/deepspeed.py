@@ -67,6 +67,7 @@ class DeepSpeedStrategy(Strategy):
     """
 
     name = "deepspeed"
+    distributed_type = "DEEPSPEED"
     is_parallel = True
     holds_modules = False
     takes_closure = False

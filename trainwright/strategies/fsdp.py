@@ -89,6 +89,7 @@ class FSDPStrategy(Strategy):
     """
 
     name = "fsdp"
+    distributed_type = "FSDP"
     is_parallel = True
     forward_is_collective = True
     takes_closure = False

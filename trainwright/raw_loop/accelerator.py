@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, repeat
 from typing import Any
 
@@ -29,13 +28,14 @@ from trainwright.engine.window import AccumulationWindows, in_float32
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.raw_loop.processes import Processes
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Optimization, StepResult
 
 MIXED = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 
-class Accelerator:
+class Accelerator(Processes):
     """Strategy, precision, data sharding and checkpoints for a training loop that you write.
 
     Collective: create it on every rank.
@@ -90,14 +90,15 @@ class Accelerator:
         if cpu and accelerator not in ("auto", "cpu"):
             raise ValueError(f"cpu=True and accelerator={accelerator!r} were both given; pass one.")
         _check_length(gradient_accumulation_steps)
-        self.engine = Engine(
+        engine = Engine(
             devices=devices,
             strategy=strategy,
             precision=MIXED[mixed_precision] if mixed_precision is not None else precision,
             accelerator="cpu" if cpu else accelerator,
             num_nodes=num_nodes,
         )
-        self._optimization = self.engine.strategy.resolve(Optimization(accumulate=gradient_accumulation_steps))
+        super().__init__(engine)
+        self._optimization = engine.strategy.resolve(Optimization(accumulate=gradient_accumulation_steps))
         """Accumulation and clipping; a strategy's own configuration overrides the arguments."""
         self.step_count = 0
         """Number of optimizer steps, summed over the optimizers; skipped steps count."""
@@ -279,34 +280,9 @@ class Accelerator:
         """
         return gathering.reduce(tensors, reduction, lambda each: self.engine.reduce(each, reduction), self._exchange)
 
-    def wait_for_everyone(self) -> None:
-        """Wait until every rank has called this. Collective: call on every rank."""
-        self.engine.barrier()
-
     def broadcast(self, obj: Any, from_process: int = 0) -> Any:
         """Return one process's plain data and tensors on every process. Collective: call on every rank."""
         return self.engine.broadcast(obj, from_process)
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context whose block rank 0 runs before the other ranks. Collective: enter it on every rank."""
-        return self.engine.rank_zero_first()
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context whose block each node's first process runs before the others. Collective: enter it on every rank."""
-        return self.engine.rank_zero_first(local=True)
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this process's part of a list, a tuple, a tensor, or a dict of these; nothing is communicated.
-
-        The parts are contiguous and differ by at most one item; with apply_padding the last item pads the shorter ones.
-        """
-        yield gathering.portion(inputs, self.process_index, self.num_processes, apply_padding)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank 0 only."""
-        if self.is_main_process:
-            builtins.print(*args, **kwargs)
 
     def save_state(self, output_dir: str, blocking: bool = True, overwrite: bool = False) -> str:
         """Write a checkpoint of everything that was prepared, in the Trainer's format; return its path.
@@ -398,36 +374,6 @@ class Accelerator:
             loader.load_state_dict({**state, "sources": source})
         if restored.rng is not None:
             set_rng_state(restored.rng)
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of this process."""
-        return self.engine.device
-
-    @property
-    def process_index(self) -> int:
-        """Return this process's number in the job, from 0."""
-        return self.engine.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """Return this process's number on its node, from 0."""
-        return self.engine.local_rank
-
-    @property
-    def num_processes(self) -> int:
-        """Return how many processes the job has."""
-        return self.engine.world_size
-
-    @property
-    def is_main_process(self) -> bool:
-        """Return whether this is the first process of the job."""
-        return self.engine.rank == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Return whether this is the first process of its node."""
-        return self.engine.local_rank == 0
 
     def _exchange(self, value: Any) -> list[Any]:
         return self.engine.ranks.exchange(value, "gather or reduce of plain data")

@@ -1,0 +1,171 @@
+"""Processes: what one process of a job knows of the others, and who of them does what."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
+from functools import partial, wraps
+from typing import Any
+
+import torch
+
+from trainwright.distributed.environment import Environment
+from trainwright.engine import gathering
+from trainwright.engine.engine import Engine
+
+
+class DistributedType(str, Enum):
+    """How the processes of a job divide the work; a member equals its name as text."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+
+
+class Processes:
+    """The processes of an Engine's job, as this one sees them: a view, with no state of its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of this process."""
+        return self.engine.device
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Return how the processes divide the work; one process has `NO` under every strategy that replicates the model."""
+        if (named := self.engine.strategy.distributed_type) is not None:
+            return DistributedType(named)
+        if not self.use_distributed:
+            return DistributedType.NO
+        return DistributedType.MULTI_CPU if self.device.type == "cpu" else DistributedType.MULTI_GPU
+
+    @property
+    def use_distributed(self) -> bool:
+        """Return whether the job has several processes."""
+        return self.num_processes > 1
+
+    @property
+    def num_processes(self) -> int:
+        """Return how many processes the job has."""
+        return self.engine.world_size
+
+    @property
+    def process_index(self) -> int:
+        """Return this process's number in the job, from 0."""
+        return self.engine.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Return this process's number on its node, from 0."""
+        return self.engine.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Return whether this is the first process of the job."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Return whether this is the first process of its node."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Return whether this is the last process of the job."""
+        return self.process_index == self.num_processes - 1
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every rank has called this. Collective: call on every rank."""
+        self.engine.barrier()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Return a context whose block rank 0 runs before the other ranks. Collective: enter it on every rank."""
+        return self.engine.rank_zero_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Return a context whose block each node's first process runs before the others. Collective: enter it on every rank."""
+        return self.engine.rank_zero_first(local=True)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Yield this process's part of a list, a tuple, a tensor, or a dict of these; nothing is communicated.
+
+        The parts are contiguous and differ by at most one item; with apply_padding the last item pads the shorter ones.
+        """
+        yield gathering.portion(inputs, self.process_index, self.num_processes, apply_padding)
+
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs on the job's first process, and returns None on the others; a decorator."""
+        return self._only(function, lambda: self.is_main_process)
+
+    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs on each node's first process, and returns None on the others; a decorator."""
+        return self._only(function, lambda: self.is_local_main_process)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs on the job's last process, and returns None on the others; a decorator."""
+        return self._only(function, lambda: self.is_last_process)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """Return a function that runs on one process of the job; without `function`, a decorator.
+
+        Raises:
+            ValueError: the job has no process of that number.
+        """
+        if function is None:
+            return partial(self.on_process, process_index=process_index)
+        self._check_index(process_index, self.num_processes)
+        return self._only(function, lambda: self.process_index == process_index)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """Return a function that runs on one process of each node; without `function`, a decorator.
+
+        Raises:
+            ValueError: this node has no process of that number.
+        """
+        if function is None:
+            return partial(self.on_local_process, local_process_index=local_process_index)
+        self._check_index(local_process_index, self.engine.environment.local_world_size, "local_process_index")
+        return self._only(function, lambda: self.local_process_index == local_process_index)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0 only."""
+        if self.is_main_process:
+            builtins.print(*args, **kwargs)
+
+    def _only(self, function: Callable[..., Any], is_chosen: Callable[[], bool]) -> Callable[..., Any]:
+        if not callable(function):
+            raise TypeError(f"a decorator of processes was given a {type(function).__name__}; accepted is a function.")
+
+        @wraps(function)
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if is_chosen() else None
+
+        return chosen
+
+    def _check_index(self, index: Any, count: int, name: str = "process_index") -> None:
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count:
+            raise ValueError(f"{name}={index!r} is not accepted; pass a number from 0 to {count - 1}.")
+
+
+class PartialState(Processes):
+    """The processes of this job, without a model: in a launched script it joins the job; otherwise it is one process.
+
+    Collective: create it on every rank.
+
+    Args:
+        cpu: compute on the CPU also if there is an accelerator.
+    """
+
+    def __init__(self, cpu: bool = False) -> None:
+        is_launched = Environment.detect().launched_by != "single"
+        super().__init__(Engine(devices="auto" if is_launched else 1, accelerator="cpu" if cpu else "auto"))
