@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from trainwright.data.datamodule import DataModule
     from trainwright.data.datamodule import DataModule as LightningDataModule
     from trainwright.data.seeding import isolate_rng, seed_everything
-    from trainwright.raw_loop.accelerator import Accelerator
     from trainwright.engine.engine import Engine
     from trainwright.engine.memory import estimate_memory
     from trainwright.engine.worker_calls import notebook_launcher
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from trainwright.precision import Precision
     from trainwright.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
     from trainwright.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+    from trainwright.raw_loop.accelerator import Accelerator
     from trainwright.strategies import Strategy
     from trainwright.strategies.ddp import DDPStrategy
     from trainwright.strategies.ddp_sharded import ShardedDDPStrategy

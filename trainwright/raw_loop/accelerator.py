@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, repeat
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

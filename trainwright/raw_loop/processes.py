@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from enum import Enum
+from enum import StrEnum
 from functools import partial, wraps
 from typing import Any
 
@@ -16,7 +16,7 @@ from trainwright.engine import gathering
 from trainwright.engine.engine import Engine
 
 
-class DistributedType(str, Enum):
+class DistributedType(StrEnum):
     """How the processes of a job divide the work; a member equals its name as text."""
 
     NO = "NO"
