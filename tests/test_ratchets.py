@@ -230,6 +230,10 @@ def test_no_import_runs_back_up_in_trainer() -> None:
 
 PACKAGE_LINES = [
     (33_948, "94 % of the package when this ratchet was written"),
+    (
+        7_000,
+        "the raw loop in full: Accelerate's constructor, methods, plugins, trackers; launch by a config, env, test, estimate",
+    ),
 ]
 """Lines of the package: what is added to it, or taken off, with the reason. The sum is the limit."""
 
