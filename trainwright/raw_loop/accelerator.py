@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.seeding import set_rng_state
 from trainwright.engine import gathering
+from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import (
     Preparations,
@@ -97,7 +98,8 @@ class Accelerator(Processes):
             num_nodes=num_nodes,
         )
         super().__init__(engine)
-        self._optimization = engine.strategy.resolve(Optimization(accumulate=gradient_accumulation_steps))
+        steps = fill_accumulation(engine.environment, "gradient_accumulation_steps", gradient_accumulation_steps)
+        self._optimization = engine.strategy.resolve(Optimization(accumulate=steps))
         """Accumulation and clipping; a strategy's own configuration overrides the arguments."""
         self.step_count = 0
         """Number of optimizer steps, summed over the optimizers; skipped steps count."""
