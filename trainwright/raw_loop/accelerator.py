@@ -451,6 +451,12 @@ class Accelerator(Processes):
                     "backward was given a loss that no prepared model made: none of their parameters are in its graph. Call "
                     "the model that accelerator.prepare returned."
                 )
+        wrapped = [each for each in self._preparations.models if isinstance(each, PreparedModule)]
+        if self.use_distributed and wrapped and not any(each.forwards for each in wrapped):
+            raise ValueError(
+                "backward was given a loss that a method of a prepared model made, whose gradients no strategy averages over "
+                "the ranks; call the model itself, and let its forward call the method."
+            )
         self._has_checked_loss = True
 
     def _exchange(self, value: Any) -> list[Any]:
