@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
-from trainwright.launch.config import CONFIG_VARIABLE, find_config, nearest
+from trainwright.launch.config import CONFIG_VARIABLE, Config, find_config, nearest
 from trainwright.launch.dry_run import describe_job
 from trainwright.launch.nodes import Job, Nodes
 from trainwright.launch.output import refuse_links
@@ -67,7 +67,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
             raise ValueError(
                 f"file {command[0]!r} does not exist; pass the path of a script, or -m and the name of a module."
             )
-        nodes = Nodes(*(settings[name].value for name in ("num_nodes", "node_rank", "main_address", "main_port")))
+        nodes = _nodes(settings)
         if (logs := settings["logs"].value) is not None and not options.dry_run:
             os.makedirs(logs, exist_ok=True)
             refuse_links(logs)
@@ -185,6 +185,19 @@ def resolve(sources: Sources) -> dict[str, Setting]:
     settings["grace_seconds"] = _number(sources.find("grace_seconds"), default=GRACE_SECONDS)
     settings["logs"] = _text(sources.find("logs"), None)
     return settings
+
+
+def check_config(config: Config, check_names: NameCheck) -> dict[str, Setting]:
+    """Return the settings that a config gives without flags and environment (ValueError if one is wrong)."""
+    sources = Sources(argparse.Namespace(**dict.fromkeys(FLAGS)), {}, config)
+    settings = resolve(sources)
+    sources.check_names(check_names, settings)
+    _nodes(settings)
+    return settings
+
+
+def _nodes(settings: Mapping[str, Setting]) -> Nodes:
+    return Nodes(*(settings[name].value for name in ("num_nodes", "node_rank", "main_address", "main_port")))
 
 
 def _devices(given: Given | None, num_gpus: int, kind: str) -> Setting:

@@ -70,8 +70,9 @@ class Config:
     """The variables under `env`."""
 
 
-def config_path(given: str | None, variables: Mapping[str, str]) -> tuple[str, str]:
+def config_path(given: str | None, variables: Mapping[str, str] | None = None) -> tuple[str, str]:
     """Return the path of the config and what named it: the flag, the variable, or "default" for the user's own."""
+    variables = os.environ if variables is None else variables
     if given is not None:
         return given, "--config-file"
     if named := variables.get(CONFIG_VARIABLE):
@@ -80,7 +81,7 @@ def config_path(given: str | None, variables: Mapping[str, str]) -> tuple[str, s
     return os.path.join(folder, "trainwright", "config.yaml"), "default"
 
 
-def find_config(given: str | None, variables: Mapping[str, str]) -> Config:
+def find_config(given: str | None, variables: Mapping[str, str] | None = None) -> Config:
     """Return the config that a flag or the environment names, or else the user's, which need not exist.
 
     Raises:
@@ -103,7 +104,7 @@ def find_config(given: str | None, variables: Mapping[str, str]) -> Config:
 
 def nearest(word: str, known: Mapping[str, Any]) -> str:
     """Return the known name that is nearest to a word as a question, or ""."""
-    close = difflib.get_close_matches(word, known, n=1)
+    close = [each for each in known if each.lower() == word.lower()] or difflib.get_close_matches(word, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
@@ -126,7 +127,7 @@ def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
             raise ValueError(f"{place}: {key!r} is not a key of a config; accepted are {', '.join(KEYS)}.{hint}")
         if key == "env":
             variables = {
-                name: _variable(name, Entry(_scalar(each, name, where), where))
+                name: checked_variable(name, Entry(_scalar(each, name, where), where))
                 for name, where, each in _pairs(path, node, "env")
             }
         elif not _is_null(node):
@@ -169,7 +170,8 @@ def _kind(node: Any) -> str:
     return {"sequence": "a list", "mapping": "a mapping"}.get(node.id, "a single value")
 
 
-def _variable(name: str, entry: Entry) -> Entry:
+def checked_variable(name: str, entry: Entry) -> Entry:
+    """Return the entry of a variable, which a config may set (ValueError otherwise)."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise ValueError(f"{entry.place}: {name!r} is not the name of a variable; accepted are letters, digits and _.")
     if name in KEY_OF:
