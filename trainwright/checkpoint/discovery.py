@@ -206,7 +206,8 @@ def remove_older(paths: Iterable[str], committed: str) -> None:
                 remove_checkpoint(each)
             except (OSError, CheckpointError) as error:  # a warning is enough: the newest checkpoint is whole
                 warnings.warn(
-                    f"{each}, which {committed} replaces, could not be removed ({error}); remove it by hand.", stacklevel=3
+                    f"{each}, which {committed} replaces, could not be removed ({error}); remove it by hand.",
+                    stacklevel=3,
                 )
 
 

@@ -110,7 +110,7 @@ class Ranks:
             self._channel.announce(key)
 
     def announced(self, keys: Sequence[str], call: str) -> str:
-        """Wait until rank 0 has announced one of the keys, and return the first of them. Not collective, and not for one rank."""
+        """Wait until rank 0 has announced one of the keys, and return the first of them. Not collective."""
         assert self._channel is not None
         return self._channel.announced(keys, call=call, timeout_seconds=self.timeout_seconds)
 

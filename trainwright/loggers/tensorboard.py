@@ -206,7 +206,7 @@ class TensorBoardLogger(FolderLogger):
             self._writer.submit(write)
 
     def _write_images(self, name: str, images: Any, step: int, options: dict[str, Any]) -> None:
-        self._open().add_images(name, images, step, **options)  # type: ignore[no-untyped-call]
+        self._open().add_images(name, images, step, **options)
 
     def log_graph(self, model: Any) -> None:
         """Log the model's graph for its `example_input_array`, a tensor or a tuple of tensors; warn if that fails."""
@@ -286,8 +286,8 @@ def _as_images(images: Any) -> tuple[Any, str]:
         array = array[None]
     if array.ndim != 4:
         raise ValueError(
-            f"log_images was given an array of shape {tuple(array.shape)}; accepted are one image or a batch of them, with 1, 3 "
-            "or 4 channels first or last."
+            f"log_images was given an array of shape {tuple(array.shape)}; accepted are one image or a batch of them, with "
+            "1, 3 or 4 channels first or last."
         )
     return array, "NHWC" if array.shape[-1] in (1, 3, 4) else "NCHW"
 

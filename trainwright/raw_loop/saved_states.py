@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from itertools import chain, repeat
 from typing import Any
@@ -42,7 +43,9 @@ class SavedStates:
             except Exception:  # it may not be ready yet; a save reports what is wrong
                 continue
             encode_state(state, f"the state_dict of {kind}")
-        self._objects += [each for each in objects if all(each is not one for one in self._objects)]
+        for each in objects:
+            if all(each is not one for one in self._objects):
+                self._objects.append(each)
 
     def save(
         self, preparation: Preparation, output_dir: str | os.PathLike[str] | None, blocking: bool, overwrite: bool
@@ -148,7 +151,9 @@ class SavedStates:
 
         if self._objects:
             call = "the states of registered objects"
-            self._engine.ranks.run_on_all(collect, call, subject="save_state could not read a registered object's state")
+            self._engine.ranks.run_on_all(
+                collect, call, subject="save_state could not read a registered object's state"
+            )
         return states
 
     def _check_objects(self, saved: list[dict[str, Any]], path: str) -> None:
@@ -168,6 +173,26 @@ class SavedStates:
         if self._objects:
             call, subject = "the load of registered objects", f"{path}: a registered object does not take its state"
             self._engine.ranks.run_on_all(load, call, subject=subject)
+
+
+def refuse_pickle(call: str, safe_serialization: Any) -> None:
+    """Raise ValueError for a call that asks for pickled files."""
+    if safe_serialization is not True:
+        raise ValueError(
+            f"{call}(safe_serialization={safe_serialization!r}) would write a pickle, which trainwright does not; leave it out "
+            "for safetensors."
+        )
+
+
+def refuse_load_options(given: dict[str, Any]) -> None:
+    """Raise TypeError for arguments that load_state does not have."""
+    accepted = ["input_dir", "verify", "weights_only", "strict"]
+    for name, value in given.items():
+        close = difflib.get_close_matches(name, accepted, n=1)
+        hint = f" Did you mean {close[0]}=?" if close else f" Its arguments are {', '.join(accepted)}."
+        if name == "map_location":
+            hint = " Tensors are loaded to where the prepared objects are; leave it out."
+        raise TypeError(f"load_state has no argument {name}= (it was given {name}={value!r:.80}).{hint}")
 
 
 def _is_newest(path: str) -> bool:

@@ -23,7 +23,7 @@ Options = Mapping[str, Mapping[str, Any]]
 class Tracker:
     """A logger under its short name, such as "tensorboard"; attributes that it lacks are the logger's.
 
-    On ranks other than 0 its calls do nothing.
+    Calls do nothing on the ranks that do not write.
     """
 
     def __init__(self, name: str, logger: Logger) -> None:
@@ -151,7 +151,7 @@ class Trackers:
                 tracker.log_images(values, step, **options.get(tracker.name, {}))
 
     def states(self) -> list[dict[str, Any]]:
-        """Return the loggers' positions for a checkpoint; empty on ranks other than 0."""
+        """Return the loggers' positions for a checkpoint; empty on the ranks that do not write."""
         if not self._is_made or self._ranks.rank != 0:
             return []
         self._start()
