@@ -96,7 +96,7 @@ def pad(value: Any, dim: int, pad_index: float, pad_first: bool) -> Any:
 
     Raises:
         TypeError: something else than tensors is in the structure.
-        ValueError: on every rank, if a tensor's number of dimensions differs between ranks.
+        ValueError: on every rank, if a rank's tensor has another number of dimensions.
     """
     leaves = list(_leaves("pad_across_processes", value, lambda each: False))
     return _rebuilt(value, lambda each: False, iter([_padded(each, dim, pad_index, pad_first) for _, each in leaves]))

@@ -25,7 +25,7 @@ class Collectives(Processes):
     def gather(self, tensor: Any) -> Any:
         """Return a nested structure with the values of all ranks, rank by rank. Collective: call on every rank.
 
-        Tensors are joined along their first dimension, which may differ between ranks; a tensor without dimensions becomes a
+        Tensors are joined along their first dimension, which may differ; a tensor without dimensions becomes a
         row. Lists of plain data, and tuples of numbers and texts, are joined item by item. A number or a text becomes a list
         with one item per rank. None stays None.
 
@@ -106,7 +106,7 @@ class Collectives(Processes):
         yield
 
     def _ranks_with_samples(self, loader: Any) -> Sequence[bool] | None:
-        """Return whether each rank has a sample of its own in a loader's current batch; None if all have."""
+        """Return whether each rank has new samples in a loader's current batch; None if all have."""
         return None
 
     def _exchange(self, value: Any) -> list[Any]:

@@ -104,7 +104,7 @@ class Preparation(Preparations):
         return self.models[-1]
 
     def ranks_with_samples(self, loader: Any = None) -> list[bool] | None:
-        """Return whether each rank has a sample of its own in the current batch of a loader; None if all have.
+        """Return whether each rank has new samples in the current batch of a loader; None if all have.
 
         Without `loader` it is the one that the loop is over.
         """
