@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.seeding import set_rng_state
+from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedModule, PreparedOptimizer, PreparedScheduler, stepped_by
 from trainwright.engine.window import in_float32
@@ -120,7 +121,9 @@ class Accelerator(Collectives):
             num_nodes=num_nodes,
         )
         super().__init__(engine)
-        optimization = Optimization(accumulate=settings.accumulation.num_steps or 1, clip_norm=settings.clip_norm)
+        of_script = settings.accumulation.num_steps or 1
+        steps = fill_accumulation(engine.environment, "gradient_accumulation_steps", of_script)
+        optimization = Optimization(accumulate=steps, clip_norm=settings.clip_norm)
         self._optimization = engine.strategy.resolve(optimization)
         """Accumulation and clipping; a strategy's own configuration overrides the arguments."""
         self._autocast = settings.autocast
@@ -409,6 +412,12 @@ class Accelerator(Collectives):
                     "backward was given a loss that no prepared model made: none of their parameters are in its graph. Call "
                     "the model that accelerator.prepare returned."
                 )
+        wrapped = [each for each in self._preparations.models if isinstance(each, PreparedModule)]
+        if self.use_distributed and wrapped and not any(each.forwards for each in wrapped):
+            raise ValueError(
+                "backward was given a loss that a method of a prepared model made, whose gradients no strategy averages over "
+                "the ranks; call the model itself, and let its forward call the method."
+            )
         self._has_checked_loss = True
 
     def _ranks_with_samples(self, loader: Any) -> Sequence[bool] | None:
