@@ -29,10 +29,11 @@ METHODS = {
     tw.Engine: """backward barrier broadcast close finish_save gather load open prepare_loader
         prepare_module prepare_optimizers rank_zero_first reduce refresh_trainable run save step sync_gradients
         take_seed verified""",
-    tw.Accelerator: """accumulate autocast backward broadcast clear clip_grad_norm_ clip_grad_value_ finish_save free_memory
-        gather gather_for_metrics load_state local_main_process_first lomo_backward main_process_first no_sync
-        on_last_process on_local_main_process on_local_process on_main_process on_process prepare prepare_model
-        prepare_optimizer prepare_scheduler print reduce save_state split_between_processes step
+    tw.Accelerator: """accumulate autocast backward broadcast check_trigger clear clip_grad_norm_ clip_grad_value_ finish_save
+        free_memory gather gather_for_metrics join_uneven_inputs load_state local_main_process_first
+        lomo_backward main_process_first no_sync on_last_process on_local_main_process on_local_process
+        on_main_process on_process pad_across_processes prepare prepare_model prepare_optimizer
+        prepare_scheduler print reduce save_state set_trigger split_between_processes step
         trigger_sync_in_backward unscale_gradients unwrap_model verify_device_map wait_for_everyone""",
     tw.Strategy: """after_load after_run allocate_optimizer_state backward before_evaluation check clip_gradients close connect
         describe_optimizer finalize finalize_gradients model_pieces move_to_device optimizer_pieces piece refresh_toggled
