@@ -102,7 +102,7 @@ class NumberedCheckpoints:
     def __init__(self, engine: Engine, config: ProjectConfiguration) -> None:
         if config.save_on_each_node and engine.environment.num_nodes > 1:
             raise ValueError(
-                "save_on_each_node=True is not supported on several nodes: all ranks write one checkpoint together, to one file "
+                "save_on_each_node=True is not supported on several nodes: all ranks write one checkpoint, to one file "
                 "system. Leave it out, and give project_dir= a folder that all nodes have."
             )
         self.config = config
