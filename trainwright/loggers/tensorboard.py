@@ -277,7 +277,7 @@ def _as_images(images: Any) -> tuple[Any, str]:
     import numpy
 
     def as_array(image: Any) -> Any:
-        return numpy.array(image.detach().cpu() if isinstance(image, torch.Tensor) else image)
+        return numpy.array(image.detach().cpu().numpy() if isinstance(image, torch.Tensor) else image)
 
     array = numpy.stack([as_array(each) for each in images]) if isinstance(images, (list, tuple)) else as_array(images)
     if array.ndim == 2 or (array.ndim == 3 and isinstance(images, (list, tuple))):
