@@ -30,8 +30,8 @@ COMMANDS = {
 """The subcommands beside launch: "module:function", imported when chosen, and a line of help."""
 
 
-def _run(place: str, arguments: Sequence[str], check: Any) -> int:
-    module, name = place.split(":")
+def _run(where: str, arguments: Sequence[str], check: Any) -> int:
+    module, name = where.split(":")
     code: int = getattr(importlib.import_module(module), name)(arguments, check)
     return code
 
@@ -40,7 +40,7 @@ def main() -> int:
     """Run the command line of this process."""
     from trainwright.launch.cli import main as run
 
-    others = {name: (partial(_run, place), about) for name, (place, about) in COMMANDS.items()}
+    others = {name: (partial(_run, where), about) for name, (where, about) in COMMANDS.items()}
     return run(sys.argv[1:], check_names, others)
 
 

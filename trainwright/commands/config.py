@@ -126,7 +126,7 @@ class Questions:
         if not text:
             raise ValueError(f"{name} needs a value.")
         values = {key: str(value) for key, value in self.answers.items()} | {name: text}
-        if values.get("num_nodes", "1") != "1":  # those that are asked later
+        if values.get("num_nodes", "1") != "1":  # which later questions ask for
             values = {"node_rank": "0", "main_address": LOOPBACK, **values}
         check_config(Config(values={key: Entry(value, "") for key, value in values.items()}), self.check_names)
         if name == "strategy" and (reason := why_missing(text)):

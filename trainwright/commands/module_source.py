@@ -29,9 +29,9 @@ def make_module(target: str, arguments: str | None) -> tuple[nn.Module, str]:
     Raises:
         ValueError: it does not exist or cannot be made; the message has what to pass instead.
     """
-    place, _, name = target.rpartition(":") if ":" in target else (target, "", "")
-    source = _imported(place)
-    found, name = _find(source, place, name)
+    origin, _, name = target.rpartition(":") if ":" in target else (target, "", "")
+    source = _imported(origin)
+    found, name = _find(source, origin, name)
     if isinstance(found, nn.Module):
         return found.to("meta"), name
     options = _options(arguments)
@@ -51,24 +51,24 @@ def make_module(target: str, arguments: str | None) -> tuple[nn.Module, str]:
     return module.to("meta"), name
 
 
-def _imported(place: str) -> ModuleType:
-    is_script = place.endswith(".py") or os.sep in place or os.path.exists(place)
-    if is_script and not os.path.isfile(place):
+def _imported(origin: str) -> ModuleType:
+    is_script = origin.endswith(".py") or os.sep in origin or os.path.exists(origin)
+    if is_script and not os.path.isfile(origin):
         raise ValueError(
-            f"{place!r} is not a script that exists; pass the path of a .py file, or the name of a module."
+            f"{origin!r} is not a script that exists; pass the path of a .py file, or the name of a module."
         )
-    sys.path.insert(0, os.path.dirname(os.path.abspath(place)) if is_script else os.getcwd())
+    sys.path.insert(0, os.path.dirname(os.path.abspath(origin)) if is_script else os.getcwd())
     try:
         if not is_script:
-            if _spec_of(place) is None:
+            if _spec_of(origin) is None:
                 raise ValueError(
-                    f"neither a script nor a module {place!r} was found; pass the path of a .py file, or the name of a module."
+                    f"neither a script nor a module {origin!r} was found; pass the path of a .py file, or the name of a module."
                 )
-            return importlib.import_module(place)
+            return importlib.import_module(origin)
         # Not under its own name, which another module may have.
-        spec = importlib.util.spec_from_file_location(f"estimated_{os.path.basename(place)[:-3]}", place)
+        spec = importlib.util.spec_from_file_location(f"estimated_{os.path.basename(origin)[:-3]}", origin)
         if spec is None or spec.loader is None:
-            raise ValueError(f"{place!r} is not a Python script; pass the path of a .py file.")
+            raise ValueError(f"{origin!r} is not a Python script; pass the path of a .py file.")
         source = importlib.util.module_from_spec(spec)
         sys.modules[source.__name__] = source
         spec.loader.exec_module(source)
@@ -77,7 +77,7 @@ def _imported(place: str) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:
         raise ValueError(
-            f"{place} failed while it was imported ({type(error).__name__}: {error}); put its work under "
+            f"{origin} failed while it was imported ({type(error).__name__}: {error}); put its work under "
             "`if __name__ == '__main__':`, or name another file."
         ) from error
 
@@ -89,7 +89,7 @@ def _spec_of(name: str) -> Any:
         return None
 
 
-def _find(source: ModuleType, place: str, name: str) -> tuple[Any, str]:
+def _find(source: ModuleType, origin: str, name: str) -> tuple[Any, str]:
     """Return what a name means in a module; without a name, its one class of a torch module."""
     own = {
         key: value
@@ -99,11 +99,11 @@ def _find(source: ModuleType, place: str, name: str) -> tuple[Any, str]:
     if name:
         if name not in vars(source):
             found = f"It defines {', '.join(own)}." if own else "It defines no class of a torch module."
-            raise ValueError(f"{place} has no {name!r}. {found}{nearest(name, vars(source))}")
+            raise ValueError(f"{origin} has no {name!r}. {found}{nearest(name, vars(source))}")
         return vars(source)[name], name
     if len(own) != 1:
         which = f"defines {', '.join(own)}" if own else "defines no class of a torch module"
-        raise ValueError(f"{place} {which}; add the class, or a function that returns the module: {place}:NAME.")
+        raise ValueError(f"{origin} {which}; add the class, or a function that returns the module: {origin}:NAME.")
     return next((value, key) for key, value in own.items())
 
 

@@ -267,7 +267,7 @@ def _describe(command: Sequence[str], settings: Mapping[str, Setting], sources: 
         if value is not None or name != "gradient_accumulation_steps":
             is_free = name == "main_port" and value == 0
             rows.append((name, "a free one" if is_free else "none" if value is None else str(value), source))
-    rows += [(f"env {name}", shown(name, value), config.variables[name].place) for name, value in new.items()]
+    rows += [(f"env {name}", shown(name, value), config.variables[name].where) for name, value in new.items()]
     widths = [max(len(row[column]) for row in rows) + 2 for column in (0, 1)]
     lines += [f"  {name:<{widths[0]}}{value:<{widths[1]}}{source}" for name, value, source in rows]
     return "\n".join([*lines, *sources.contradictions(settings)]) + "\n"
