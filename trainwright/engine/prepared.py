@@ -248,11 +248,25 @@ class PreparedModule(nn.Module):
 
 
 class PreparedScheduler:
-    """A scheduler that skips its step when its optimizers skipped theirs; other attributes are the user's scheduler's."""
+    """A scheduler that skips its step when its optimizers skipped theirs; other attributes are the user's scheduler's.
 
-    def __init__(self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], windows: AccumulationWindows) -> None:
+    Args:
+        with_optimizer: False makes every call step.
+        repeats: steps of the user's scheduler for each step, up to its `total_steps`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Sequence[PreparedOptimizer],
+        windows: AccumulationWindows,
+        *,
+        with_optimizer: bool = True,
+        repeats: int = 1,
+    ) -> None:
         self.scheduler = scheduler
         self._optimizers, self._windows = optimizers, windows
+        self._with_optimizer, self._repeats = with_optimizer, repeats
         self._called, self._made = self._counts()
 
     def __getattr__(self, name: str) -> Any:
@@ -266,7 +280,12 @@ class PreparedScheduler:
         # A loop may step it after each call of the optimizer's step, or, as at the end of an epoch, without one in between.
         is_due = made > self._made or (called == self._called and self._windows.current.is_at_end)
         self._called, self._made = called, made
-        if is_due:
+        if self._with_optimizer and not is_due:
+            return
+        for number in range(self._repeats):
+            total = getattr(self.scheduler, "total_steps", None)
+            if number and total is not None and self.scheduler.last_epoch >= total - 1:
+                return  # such as OneCycleLR's, which refuses a step beyond its last
             self.scheduler.step(*args, **kwargs)
 
     def steps_since(self) -> list[int]:
