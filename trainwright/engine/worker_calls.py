@@ -60,9 +60,7 @@ def call_in_workers(
         "rng": {**rng_state(), "device": None},  # each worker computes on its own device
     }
     given = {**named, "the called function": function, "settings": settings, "asked": asked}
-    result = run_in_workers(
-        _begin, given, num_processes, folder=folder, asked=asked, nodes=nodes, defaults=defaults
-    )
+    result = run_in_workers(_begin, given, num_processes, folder=folder, asked=asked, nodes=nodes, defaults=defaults)
     return None if result is None else decode(*result)
 
 

@@ -42,9 +42,7 @@ class LocalSGD:
     ...         local_sgd.step()
     """
 
-    def __init__(
-        self, accelerator: Processes, model: nn.Module, local_sgd_steps: int, enabled: bool = True
-    ) -> None:
+    def __init__(self, accelerator: Processes, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
             raise ValueError(f"local_sgd_steps={local_sgd_steps!r} is not accepted; pass a whole number from 1.")
         engine = accelerator.engine
@@ -56,12 +54,14 @@ class LocalSGD:
             )
         if enabled and accelerator.use_distributed and engine.precision.state_dict():
             raise ValueError(
-                f"LocalSGD was given precision {engine.precision.name!r}, whose loss scale would skip other steps on each rank; "
-                "use mixed_precision='bf16', or enabled=False."
+                f"LocalSGD was given precision {engine.precision.name!r}, whose loss scale would skip other steps on each "
+                "rank; use mixed_precision='bf16', or enabled=False."
             )
         module = extract_model_from_parallel(model)
         if module not in engine.modules:
-            raise ValueError(f"the {type(module).__name__} given to LocalSGD was not prepared; pass what prepare returned.")
+            raise ValueError(
+                f"the {type(module).__name__} given to LocalSGD was not prepared; pass what prepare returned."
+            )
         self.enabled = enabled and accelerator.use_distributed
         self.num_steps = 0
         """How often `step` was called."""

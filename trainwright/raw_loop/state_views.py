@@ -7,9 +7,7 @@ from typing import Any
 from trainwright.engine.prepared_loader import Iterations, PreparedLoader
 from trainwright.engine.window import AccumulationWindows
 from trainwright.raw_loop.processes import PartialState, Processes
-
-WORDS = {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}
-"""Accelerate's words for precisions."""
+from trainwright.raw_loop.settings import word_for
 
 
 class AcceleratorState(Processes):
@@ -27,8 +25,7 @@ class AcceleratorState(Processes):
     @property
     def mixed_precision(self) -> str:
         """Return "no", "fp16", "bf16", or the Trainer's name of another precision."""
-        name = self.engine.precision.name
-        return WORDS.get(name, name)
+        return word_for(self.engine.precision)
 
     def __repr__(self) -> str:
         names = "distributed_type num_processes process_index local_process_index device mixed_precision"
@@ -71,7 +68,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Return how many samples of the current round are its ranks' own if it is padded; 0 if it is not, -1 outside a loop."""
+        """Return how many samples of a padded last round are real; 0 in any other round, -1 outside a loop."""
         loader = self.active_dataloader
         if loader is None:
             return -1
