@@ -195,3 +195,31 @@ def test_processes_of_one() -> None:
     assert state.on_process(process_index=0)(lambda: 4)() == 4
     with pytest.raises(ValueError, match="process_index=2 is not accepted; pass a number from 0 to 0"):
         state.on_process(process_index=2)(lambda: 4)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.config = {"width": 4}
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.inner(inputs)
+        return outputs
+
+    def generate(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self(inputs)
+        return outputs
+
+
+def test_a_prepared_model_has_what_the_users_has() -> None:
+    model = tw.Accelerator(cpu=True, mixed_precision="bf16").prepare(Net())
+    assert model.config == {"width": 4}
+    assert model(torch.ones(1, 4)).dtype == torch.float32
+    assert model.generate(torch.ones(1, 4)).dtype == torch.bfloat16  # in the precision's context
+    model.inner, model.config = nn.Linear(4, 4), {}
+    assert (model.module.inner is model.inner, model.module.config) == (True, {})
+    model.eval()
+    assert not model.module.training
+    with pytest.raises(AttributeError, match="'Net' object has no attribute 'nothing'"):
+        _ = model.nothing

@@ -23,6 +23,9 @@ OUT_OF_MEMORY = (
 )
 """What errors of too little memory contain."""
 
+VARIABLES = ("CUDA", "CUBLAS", "NCCL", "NVIDIA", "HIP", "ROCR")
+"""What the names of its environment variables begin with."""
+
 
 def is_available() -> bool:
     """Return whether torch sees a CUDA device."""

@@ -178,7 +178,10 @@ class AccumulationWindows:
         return self._has_gradients or any(each.is_open for each in self._windows.values())
 
     def of(self, models: tuple[nn.Module, ...]) -> ModelWindow:
-        return self._windows.setdefault(models, ModelWindow(self, models))
+        window = self._windows.get(models)
+        if window is None:
+            window = self._windows[models] = ModelWindow(self, models)
+        return window
 
     def set_length(self, length: int) -> None:
         """Set the usual length of the windows that begin from now on."""

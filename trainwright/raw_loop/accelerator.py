@@ -16,13 +16,14 @@ from torch.profiler import profile
 
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.seeding import set_rng_state
-from trainwright.engine import gathering
+from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedModule, PreparedOptimizer, PreparedScheduler, stepped_by
 from trainwright.engine.window import in_float32
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.raw_loop.collectives import Collectives
 from trainwright.raw_loop.loss_graph import graph_leaves
 from trainwright.raw_loop.memory import release_memory
 from trainwright.raw_loop.options import AutocastKwargs
@@ -33,14 +34,13 @@ from trainwright.raw_loop.plugins import (
     check_length,
 )
 from trainwright.raw_loop.preparation import Preparation, PreparationOptions
-from trainwright.raw_loop.processes import Processes
 from trainwright.raw_loop.profiling import ProfileKwargs, profiled
 from trainwright.raw_loop.settings import LoopSettings, refuse_unknown, word_for
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Optimization, StepResult
 
 
-class Accelerator(Processes):
+class Accelerator(Collectives):
     """Strategy, precision, data sharding and checkpoints for a training loop that you write.
 
     Collective: create it on every rank.
@@ -123,7 +123,9 @@ class Accelerator(Processes):
             num_nodes=num_nodes,
         )
         super().__init__(engine)
-        optimization = Optimization(accumulate=settings.accumulation.num_steps or 1, clip_norm=settings.clip_norm)
+        of_script = settings.accumulation.num_steps or 1
+        steps = fill_accumulation(engine.environment, "gradient_accumulation_steps", of_script)
+        optimization = Optimization(accumulate=steps, clip_norm=settings.clip_norm)
         self._optimization = engine.strategy.resolve(optimization)
         """Accumulation and clipping; a strategy's own configuration overrides the arguments."""
         self._autocast, self._profiling = settings.autocast, settings.profiling
@@ -316,44 +318,6 @@ class Accelerator(Processes):
         """Return whether an optimizer's latest step was skipped because its gradients were not finite."""
         return any(optimizer.step_was_skipped for optimizer in self._preparations.optimizers)
 
-    def gather(self, tensors: Any) -> Any:
-        """Return a nested structure with the values of all ranks, rank by rank. Collective: call on every rank.
-
-        Tensors are joined along their first dimension; lists of plain data, and tuples of numbers and texts, item by item. A
-        number or a text becomes a list with one item per rank. None stays None.
-
-        Raises:
-            TypeError: the structure holds something else.
-        """
-        return gathering.gather(tensors, self.engine.gather, None, self._exchange)
-
-    def gather_for_metrics(self, tensors: Any) -> Any:
-        """Gather without the samples that pad the last round, so that each sample of the loader is there once.
-
-        Of each rank's tensors and lists, the first items are taken, as many as it has samples. Collective: call on every
-        rank, for each batch of the loader that is being iterated.
-
-        Raises:
-            TypeError: see `gather`.
-        """
-        iteration, _ = self._preparations.iterations.current()
-        sizes = iteration.loader.last_sizes if iteration is not None and iteration.loader.is_at_end else None
-        return gathering.gather(tensors, lambda tensor: self.engine.gather(tensor, sizes), sizes, self._exchange)
-
-    def reduce(self, tensors: Any, reduction: str = "sum") -> Any:
-        """Return a nested structure with the sum, mean, min or max over the ranks of each number and each tensor element.
-
-        Collective: call on every rank.
-
-        Raises:
-            TypeError: the structure holds something else.
-        """
-        return gathering.reduce(tensors, reduction, lambda each: self.engine.reduce(each, reduction), self._exchange)
-
-    def broadcast(self, obj: Any, from_process: int = 0) -> Any:
-        """Return one process's plain data and tensors on every process. Collective: call on every rank."""
-        return self.engine.broadcast(obj, from_process)
-
     def save_state(self, output_dir: str, blocking: bool = True, overwrite: bool = False) -> str:
         """Write a checkpoint of everything that was prepared, in the Trainer's format; return its path.
 
@@ -461,10 +425,16 @@ class Accelerator(Processes):
                     "backward was given a loss that no prepared model made: none of their parameters are in its graph. Call "
                     "the model that accelerator.prepare returned."
                 )
+        wrapped = [each for each in self._preparations.models if isinstance(each, PreparedModule)]
+        if self.use_distributed and wrapped and not any(each.forwards for each in wrapped):
+            raise ValueError(
+                "backward was given a loss that a method of a prepared model made, whose gradients no strategy averages over "
+                "the ranks; call the model itself, and let its forward call the method."
+            )
         self._has_checked_loss = True
 
-    def _exchange(self, value: Any) -> list[Any]:
-        return self.engine.ranks.exchange(value, "gather or reduce of plain data")
+    def _ranks_with_samples(self, loader: Any) -> Sequence[bool] | None:
+        return self._preparations.ranks_with_samples(loader)
 
     def _warn_of_norm(self, norm: float | None) -> None:
         used = self._optimization.clip_norm

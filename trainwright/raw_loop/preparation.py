@@ -103,6 +103,22 @@ class Preparation(Preparations):
         self.models.append(PreparedModule(self._engine, module, to_float32=is_mixed) if is_wrapped else module)
         return self.models[-1]
 
+    def ranks_with_samples(self, loader: Any = None) -> list[bool] | None:
+        """Return whether each rank has new samples in the current batch of a loader; None if all have.
+
+        Without `loader` it is the one that the loop is over.
+        """
+        prepared = self.of(loader) if loader is not None else None
+        if loader is not None and not isinstance(prepared, PreparedLoader):
+            raise ValueError(
+                "gather_for_metrics: this loader was not prepared; pass one that accelerator.prepare returned."
+            )
+        if prepared is None:
+            iteration, _ = self.iterations.current()
+            prepared = None if iteration is None else iteration.loader
+        sizes = None if prepared is None else prepared.last_sizes
+        return None if sizes is None else [size > 0 for size in sizes]
+
     def resume_at(self, step_count: int) -> None:
         """Continue with a number of optimizer steps made, at the start of a window."""
         self.step_count = step_count
