@@ -66,8 +66,8 @@ def search(accelerator: tw.Accelerator) -> dict[str, Any]:
     def hang(size: int) -> None:
         if accelerator.process_index == 1:
             raise MemoryError("on one rank alone")
-        waiting = torch.ones(1)
-        all_reduce(waiting)
+        if size == 4:
+            all_reduce(torch.ones(1))  # waits for the other rank
 
     batch_size.PATIENCE_SECONDS = 0.5
     error = ""
@@ -76,7 +76,7 @@ def search(accelerator: tw.Accelerator) -> dict[str, Any]:
             hang()
         except RuntimeError as caught:
             error = str(caught)
-            all_reduce(torch.ones(1))  # so that the other rank's try ends
+            all_reduce(torch.ones(1))  # so that the other rank's try ends, and then its next one
             accelerator.engine.ranks.exchange("", "the end of a try of find_executable_batch_size")
     else:
         hang()
