@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from trainwright.raw_loop.seeds import set_seed
     from trainwright.raw_loop.state_views import AcceleratorState, GradientState
     from trainwright.raw_loop.unwrapping import extract_model_from_parallel
+    from trainwright.raw_loop.project import ProjectConfiguration
     from trainwright.strategies import Strategy
     from trainwright.strategies.ddp import DDPStrategy
     from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
@@ -89,6 +90,7 @@ _HOMES = {
     "trainwright.raw_loop.seeds": "set_seed",
     "trainwright.raw_loop.state_views": "AcceleratorState GradientState",
     "trainwright.raw_loop.unwrapping": "extract_model_from_parallel",
+    "trainwright.raw_loop.project": "ProjectConfiguration",
     "trainwright.engine.engine": "Engine",
     "trainwright.engine.memory": "estimate_memory",
     "trainwright.errors": "CheckpointError LaunchError RunStopped TrainwrightError WorkerFailed",
@@ -148,6 +150,7 @@ __all__ = [
     "Precision",
     "ProfileKwargs",
     "Profiler",
+    "ProjectConfiguration",
     "PyTorchProfiler",
     "RunStopped",
     "ShardedDDPStrategy",
