@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     from trainwright.raw_loop.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
     from trainwright.raw_loop.processes import DistributedType, PartialState
     from trainwright.raw_loop.profiling import ProfileKwargs
+    from trainwright.raw_loop.project import ProjectConfiguration
     from trainwright.raw_loop.seeds import set_seed
     from trainwright.raw_loop.state_views import AcceleratorState, GradientState
     from trainwright.raw_loop.unwrapping import extract_model_from_parallel
-    from trainwright.raw_loop.project import ProjectConfiguration
     from trainwright.strategies import Strategy
     from trainwright.strategies.ddp import DDPStrategy
     from trainwright.strategies.ddp_sharded import ShardedDDPStrategy

@@ -17,16 +17,16 @@ from forked import run_python
 
 FOLDER = Path(__file__).parents[2] / "examples" / "raw_loop"
 MOST_CHANGES = {
-    "gradient_accumulation": (2, 4),
+    "gradient_accumulation": (2, 3),
     "multi_process_metrics": (1, 1),
-    "checkpointing": (3, 10),
-    "tracking": (1, 6),
+    "checkpointing": (3, 9),
+    "tracking": (1, 5),
     "early_stopping": (0, 7),
-    "profiler": (3, 14),
+    "profiler": (2, 11),
     "local_sgd": (1, 3),
-    "batch_size": (3, 10),
-    "cross_validation": (3, 10),
-    "gan": (29, 42),
+    "batch_size": (4, 9),
+    "cross_validation": (2, 9),
+    "gan": (19, 29),
 }
 """By example: how many lines of the base it leaves out, and how many it adds, apart from its docstring and indentation."""
 
@@ -45,10 +45,8 @@ def test_every_example_is_compared() -> None:
 def test_an_example_is_the_base_and_one_feature(name: str) -> None:
     changes = [line for line in difflib.ndiff(lines_of("base"), lines_of(name)) if line[0] in "+-"]
     removed, added = (sum(line[0] == sign for line in changes) for sign in "-+")
-    assert (removed, added) <= MOST_CHANGES[name], "\n".join(changes)
     assert removed <= MOST_CHANGES[name][0], "\n".join(changes)
-    assert added <= MOST_CHANGES[name][1], "\n".join(changes)
-    assert added > 0
+    assert 0 < added <= MOST_CHANGES[name][1], "\n".join(changes)
 
 
 def run(name: str, folder: Path, *arguments: str) -> str:
@@ -61,7 +59,10 @@ def accuracies(output: str) -> list[float]:
     return [float(each) for each in re.findall(r"^epoch \d+: val_acc (.*)$", output, re.MULTILINE)]
 
 
-@pytest.mark.parametrize("name", ["base", "multi_process_metrics", "local_sgd", "batch_size", "profiler"])
+LATER = [pytest.param(name, marks=pytest.mark.launch) for name in ("multi_process_metrics", "local_sgd", "batch_size")]
+
+
+@pytest.mark.parametrize("name", ["base", "profiler", *LATER])
 def test_examples_that_train_as_the_base_does(tmp_path: Path, name: str) -> None:
     output = run(name, tmp_path)
     found = accuracies(output)
@@ -80,12 +81,14 @@ def test_gradient_accumulation(tmp_path: Path) -> None:
     assert accuracies(run("gradient_accumulation", tmp_path))[-1] > 0.7
 
 
+@pytest.mark.launch
 def test_cross_validation(tmp_path: Path) -> None:
     output = run("cross_validation", tmp_path)
     assert len(accuracies(output)) == 15
     assert float(re.findall(r"mean val_acc (.*)", output)[0]) > 0.9
 
 
+@pytest.mark.launch
 def test_gan(tmp_path: Path) -> None:
     distances = [float(each) for each in re.findall(r"distance to the points (.*)", run("gan", tmp_path))]
     assert len(distances) == 5
@@ -105,7 +108,7 @@ def test_checkpointing(tmp_path: Path) -> None:
 def test_tracking(tmp_path: Path) -> None:
     accuracy = accuracies(run("tracking", tmp_path))
     (path,) = (tmp_path / "runs/tracking").rglob("metrics.csv")
-    rows = list(csv.DictReader(path.open()))
+    rows = list(csv.DictReader(path.read_text().splitlines()))
     assert [round(float(row["val_acc"]), 4) for row in rows if row["val_acc"]] == accuracy
     assert len([row for row in rows if row["loss"]]) == 5 * 29
 

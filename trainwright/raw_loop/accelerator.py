@@ -35,7 +35,7 @@ from trainwright.raw_loop.preparation import Preparation, PreparationOptions
 from trainwright.raw_loop.profiling import ProfileKwargs, profiled
 from trainwright.raw_loop.project import ProjectConfiguration, chosen_project
 from trainwright.raw_loop.saved_states import SavedStates, refuse_load_options, refuse_pickle
-from trainwright.raw_loop.settings import LoopSettings, MIXED, refuse_unknown, word_for
+from trainwright.raw_loop.settings import LoopSettings, refuse_unknown, word_for
 from trainwright.raw_loop.tracking import Options, Tracker, Trackers, chosen_loggers
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Optimization, StepResult
