@@ -1,4 +1,4 @@
-"""Out of memory: which errors say so, and how memory that is no longer used is given back."""
+"""Out of memory: which errors mean that, and how memory that is no longer used is given back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-"""What the messages of torch's errors contain that have no class of their own."""
+"""What torch's errors of too little memory contain, where they are plain RuntimeErrors."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
