@@ -1,4 +1,4 @@
-"""The job of test_strategies.py: a Trainer's checkpoint in an Accelerator and back, and the model's files, under one strategy."""
+"""The job of test_strategies.py: a Trainer's checkpoint in an Accelerator and back, and the files of the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WithForward(Classifier):
 
 
 def both_ways(folder: Path) -> dict[str, Any]:
-    """Train an epoch with the Trainer, one with an Accelerator, one with the Trainer; return the weights, and those of three."""
+    """Train an epoch with the Trainer, one with an Accelerator, one with the Trainer; return the weights."""
     warnings.filterwarnings("ignore")  # of DeepSpeed, which another test looks at
     strategy = folder.name
     whole = fit(strategy, EPOCHS, None, None)

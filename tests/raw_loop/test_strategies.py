@@ -1,4 +1,4 @@
-"""Under every strategy on two ranks: a Trainer's checkpoint loads into an Accelerator and back, and the model's files are whole."""
+"""Under every strategy on two ranks: a Trainer's checkpoint in an Accelerator and back, and the files of the model."""
 
 from __future__ import annotations
 
