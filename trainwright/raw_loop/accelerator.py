@@ -205,7 +205,7 @@ class Accelerator(Collectives):
 
         Raises:
             CheckpointError: on every rank, if they were not written.
-            ValueError: max_shard_size is no size.
+            ValueError: max_shard_size is not a size.
         """
         refuse_pickle("save_model", safe_serialization)
         save_model(model, os.fspath(save_directory), size_of(max_shard_size), self.engine.ranks)
