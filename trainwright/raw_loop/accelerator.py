@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.profiler import profile
 
 from trainwright.checkpoint.reader import Verify
 from trainwright.engine.command_line import fill_accumulation
@@ -32,9 +33,10 @@ from trainwright.raw_loop.plugins import (
     check_length,
 )
 from trainwright.raw_loop.preparation import Preparation, PreparationOptions
+from trainwright.raw_loop.profiling import ProfileKwargs, profiled
 from trainwright.raw_loop.project import ProjectConfiguration, chosen_project
 from trainwright.raw_loop.saved_states import SavedStates, refuse_load_options, refuse_pickle
-from trainwright.raw_loop.settings import MIXED, LoopSettings, refuse_unknown
+from trainwright.raw_loop.settings import LoopSettings, refuse_unknown, word_for
 from trainwright.raw_loop.tracking import Options, Tracker, Trackers, chosen_loggers
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Optimization, StepResult
@@ -53,7 +55,7 @@ class Accelerator(Collectives):
         gradient_accumulation_plugin: further options of the accumulation.
         step_scheduler_with_optimizer: False lets each call of a prepared scheduler's step step it.
         kwargs_handlers: options of parts: AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs,
-            InitProcessGroupKwargs.
+            InitProcessGroupKwargs, ProfileKwargs.
         dynamo_backend: compile prepared models with this backend of torch.compile, such as "inductor".
         fused_optimizers: run optimizers fused if torch can and their `fused` and `foreach` were not set.
         scale_schedulers: step prepared schedulers once for each process at each optimizer step, as Accelerate does.
@@ -136,7 +138,7 @@ class Accelerator(Collectives):
         optimization = Optimization(accumulate=steps, clip_norm=settings.clip_norm)
         self._optimization = engine.strategy.resolve(optimization)
         """Accumulation and clipping; a strategy's own configuration overrides the arguments."""
-        self._autocast = settings.autocast
+        self._autocast, self._profiling = settings.autocast, settings.profiling
         if settings.compiler is not None and not engine.strategy.takes_compile:
             raise ValueError(
                 f"dynamo_backend={settings.compiler!r} is not accepted with strategy {engine.strategy.name!r}, whose hooks "
@@ -323,6 +325,18 @@ class Accelerator(Collectives):
         prepared: PreparedScheduler = self.prepare(scheduler)
         return prepared
 
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:
+        """Record the block with torch.profiler and yield that; the argument replaces the options of kwargs_handlers.
+
+        Every rank records, and writes its own traces if there is an output_trace_dir. Collective then: call on every rank.
+        """
+        options = self._profiling if profile_handler is None else profile_handler
+        with profiled(options) as recorder:
+            yield recorder
+        if options.output_trace_dir is not None:
+            self.wait_for_everyone()  # so that all traces are there
+
     def free_memory(self, *objects: Any) -> Any:
         """Release all that was prepared, and return None for each object given, to replace it by; collects garbage.
 
@@ -353,8 +367,7 @@ class Accelerator(Collectives):
     @property
     def mixed_precision(self) -> str:
         """Return "no", "fp16" or "bf16"; for a precision that has no such name, its own."""
-        name = self.engine.precision.name
-        return next((word for word, precision in MIXED.items() if precision == name), name)
+        return word_for(self.engine.precision)
 
     @property
     def sync_gradients(self) -> bool:
