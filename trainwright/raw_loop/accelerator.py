@@ -37,6 +37,7 @@ from trainwright.raw_loop.profiling import ProfileKwargs, profiled
 from trainwright.raw_loop.project import ProjectConfiguration, chosen_project
 from trainwright.raw_loop.saved_states import SavedStates, refuse_load_options, refuse_pickle
 from trainwright.raw_loop.settings import LoopSettings, refuse_unknown, word_for
+from trainwright.raw_loop.state_views import AcceleratorState, GradientState
 from trainwright.raw_loop.tracking import Options, Tracker, Trackers, chosen_loggers
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Optimization, StepResult
@@ -161,8 +162,8 @@ class Accelerator(Collectives):
     def prepare(self, *objects: Any) -> Any:
         """Return the models, optimizers, loaders and schedulers, prepared by the strategy, in the same order.
 
-        Pass the models and their optimizers in one call. An object that is already prepared is returned unchanged.
-        Collective: call on every rank.
+        Pass the models and their optimizers in one call. An object that is already prepared, and None, are returned
+        unchanged. Collective: call on every rank.
 
         Raises:
             TypeError: an object of another kind.
@@ -358,6 +359,16 @@ class Accelerator(Collectives):
         raise NotImplementedError(
             "lomo_backward: LOMO is not supported; strategy='fsdp' with cpu_offload saves memory."
         )
+
+    @property
+    def state(self) -> AcceleratorState:
+        """Return a view of the processes and the precision."""
+        return AcceleratorState(self)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Return a view of the accumulation windows and the loaders."""
+        return GradientState(self._preparations.windows, self._preparations.iterations)
 
     @property
     def step_count(self) -> int:

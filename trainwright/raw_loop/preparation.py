@@ -66,6 +66,8 @@ class Preparation(Preparations):
         objects = [self.to_prepare(each) for each in given]
         new: dict[str, list[Any]] = {"module": [], "optimizer": [], "loader": [], "scheduler": []}
         for each in objects:
+            if each is None:
+                continue
             kind = kind_of(each)
             if kind is None:
                 raise TypeError(
