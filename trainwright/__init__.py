@@ -41,6 +41,14 @@ if TYPE_CHECKING:
     from trainwright.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
     from trainwright.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
     from trainwright.raw_loop.accelerator import Accelerator
+    from trainwright.raw_loop.free_collectives import (
+        broadcast,
+        gather,
+        pad_across_processes,
+        reduce,
+        synchronize_rng_states,
+    )
+    from trainwright.raw_loop.loaders import DataLoaderConfiguration, skip_first_batches
     from trainwright.raw_loop.memory import release_memory
     from trainwright.raw_loop.options import (
         AutocastKwargs,
@@ -67,6 +75,8 @@ _HOMES = {
     "trainwright.data.datamodule": "DataModule",
     "trainwright.data.seeding": "isolate_rng seed_everything",
     "trainwright.raw_loop.accelerator": "Accelerator",
+    "trainwright.raw_loop.free_collectives": "broadcast gather pad_across_processes reduce synchronize_rng_states",
+    "trainwright.raw_loop.loaders": "DataLoaderConfiguration skip_first_batches",
     "trainwright.raw_loop.memory": "release_memory",
     "trainwright.raw_loop.options": "AutocastKwargs DistributedDataParallelKwargs GradScalerKwargs InitProcessGroupKwargs",
     "trainwright.raw_loop.plugins": "DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin",
@@ -102,6 +112,7 @@ __all__ = [
     "CheckpointError",
     "CombinedLoader",
     "DDPStrategy",
+    "DataLoaderConfiguration",
     "DataModule",
     "DeepSpeedPlugin",
     "DeepSpeedStrategy",
@@ -140,16 +151,22 @@ __all__ = [
     "TrainwrightError",
     "WorkerFailed",
     "__version__",
+    "broadcast",
     "estimate_memory",
+    "gather",
     "gather_module",
     "isolate_rng",
     "load_predictions",
     "notebook_launcher",
+    "pad_across_processes",
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
+    "reduce",
     "release_memory",
     "seed_everything",
+    "skip_first_batches",
+    "synchronize_rng_states",
 ]
 
 
