@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     )
     from trainwright.raw_loop.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
     from trainwright.raw_loop.processes import DistributedType, PartialState
+    from trainwright.raw_loop.project import ProjectConfiguration
     from trainwright.strategies import Strategy
     from trainwright.strategies.ddp import DDPStrategy
     from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
@@ -81,6 +82,7 @@ _HOMES = {
     "trainwright.raw_loop.options": "AutocastKwargs DistributedDataParallelKwargs GradScalerKwargs InitProcessGroupKwargs",
     "trainwright.raw_loop.plugins": "DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin",
     "trainwright.raw_loop.processes": "DistributedType PartialState",
+    "trainwright.raw_loop.project": "ProjectConfiguration",
     "trainwright.engine.engine": "Engine",
     "trainwright.engine.memory": "estimate_memory",
     "trainwright.engine.worker_calls": "notebook_launcher",
@@ -138,6 +140,7 @@ __all__ = [
     "PartialState",
     "Precision",
     "Profiler",
+    "ProjectConfiguration",
     "PyTorchProfiler",
     "RunStopped",
     "ShardedDDPStrategy",

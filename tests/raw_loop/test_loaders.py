@@ -136,11 +136,12 @@ def run(case: Case) -> Case:
     accelerator = accelerator_of(case["split_batches"], case["dispatch_batches"], case["even_batches"])
     ranks = accelerator.num_processes
     size = case["batch_size"] * (ranks if case["split_batches"] else 1)
-    try:
-        loader = accelerator.prepare(made(case, size))
-    except ValueError as error:
-        assert "drop_last drops a short round" in str(error)
+    batches = case["samples"] // case["batch_size"]
+    if case["kind"] in ("indices", "shuffled") and case["drop_last"] and 0 < batches < ranks:
+        with pytest.raises(ValueError, match="drop_last drops a short round"):
+            accelerator.prepare(made(case, size))
         return {"done": None}
+    loader = accelerator.prepare(made(case, size))
     inner = accelerator.prepare(DataLoader(Numbers(case["inner"]), batch_size=2 * ranks)) if case["inner"] else None
     seen: list[int] = []
     own: list[list[int]] = []

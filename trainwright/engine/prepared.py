@@ -314,10 +314,10 @@ class PreparedScheduler:
         self._called, self._made = called, made
         if self._with_optimizer and not is_due:
             return
-        for number in range(self._repeats):
+        for _ in range(self._repeats):
             total = getattr(self.scheduler, "total_steps", None)
-            if number and total is not None and self.scheduler.last_epoch >= total - 1:
-                return  # such as OneCycleLR's, which refuses a step beyond its last
+            if self._repeats > 1 and total is not None and self.scheduler.last_epoch >= total:
+                return  # OneCycleLR refuses a step beyond its last
             self.scheduler.step(*args, **kwargs)
 
     def steps_since(self) -> list[int]:
