@@ -74,10 +74,10 @@ class DispatchedLoader(StatefulLoader):
 
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
         """See StatefulLoader. Collective."""
-        place = next(iter(self._loaded["places"]), None)
+        begun = next(iter(self._loaded["places"]), None)
         self._start, self._inner_start = start_batch, start_batch * self.world_size
-        if place is not None:
-            self._inner_start = place["batch"]
+        if begun is not None:
+            self._inner_start = begun["batch"]
         self.uneven.clear()
         self._positions = {start_batch: self._loaded["places"]}
 
