@@ -74,12 +74,11 @@ class DispatchedLoader(StatefulLoader):
 
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
         """See StatefulLoader. Collective."""
-        begun = next(iter(self._loaded["places"]), None)
-        self._start, self._inner_start = start_batch, start_batch * self.world_size
-        if begun is not None:
-            self._inner_start = begun["batch"]
+        begun = self._loaded["places"]
+        self._start = start_batch
+        self._inner_start = begun[0]["batch"] if begun else start_batch * self.world_size
         self.uneven.clear()
-        self._positions = {start_batch: self._loaded["places"]}
+        self._positions = {start_batch: begun}
 
         def begin() -> list[int | None]:
             assert self._inner is not None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.profiler import profile
 
 from trainwright.checkpoint.reader import Verify
 from trainwright.engine.command_line import fill_accumulation
@@ -25,6 +26,7 @@ from trainwright.raw_loop.collectives import Collectives
 from trainwright.raw_loop.loaders import DataLoaderConfiguration, SkippedBatches, loader_options, skip_first_batches
 from trainwright.raw_loop.loss_graph import graph_leaves
 from trainwright.raw_loop.memory import release_memory
+from trainwright.raw_loop.model_files import load_object, save_model, save_object, size_of, state_dict_of, unwrapped
 from trainwright.raw_loop.options import AutocastKwargs
 from trainwright.raw_loop.plugins import (
     DeepSpeedPlugin,
@@ -33,9 +35,10 @@ from trainwright.raw_loop.plugins import (
     check_length,
 )
 from trainwright.raw_loop.preparation import Preparation, PreparationOptions
+from trainwright.raw_loop.profiling import ProfileKwargs, profiled
 from trainwright.raw_loop.project import ProjectConfiguration, chosen_project
 from trainwright.raw_loop.saved_states import SavedStates, refuse_load_options, refuse_pickle
-from trainwright.raw_loop.settings import MIXED, LoopSettings, refuse_unknown
+from trainwright.raw_loop.settings import LoopSettings, refuse_unknown, word_for
 from trainwright.raw_loop.tracking import Options, Tracker, Trackers, chosen_loggers
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Optimization, StepResult
@@ -54,7 +57,7 @@ class Accelerator(Collectives):
         gradient_accumulation_plugin: further options of the accumulation.
         step_scheduler_with_optimizer: False lets each call of a prepared scheduler's step step it.
         kwargs_handlers: options of parts: AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs,
-            InitProcessGroupKwargs.
+            InitProcessGroupKwargs, ProfileKwargs.
         dynamo_backend: compile prepared models with this backend of torch.compile, such as "inductor".
         device_placement: whether prepared loaders move their batches to the device; models are always on it.
         split_batches: whether a loader's batch is that of all ranks together; see DataLoaderConfiguration.
@@ -147,7 +150,7 @@ class Accelerator(Collectives):
         optimization = Optimization(accumulate=steps, clip_norm=settings.clip_norm)
         self._optimization = engine.strategy.resolve(optimization)
         """Accumulation and clipping; a strategy's own configuration overrides the arguments."""
-        self._autocast = settings.autocast
+        self._autocast, self._profiling = settings.autocast, settings.profiling
         if settings.compiler is not None and not engine.strategy.takes_compile:
             raise ValueError(
                 f"dynamo_backend={settings.compiler!r} is not accepted with strategy {engine.strategy.name!r}, whose hooks "
@@ -181,9 +184,68 @@ class Accelerator(Collectives):
         prepared = self._preparations.prepare(objects, device_placement)
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the module that was given to `prepare`."""
-        return model.module if isinstance(model, PreparedModule) else model
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the module that was given to `prepare`, whose forward was not changed, so `keep_fp32_wrapper` has no effect.
+
+        With keep_torch_compile=False, of a module that torch.compile returned, return the one that it was given.
+        """
+        return unwrapped(model, keep_compiled=keep_torch_compile)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return a model's whole state_dict, under the names of the user's module whether or not `unwrap` is set.
+
+        Under fsdp and ZeRO stage 3 it is a copy in host memory on rank 0, and empty on the others; otherwise every rank has
+        its own tensors. DeepSpeed's are in the precision that it computes in. Collective: call on every rank.
+        """
+        return state_dict_of(model)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights as safetensors files, which safetensors and from_pretrained of transformers read.
+
+        One file is model.safetensors; several have an index, model.safetensors.index.json. Of tied weights the first name is
+        stored, and the others are in the file's metadata. Files of an earlier save_model are replaced. Collective: call on
+        every rank.
+
+        Args:
+            max_shard_size: the most bytes of a file ("5GB", "512MiB"); a larger tensor has a file by itself.
+            safe_serialization: True; no pickle is written.
+
+        Raises:
+            CheckpointError: on every rank, if they were not written.
+            ValueError: max_shard_size is not a size.
+        """
+        refuse_pickle("save_model", safe_serialization)
+        save_model(model, os.fspath(save_directory), size_of(max_shard_size), self.engine.ranks)
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = True) -> None:
+        """Write plain data and tensors into one file, on rank 0 (with save_on_each_node, on each node); an existing one goes.
+
+        A dict of tensors, or data with tensors, becomes a safetensors file whatever its name; data without tensors becomes
+        JSON. `load` reads both.
+
+        Raises:
+            TypeError: the object holds something else.
+            CheckpointError: the file was not written.
+        """
+        refuse_pickle("save", safe_serialization)
+        on_each = self.project_configuration.save_on_each_node
+        save_object(obj, f, is_writer=self.is_local_main_process if on_each else self.is_main_process)
+
+    def load(self, f: str | os.PathLike[str]) -> Any:
+        """Return what `save` wrote, or the tensors of any safetensors file, in host memory.
+
+        Raises:
+            CheckpointError: the file is missing, damaged or of another kind.
+        """
+        return load_object(f)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Return the context of one batch, in which optimizers and schedulers step only at the end of a window.
@@ -289,6 +351,18 @@ class Accelerator(Collectives):
         """Return a loader whose first iteration begins at this batch of the epoch; see the function of this name."""
         return skip_first_batches(dataloader, num_batches)
 
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:
+        """Record the block with torch.profiler and yield that; the argument replaces the options of kwargs_handlers.
+
+        Every rank records, and writes its own traces if there is an output_trace_dir. Collective then: call on every rank.
+        """
+        options = self._profiling if profile_handler is None else profile_handler
+        with profiled(options) as recorder:
+            yield recorder
+        if options.output_trace_dir is not None:
+            self.wait_for_everyone()  # so that all traces are there
+
     def free_memory(self, *objects: Any) -> Any:
         """Release all that was prepared, and return None for each object given, to replace it by; collects garbage.
 
@@ -319,8 +393,7 @@ class Accelerator(Collectives):
     @property
     def mixed_precision(self) -> str:
         """Return "no", "fp16" or "bf16"; for a precision that has no such name, its own."""
-        name = self.engine.precision.name
-        return next((word for word, precision in MIXED.items() if precision == name), name)
+        return word_for(self.engine.precision)
 
     @property
     def sync_gradients(self) -> bool:
