@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from trainwright.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
     from trainwright.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
     from trainwright.raw_loop.accelerator import Accelerator
-<<<<<<< HEAD
+    from trainwright.raw_loop.batch_size import find_executable_batch_size
+    from trainwright.raw_loop.empty_weights import init_empty_weights, init_on_device
     from trainwright.raw_loop.free_collectives import (
         broadcast,
         gather,
@@ -51,13 +52,9 @@ if TYPE_CHECKING:
         reduce,
         synchronize_rng_states,
     )
-    from trainwright.raw_loop.loaders import DataLoaderConfiguration, skip_first_batches
-=======
-    from trainwright.raw_loop.batch_size import find_executable_batch_size
-    from trainwright.raw_loop.empty_weights import init_empty_weights, init_on_device
     from trainwright.raw_loop.launchers import debug_launcher, notebook_launcher
+    from trainwright.raw_loop.loaders import DataLoaderConfiguration, skip_first_batches
     from trainwright.raw_loop.local_sgd import LocalSGD
->>>>>>> raw16
     from trainwright.raw_loop.memory import release_memory
     from trainwright.raw_loop.options import (
         AutocastKwargs,
@@ -89,15 +86,12 @@ _HOMES = {
     "trainwright.data.datamodule": "DataModule",
     "trainwright.data.seeding": "isolate_rng seed_everything",
     "trainwright.raw_loop.accelerator": "Accelerator",
-<<<<<<< HEAD
     "trainwright.raw_loop.free_collectives": "broadcast gather pad_across_processes reduce synchronize_rng_states",
     "trainwright.raw_loop.loaders": "DataLoaderConfiguration skip_first_batches",
-=======
     "trainwright.raw_loop.batch_size": "find_executable_batch_size",
     "trainwright.raw_loop.empty_weights": "init_empty_weights init_on_device",
     "trainwright.raw_loop.launchers": "debug_launcher notebook_launcher",
     "trainwright.raw_loop.local_sgd": "LocalSGD",
->>>>>>> raw16
     "trainwright.raw_loop.memory": "release_memory",
     "trainwright.raw_loop.options": "AutocastKwargs DistributedDataParallelKwargs GradScalerKwargs InitProcessGroupKwargs",
     "trainwright.raw_loop.plugins": "DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin",
@@ -181,16 +175,12 @@ __all__ = [
     "TrainwrightError",
     "WorkerFailed",
     "__version__",
-<<<<<<< HEAD
     "broadcast",
-    "estimate_memory",
-    "gather",
-=======
     "debug_launcher",
     "estimate_memory",
     "extract_model_from_parallel",
     "find_executable_batch_size",
->>>>>>> raw16
+    "gather",
     "gather_module",
     "init_empty_weights",
     "init_on_device",
@@ -204,12 +194,9 @@ __all__ = [
     "reduce",
     "release_memory",
     "seed_everything",
-<<<<<<< HEAD
+    "set_seed",
     "skip_first_batches",
     "synchronize_rng_states",
-=======
-    "set_seed",
->>>>>>> raw16
 ]
 
 

@@ -104,11 +104,6 @@ _connection: Connection | None = None
 _generation = 0  # how often this process opened a group; equal on all ranks, as opening is collective
 
 
-def open_connection() -> Connection | None:
-    """Return the connection that this process has open to a job of several; None for a process alone."""
-    return _connection
-
-
 def open_process_group(
     environment: Environment,
     backend: str,
