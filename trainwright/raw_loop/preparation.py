@@ -76,8 +76,8 @@ class Preparation(Preparations):
             if kind is None:
                 if isinstance(each, SkippedBatches):
                     raise TypeError(
-                        "prepare was given what skip_first_batches returned; pass the loader to prepare, and what prepare returns "
-                        "to skip_first_batches."
+                        "prepare was given what skip_first_batches returned; pass the loader to prepare, and what that returns to "
+                        "skip_first_batches."
                     )
                 raise TypeError(
                     f"prepare was given an object of type {type(each).__name__}; accepted are torch modules, optimizers "
